@@ -86,7 +86,7 @@ class ToHF:
     """Convert layer shards, such as a checkpoint of a run, into a Hugging Face directory."""
 
     source: tyro.conf.Positional[Path]
-    """Layer-shard directory: runs/NAME/checkpoints/step-XXXXXXXX."""
+    """Layer-shard directory, checkpoint, or run directory (its newest checkpoint)."""
     target: tyro.conf.Positional[Path]
     """Directory to create; must not exist."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -141,7 +141,7 @@ class ToLegacy:
     """Convert layer shards into a model of AC-SGD, CocktailSGD or OpenChatKit, one pytorch_*.pt file per layer."""
 
     source: tyro.conf.Positional[Path]
-    """Layer-shard directory: runs/NAME/checkpoints/step-XXXXXXXX."""
+    """Layer-shard directory, checkpoint, or run directory (its newest checkpoint)."""
     target: tyro.conf.Positional[Path]
     """Directory to create; must not exist."""
 
@@ -160,7 +160,7 @@ class ToPEFT:
     """Convert the adapter of a checkpoint into a directory for PEFT: PeftModel.from_pretrained(model, DIRECTORY)."""
 
     source: tyro.conf.Positional[Path]
-    """Checkpoint of a run with adapter.spec: runs/NAME/checkpoints/step-XXXXXXXX."""
+    """Checkpoint, or run directory (its newest checkpoint), of a run with adapter.spec."""
     target: tyro.conf.Positional[Path]
     """Directory to create; must not exist."""
 
@@ -177,7 +177,7 @@ class MergeCommand:
     """Convert a checkpoint with an adapter into layer shards of a model that contains it."""
 
     source: tyro.conf.Positional[Path]
-    """Checkpoint of a run with adapter.spec: runs/NAME/checkpoints/step-XXXXXXXX."""
+    """Checkpoint, or run directory (its newest checkpoint), of a run with adapter.spec."""
     target: tyro.conf.Positional[Path]
     """Directory to create; must not exist."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import errno
 import os
 import re
@@ -133,6 +135,39 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, ImportError):
         return f"a package cannot be imported: {' '.join(str(error).split())}; install acsgd and its dependencies again"
     return None
+
+
+def missing(path: Path) -> str:
+    """Return a predicate on a path that does not exist: "does not exist (did you mean ...?)"."""
+    return f"does not exist{nearest_path(path)}"
+
+
+def nearest_path(path: Path) -> str:
+    """Return " (did you mean ...?)" with the existing path that is nearest to one that does not exist, if any is."""
+    nearest = _nearest(path)
+    return f" (did you mean {nearest}?)" if nearest else ""
+
+
+def _nearest(path: Path) -> Path | None:
+    """Return the existing path whose name is nearest to that of a missing one, by its number if it ends with one."""
+    parent = next((parent for parent in path.parents if parent.is_dir()), Path())
+    name, *rest = path.relative_to(parent).parts
+    names = list[str]()
+    with contextlib.suppress(OSError):
+        names = sorted(each for each in os.listdir(parent) if not each.startswith("."))
+    wanted, others = _NUMBERED.fullmatch(name), [found for each in names if (found := _NUMBERED.fullmatch(each))]
+    alike = [each for each in others if wanted and each[1] == wanted[1]]
+    if wanted and alike:
+        name = min(alike, key=lambda each: abs(int(each[2]) - int(wanted[2])))[0]
+    elif near := difflib.get_close_matches(name, names, n=1):
+        name = near[0]
+    else:
+        return None
+    nearest = Path(parent, name, *rest)
+    return nearest if nearest.exists() else _nearest(nearest) or Path(parent, name)
+
+
+_NUMBERED = re.compile(r"(.*?)(\d+)")
 
 
 def kind_of_file(mode: int) -> str:

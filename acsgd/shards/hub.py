@@ -11,6 +11,7 @@ from typing import NamedTuple
 from transformers import PreTrainedConfig
 
 from acsgd.config.options import ModelConfig
+from acsgd.errors import missing, nearest_path
 from acsgd.layers.description import ModelLayers
 from acsgd.shards.config import CONFIG, parameter_count, read_config
 from acsgd.shards.disk import model_files
@@ -81,8 +82,10 @@ def find_model(name: str, *, option: str, weights: bool = True) -> Path:
                 "layer-shard directory"
             )
         return path
-    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if path.exists():
         raise ValueError(f"{option}={name} is not a directory; give a directory or a Hugging Face id, owner/name")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"{option}={name} {missing(path)}; give a directory or a Hugging Face id, owner/name")
     return find_model(_download(name, option=option, weights=weights), option=option)
 
 
@@ -96,10 +99,13 @@ def _download(name: str, *, option: str, weights: bool) -> str:
         # subfolders of a repository hold the same weights in other formats
         return snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        if "/" in name and Path(name).parent.is_dir():
+            raise ValueError(f"{option}={name} {missing(Path(name))}; give an existing directory") from None
         cause = str(error).strip().split("\n")[0].rstrip(".")
         raise ValueError(
-            f"{option}={name} is neither a local directory nor a model on the Hugging Face Hub: {cause}; check the "
-            f"name or, without a network, give a directory with a copy (hf download {name} --local-dir DIRECTORY)"
+            f"{option}={name} is neither a local directory{nearest_path(Path(name))} nor a model on the Hugging Face "
+            f"Hub: {cause}; check the name or, without a network, give a directory with a copy (hf download {name} "
+            "--local-dir DIRECTORY)"
         ) from None
 
 

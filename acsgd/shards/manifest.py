@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from acsgd.errors import CorruptFileError
+from acsgd.errors import CorruptFileError, missing
 from acsgd.io.files.atomic import fsync_directory
 from acsgd.io.files.checksum import check_file_checksum, new_file_checksum
 from acsgd.io.files.fields import Natural, from_json
@@ -98,6 +98,8 @@ class Manifest:
         Raises ValueError if `directory` is not one or has another version, CorruptFileError if the manifest is corrupt.
         """
         path = directory / MANIFEST
+        if not os.path.lexists(directory):
+            raise ValueError(f"{directory} {missing(directory)}; give a checkpoint or a layer-shard directory")
         if not os.path.lexists(path):
             raise ValueError(f"{directory} is not a checkpoint or layer-shard directory: it has no {MANIFEST}")
         if (problem := unusable(path)) is not None:

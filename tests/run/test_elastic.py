@@ -160,6 +160,6 @@ def test_an_error_in_the_options_is_printed_once_and_workers_are_not_started_aga
         host = Hosts(tmp_path, run_file, stack, 2, ("--model.name", str(model))).start("a")
         assert host.wait(LIMIT_S) == 2
         assert host.errors == [
-            f"error: model.name={model} is not a directory; give a directory or a Hugging Face id, owner/name"
+            f"error: model.name={model} does not exist; give a directory or a Hugging Face id, owner/name"
         ]
         assert "Traceback" not in host.stderr

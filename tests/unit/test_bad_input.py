@@ -160,7 +160,7 @@ def test_what_a_streamed_source_cannot_do_is_refused(
 def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     assert "model.name=nothing is a directory without config.json" in refuse(tmp_path, "--model.name nothing")
-    assert "model.name=./no/where is not a directory" in refuse(tmp_path, "--model.name ./no/where")
+    assert "model.name=./no/where does not exist" in refuse(tmp_path, "--model.name ./no/where")
 
 
 def test_an_unknown_hub_id_is_refused(tmp_path: Path) -> None:

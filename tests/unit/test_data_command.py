@@ -190,7 +190,7 @@ def test_bad_options_are_one_sentence(run: Run, tmp_path: Path, action: str) -> 
     for source, options, message in (
         ("none.jsonl", (), 'source="none.jsonl": none.jsonl does not exist'),
         (path, ("--format", "txt"), 'unknown format; use "auto"'),
-        (path, ("--model", "./nothing"), "--model=./nothing is not a directory"),
+        (path, ("--model", "./nothing"), "--model=./nothing does not exist"),
     ):
         code, out, err = run(action, source, *options)
         assert (code, out) == (2, "")

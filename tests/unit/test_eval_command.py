@@ -19,11 +19,11 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 
 from acsgd.commands.evaluation import command
 from acsgd.commands.evaluation.answers import compare, evaluate_answers, read_questions
-from acsgd.commands.evaluation.job import config_of, data_of, find_evaluated
+from acsgd.commands.evaluation.job import config_of, find_evaluated
 from acsgd.commands.evaluation.options import EvalOptions
 from acsgd.commands.generation.command import open_generator
 from acsgd.commands.generation.options import Decoding
-from acsgd.config.options import DataConfig
+from acsgd.config.options import DataConfig, EvalConfig
 from acsgd.config.run_file import parse_flags
 from acsgd.failures.failures import RunContext
 from acsgd.launch import Launch
@@ -74,6 +74,39 @@ def test_it_finds_what_the_run_found_in_every_form_of_the_model(run: Path, tmp_p
     assert evaluate(run, *data, "--metrics", "")["metrics"].keys() == {"eval_loss"}
 
 
+@pytest.mark.parametrize("held_out", ["fraction", "sources"])
+def test_it_evaluates_what_the_run_has_evaluated_as_the_run_did_to_the_last_bit(
+    held_out: str, tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, run = tmp_path / "a.jsonl", tmp_path / "runs" / "run"
+    records = [{"q": f"{n} and " * (n % 4 + 1), "a": f"is {n}", "text": "no"} for n in range(14)]
+    source.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    config = small_run(tiny_model("gpt2", **SMALL), run)
+    data = dataclasses.replace(
+        config.data,
+        sources=str(source),
+        eval_sources=str(source) if held_out == "sources" else None,
+        eval_fraction=0.5 if held_out == "fraction" else 0.0,
+        format="io",
+        fields="input=q,output=a",
+        input_format="Q: __input__ A:",
+        output_format=" __output__!",
+        targets="all",
+        rows="single",
+        long="truncate",
+    )
+    train_alone(dataclasses.replace(config, data=data, eval=EvalConfig(metrics="")))
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    for arguments in [(), *([("--data", source)] if held_out == "sources" else [])]:
+        found = evaluate(run, *arguments, "--cache", tmp_path / "runs" / "cache")
+        assert found["metrics"] == {"eval_loss": last["eval_loss"]}
+        printed = capsys.readouterr().err
+        assert 'as in the run: data.format="io", data.fields="input=q,output=a", data.targets="all", ' in printed
+        assert 'data.input_format="Q: __input__ A:", ' in printed
+    other = evaluate(run, "--data", source, "--input-format", "__input__", "--cache", tmp_path / "runs" / "cache")
+    assert other["metrics"] != {"eval_loss": last["eval_loss"]}
+
+
 def test_the_table_names_model_data_and_metrics(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = run.parents[1] / "held-out.txt"
     command.main(
@@ -88,7 +121,6 @@ def test_the_table_names_model_data_and_metrics(run: Path, tmp_path: Path, capsy
 
 
 REFUSED = [
-    ("", 1, "there is nothing to evaluate on; give --data SOURCES, or --lm-eval TASKS"),
     ("--data a.txt --generate --lm-eval x", 1, "--generate and --lm-eval exclude each other; give one of them"),
     ("--data a.txt --lm-eval x", 1, "--lm-eval brings its own data; remove --data"),
     ("--data a.txt --lm-eval-args=--limit", 1, "--lm-eval-args are for lm-eval; give --lm-eval TASKS, too"),
@@ -114,11 +146,13 @@ def test_a_model_that_does_not_fit_the_command_is_refused(tiny_model: TinyModel,
     options = EvalOptions(str(tiny_model()), data="demo")
     with pytest.raises(ValueError, match=r"does not record a sequence length; .* --sequence, such as --sequence 512$"):
         config_of(options, find_evaluated(options.model), 1)
-    with pytest.raises(ValueError, match=r"^runs/none is not a directory here; give a run or a checkpoint"):
+    with pytest.raises(ValueError, match=r"^runs/none does not exist; give a run or a checkpoint"):
         config_of(dataclasses.replace(options, model="runs/none"), find_evaluated("runs/none"), 1)
     options = dataclasses.replace(options, sequence=16, stages=3)
     with pytest.raises(ValueError, match=r"^--stages 3 does not divide the number of processes, 4$"):
         config_of(options, find_evaluated(options.model), 4)
+    with pytest.raises(ValueError, match=r"^there is nothing to evaluate on: .* give --data SOURCES, or --lm-eval TAS"):
+        config_of(dataclasses.replace(options, data=None), find_evaluated(options.model), 1)
 
 
 WRONG = [
@@ -262,7 +296,7 @@ def test_an_example_without_prompt_and_answer_is_named(
     path.write_text(records)
     options = EvalOptions(str(tiny_model()), data=str(path), generate=True)
     with pytest.raises(ValueError) as refused:
-        evaluate_answers(options, find_evaluated(options.model), data_of(options, sequence=1, batch=1))
+        evaluate_answers(options, find_evaluated(options.model), DataConfig(sources=str(path), sequence=1, batch=1))
     assert f"{path}, {message}" in str(refused.value)
     assert str(refused.value).startswith("--data: ")
 

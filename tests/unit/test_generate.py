@@ -37,7 +37,13 @@ from transformers import (
 from acsgd import cli
 from acsgd.commands.generation.decode import Generator
 from acsgd.commands.generation.model import load
+from acsgd.commands.generation.options import GenerateOptions
+from acsgd.commands.generation.records import PromptReader, check_output_path, read_records
+from acsgd.config.options import DataConfig
+from acsgd.config.run_file import parse_flags
 from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.io.data.formats.formats import read_options
+from acsgd.io.data.formats.prompts import INSTRUCTION_WITH_INPUT
 
 pytestmark = pytest.mark.usefixtures("known_models")
 
@@ -289,12 +295,56 @@ def test_a_file_of_something_else_is_kept(tiny_model: TinyModel, tmp_path: Path)
     assert (code, printed) == (2, f"error: --out {source} is the input itself; give another file\n")
 
 
+IN = {"instruction": "Add.", "input": "1 2"}
+PROMPTS: list[tuple[str, dict[str, object], object]] = [
+    ("", {"prompt": "a"}, "a"),
+    ("", {"question": "a", "text": "b"}, "b"),
+    ("", {"messages": [{"role": "user", "content": "a"}]}, [{"role": "user", "content": "a"}]),
+    ("", IN, INSTRUCTION_WITH_INPUT.format(**IN)),
+    ("", {**IN, "output": None}, INSTRUCTION_WITH_INPUT.format(**IN)),
+    ("--input-format Q:__input__A:", {"input": "a"}, "Q:aA:"),
+    ("--input-format Q:__input__A: --fields prompt=q,completion=a", {"q": "a"}, "Q:aA:"),
+    ("--input-format Q:__input__A: --field q", {"q": "a", "prompt": "b"}, "Q:aA:"),
+    ("--input-format Q:__input__A: --format prompt", {"prompt": "a", "input": "b"}, "Q:aA:"),
+    ("--input-format Q:__input__A:", {"text": "a"}, "a"),
+    ("--chat", {"input": "a"}, [{"role": "user", "content": "a"}]),
+]
+"""Options, record, and the prompt that is made of it."""
+
+
+@pytest.mark.parametrize(("options", "record", "prompt"), PROMPTS)
+def test_a_prompt_is_that_of_training_without_the_answer(
+    options: str, record: dict[str, object], prompt: object, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """The prompts of an adapted record with its answer are those of `acsgd eval --generate`."""
+    (tmp_path / "in.jsonl").write_text(f"{json.dumps(record)}\n")
+    given = parse_flags(GenerateOptions, ["m", "--file", f"{tmp_path}", *options.split()], prog="acsgd generate")
+    used = {name: value for name in ("format", "fields", "input_format") if (value := getattr(given, name)) is not None}
+    reading = read_options(DataConfig(sources="", sequence=1, batch=1, **used))
+    reader = PromptReader(reading, tokenizer, field=given.field, is_chat=given.chat)
+    [found] = read_records(str(given.file))
+    assert reader.of_record(found) == prompt
+
+
+def test_prompts_of_several_sources_are_read_in_their_order_and_not_from_the_output(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "1.jsonl").write_text('{"prompt": "x",  "n": 1.50}\n')
+    (tmp_path / "b" / "2.json").write_text('[{"prompt": "y"}]')
+    write_records(tmp_path / "a.jsonl", ["z"])
+    records = read_records(f"{tmp_path}/b,{tmp_path}/a.jsonl")
+    assert [record.fields["prompt"] for record in records] == ["x", "y", "z"]
+    assert records[0].text == '{"prompt": "x",  "n": 1.50}'
+    for out in ("b/out.jsonl", "a.jsonl", "b"):
+        with pytest.raises(ValueError, match=r"^--out .* is (part of )?the input itself; give another file$"):
+            check_output_path(tmp_path / out, f"{tmp_path}/b,{tmp_path}/*.jsonl")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ('{"prompt": "a"}\n{"prompt": "b"', "line 2 is not JSON (Expecting ',' delimiter at column 15): "),
         ('{"prompt": "a"}\n[1]', "line 2 is not a JSON object: [1]"),
-        ('{"prompt": "a"}\n{"text": "b"}', "line 2, has no field 'prompt'; its fields: 'text'; name the one with"),
+        ('{"prompt": "a"}\n{"text": "b"}', 'line 2 has no string under "prompt"; its fields: "text"; write'),
         (
             '{"question": "a", "id": 1}',
             "line 1, has no field prompt, text, input or messages; its fields: 'question', ",
@@ -305,7 +355,7 @@ def test_a_file_of_something_else_is_kept(tiny_model: TinyModel, tmp_path: Path)
         ('{"prompt": "a"}\n\n{"prompt": "' + "a b " * 64 + '"}', "line 3: the prompt has 129 tokens, the model takes"),
         ('{"prompt": "a", "generated_text": "b"}', 'line 1, has a "generated_text" already; rename or remove the'),
         ('{"messages": [{"role": "user", "content": "a"}]}', "line 1: messages need a chat template, which the"),
-        ("\n", "has no records; give a file with one JSON object per line"),
+        ("\n", " has no records; give a file with one JSON object per line"),
     ],
 )
 def test_a_wrong_record_is_named_before_any_work(

@@ -176,8 +176,13 @@ def test_layers_of_corrupt_files_are_not_listed(run: Path, inspect: Inspect) -> 
 
 def test_a_path_that_is_not_a_checkpoint_is_an_error(run: Path, tiny_model: TinyModel, inspect: Inspect) -> None:
     give = "give a checkpoint, a layer-shard directory or a run directory"
-    for path in (run / "nowhere", run / "metrics.jsonl"):
-        assert inspect(path) == (2, f"error: {path} is not a directory; {give}")
+    step = run / "checkpoints" / "step-3"
+    for path, problem in (
+        (run / "nowhere", "does not exist"),
+        (step, f"does not exist (did you mean {run / 'checkpoints' / 'step-00000002'}?)"),
+        (run / "metrics.jsonl", "is not a directory"),
+    ):
+        assert inspect(path) == (2, f"error: {path} {problem}; {give}")
     (run / "empty").mkdir()
     for path in (run / "empty", tiny_model("gpt2", **SMALL)):
         assert inspect(path, "--json") == (2, f"error: {path} has no checkpoints and no {MANIFEST}; {give}")

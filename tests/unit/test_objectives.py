@@ -13,8 +13,9 @@ import pytest
 from lib.corpora import documents_of
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from acsgd.commands.evaluation.job import EvaluatedModel, config_of
+from acsgd.commands.evaluation.job import config_of
 from acsgd.commands.evaluation.options import EvalOptions
+from acsgd.commands.recorded import RecordedModel
 from acsgd.config.options import PipelineConfig
 from acsgd.config.run_file import parse
 from acsgd.io.data.row_spec import DenoisingMode, DenoisingTokens, denoising_tokens
@@ -291,7 +292,7 @@ def test_an_evaluation_has_the_objective_of_the_run(with_sentinels: PreTrainedTo
     """With the same tokens, and the same draws."""
     options = "--data.objective ul2r --data.sentinels <unused{}> --data.modes a,b,c --data.seed 7"
     job = job_of(with_sentinels, tmp_path, options)
-    model = EvaluatedModel("m", "lm", open_inputs(job).identity.data)
+    model = RecordedModel("m", "lm", open_inputs(job).identity.data)
     for rows in (None, "single"):
         data = config_of(EvalOptions("m", data="a.jsonl", rows=rows), model, 1).data  # type: ignore[arg-type]
         names = ("objective", "sentinels", "modes", "seed", "sequence")

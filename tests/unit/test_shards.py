@@ -184,7 +184,7 @@ def test_a_directory_without_shards_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=r"is not a checkpoint or layer-shard directory: it has no manifest\.json$"):
         ShardDirectory(tmp_path)
-    with pytest.raises(ValueError, match=r"is not a checkpoint or layer-shard directory: it has no manifest\.json$"):
+    with pytest.raises(ValueError, match=r"nowhere does not exist; give a checkpoint or a layer-shard directory$"):
         ShardDirectory(tmp_path / "nowhere")
     (tmp_path / MANIFEST).write_text('{"name": "of another program"}')
     with pytest.raises(ValueError, match=r"manifest\.json is not the manifest of a layer-shard directory$"):

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import transformers
 
-from acsgd.commands.evaluation.job import EvaluatedModel
 from acsgd.commands.evaluation.options import DTYPES, EvalOptions
 from acsgd.commands.evaluation.report import EvaluationReport
 from acsgd.commands.generation.command import batches, open_generator
 from acsgd.commands.generation.decode import Generator, Ids
+from acsgd.commands.recorded import RecordedModel
 from acsgd.config.options import DataConfig
 from acsgd.io.data.formats.base import Example, FormatError
 from acsgd.io.data.formats.formats import read_each, read_options
@@ -32,7 +32,7 @@ class Question(NamedTuple):
     answer: str
 
 
-def evaluate_answers(options: EvalOptions, model: EvaluatedModel, data: DataConfig) -> EvaluationReport:
+def evaluate_answers(options: EvalOptions, model: RecordedModel, data: DataConfig) -> EvaluationReport:
     """Generate the answer to the prompt of each example, and compare it with the example's.
 
     Raises ValueError if an example has no prompt or no answer, or if torchmetrics is not installed.

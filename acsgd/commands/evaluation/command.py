@@ -18,9 +18,11 @@ from types import FrameType
 import torch.distributed as dist
 
 from acsgd.commands.evaluation.answers import evaluate_answers
-from acsgd.commands.evaluation.job import EvaluatedModel, as_typed, config_of, data_of, find_evaluated
+from acsgd.commands.evaluation.job import as_typed, config_of, data_of, find_evaluated
 from acsgd.commands.evaluation.options import DTYPES, EvalOptions
 from acsgd.commands.evaluation.report import EvaluationReport
+from acsgd.commands.recorded import RecordedModel
+from acsgd.config.options import DataConfig
 from acsgd.config.run_file import parse_flags
 from acsgd.failures.failures import RunContext, report_failure
 from acsgd.failures.report import report_startup_error
@@ -44,7 +46,7 @@ from acsgd.shards.locate import open_hf
 from acsgd.shards.manifest import MANIFEST
 
 
-def run_lm_eval(options: EvalOptions, model: EvaluatedModel) -> int:
+def run_lm_eval(options: EvalOptions, model: RecordedModel) -> int:
     """Export the model if need be, and run lm-eval on it. Returns its exit code. Raises ValueError."""
     assert options.lm_eval is not None
     if importlib.util.find_spec("lm_eval") is None:
@@ -114,7 +116,12 @@ def _run_alone(options: EvalOptions) -> None:
         if code := run_lm_eval(options, model):
             sys.exit(code)
         return
-    evaluate_answers(options, model, data_of(options, sequence=1, batch=1)).show(as_json=options.json)
+    data = data_of(options, model)
+    if "eval_fraction" in data.values:
+        raise ValueError("--generate takes whole sources, but the run holds out rows of its own; give --data SOURCES")
+    if data.note:
+        print_note(data.note)
+    evaluate_answers(options, model, DataConfig(**{"sequence": 1, **data.values}, batch=1)).show(as_json=options.json)
 
 
 @as_typed()
@@ -123,7 +130,10 @@ def evaluate(
 ) -> EvaluationReport:
     """Return the metrics of a model on the data, equal on all ranks. Arguments: see `acsgd.main.run`."""
     model, is_main = find_evaluated(options.model), launch.rank == 0
-    job = prepare(config_of(options, model, launch.world_size), launch, trains=False)
+    config = config_of(options, model, launch.world_size)
+    if is_main and (note := data_of(options, model).note):
+        print_note(note)
+    job = prepare(config, launch, trains=False)
     if model.task is None:
         _check_head(job.model)
     config = job.config
@@ -134,7 +144,7 @@ def evaluate(
     source = open_weight_source(job)
     groups.wait_for_all("opening the inputs", timeout_s=TIMEOUT_S)
     if is_main:
-        for note in (*_warnings(model), *held_out.notes):
+        for note in (*_warnings(model), *held_out.rows.notes):
             print_note(note)
     with report_if_slow(print_note, lambda: f"loading {job.model.describe_size()}", enabled=is_main):
         session = build_session(job, source, groups)
@@ -144,10 +154,12 @@ def evaluate(
     batches = _Batches(held_out, len(job.micro_ids))
     with report_if_slow(print_note, batches.describe, enabled=is_main):
         scores = session.evaluate(batches, 0)
-    return EvaluationReport(model.name, config.data.sources, config.model.task, len(held_out), "sequences", scores)
+    fraction = f", the last {config.data.eval_fraction:.4g} of it" if config.data.eval_fraction else ""
+    evaluated = f"{config.data.sources}{fraction}"
+    return EvaluationReport(model.name, evaluated, config.model.task, len(held_out), "sequences", scores)
 
 
-def _warnings(model: EvaluatedModel) -> list[str]:
+def _warnings(model: RecordedModel) -> list[str]:
     """Return a warning if the head was initialised when the model was converted, as that of a pretrained base is."""
     if not model.new:
         return []

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from acsgd.commands.evaluation.options import EvalOptions
+from acsgd.commands.recorded import READING, RecordedModel
 from acsgd.config.options import (
     Config,
     DataConfig,
@@ -21,45 +20,16 @@ from acsgd.config.options import (
     PipelineConfig,
     RunConfig,
 )
-from acsgd.io.checkpoint.directory import CheckpointDirectory
-from acsgd.io.checkpoint.progress import RunState
+from acsgd.errors import missing
+from acsgd.io.checkpoint.directory import newest_checkpoint
 from acsgd.io.data.row_spec import RowStage, data_options
-from acsgd.io.data.sources.base import ReadOptions
-from acsgd.shards.disk import ShardDirectory
-from acsgd.shards.manifest import MANIFEST
 
-
-class EvaluatedModel(NamedTuple):
-    """A model by name, with what its manifest records."""
-
-    name: str
-    """Directory or Hugging Face id."""
-    task: str | None
-    """Task of layer shards; None for a Hugging Face model."""
-    options: dict[str, Any]
-    """Options of the run that saved it, by their names; empty if no run did."""
-    new: tuple[str, ...] = ()
-    """Parameters of a head that nothing has trained, see `Manifest`."""
-
-
-def find_evaluated(name: str) -> EvaluatedModel:
-    """Return the model of that name; of a run directory, its newest checkpoint. Raises CorruptFileError."""
-    path = Path(name)
-    for checkpoints in (CheckpointDirectory(path), CheckpointDirectory(path / "checkpoints")):
-        if steps := checkpoints.steps():
-            path = checkpoints.of(steps[-1])
-    if not os.path.lexists(path / MANIFEST):
-        return EvaluatedModel(str(path) if path.exists() else name, None, {})
-    shards = ShardDirectory(path)
-    run = RunState.of(shards)
-    options = {**run.identity.data, **run.options} if run else {}
-    return EvaluatedModel(str(path), shards.manifest.task, options, shards.manifest.new)
-
-
-READING = tuple(each.name for each in fields(ReadOptions))
-"""Options of the command that are those of [data] with the same name."""
+OF_ROWS = data_options(RowStage.LAYOUT, RowStage.ROWS)
+"""Options of [data] that say how rows are made of tokens."""
 PLACING = ("long", "isolate")
 """Options of [data] that say how data.rows puts documents into rows."""
+MICRO = 8
+"""Micro-batch size of models that no run has saved, sequences."""
 
 TYPED = {
     "data.sources": "--data",
@@ -91,44 +61,71 @@ def as_typed() -> Iterator[None]:
         raise ValueError(message) from error
 
 
-def config_of(options: EvalOptions, model: EvaluatedModel, world_size: int) -> Config:
-    """Return the configuration of an evaluation. Raises ValueError if the sequence length is not known."""
-    if world_size % options.stages:
-        raise ValueError(f"--stages {options.stages} does not divide the number of processes, {world_size}")
-    names = data_options(RowStage.LAYOUT, RowStage.ROWS)
+def find_evaluated(name: str) -> RecordedModel:
+    """Return the model of that name; of a run directory, its newest checkpoint. Raises CorruptFileError."""
+    return RecordedModel.of(str(newest_checkpoint(Path(name)) if Path(name).exists() else name))
+
+
+class EvaluationOptions(NamedTuple):
+    """How the data of an evaluation is read and put into rows, by names of options of [data]."""
+
+    values: dict[str, Any]
+    note: str | None
+    """Sentence on those that the run determines."""
+
+
+def data_of(options: EvalOptions, model: RecordedModel) -> EvaluationOptions:
+    """Return what is evaluated, and how it is read: as options say, else as the run did that saved the model.
+
+    Raises ValueError if there is nothing to evaluate on.
+    """
+    names = (*READING, *OF_ROWS)
     if options.rows is not None:  # what is recorded belongs to other rows
         names = tuple(name for name in names if name not in PLACING)
-    recorded = {name: model.options.get(f"data.{name}") for name in names}
-    given = {"sequence": options.sequence, "rows": options.rows, "long": options.long}
-    data = {**recorded, **{name: value for name, value in given.items() if value is not None}}
-    if data["sequence"] is None:
-        reason = "does not record a sequence length" if Path(model.name).exists() else "is not a directory here"
+    given = {name: getattr(options, name, None) for name in names}
+    if options.data is not None:
+        given["sources"] = given["eval_sources"] = options.data
+    elif (sources := model.options.get("data.eval_sources")) is not None:
+        names = (*names, "eval_sources")
+        given["sources"] = sources
+    elif model.options.get("data.eval_fraction"):
+        names = (*names, "sources", "eval_fraction")
+    else:
+        raise ValueError(
+            f"there is nothing to evaluate on: {model.name} is of no run that evaluates; give --data SOURCES, or "
+            "--lm-eval TASKS"
+        )
+    values = model.data_options(given, names)
+    return EvaluationOptions(values, model.describe(given, values))
+
+
+def config_of(options: EvalOptions, model: RecordedModel, world_size: int) -> Config:
+    """Return the configuration of an evaluation. Raises as `data_of`, and if the sequence length is not known."""
+    data = data_of(options, model).values
+    if world_size % options.stages:
+        raise ValueError(f"--stages {options.stages} does not divide the number of processes, {world_size}")
+    if "sequence" not in data:
+        path = Path(model.name)
+        reason = "does not record a sequence length" if path.exists() else missing(path)
         raise ValueError(
             f"{model.name} {reason}; give a run or a checkpoint or, for others, --sequence, such as --sequence 512"
         )
+    micro = options.micro or int(model.options.get("pp.micro") or MICRO)
     # micro-batches of a pipeline at a time: more hide the time until its last stage has work, and pad the last batch
     micros = 2 * options.stages if options.stages > 1 else 1
+    metrics = options.metrics
+    if metrics is None and options.task in (None, model.task):
+        metrics = model.options.get("eval.metrics")
     return Config(
         model=ModelConfig(
             model.name,
             task=options.task or model.task or "lm",
             dtype=options.dtype or model.options.get("model.dtype") or "fp32",
         ),
-        data=data_of(
-            options,
-            eval_sources=options.data,
-            batch=options.micro * micros * (world_size // options.stages),
-            **{name: value for name, value in data.items() if value is not None},
-        ),
+        data=DataConfig(**data, batch=micro * micros * (world_size // options.stages)),
         optim=OptimConfig(lr=1.0, steps=1),
-        pp=PipelineConfig(stages=options.stages, micro=options.micro, schedule="gpipe"),
-        eval=EvalConfig(metrics=options.metrics),
+        pp=PipelineConfig(stages=options.stages, micro=micro, schedule="gpipe"),
+        eval=EvalConfig(metrics=metrics),
         log=LogConfig(dir=str(options.cache.parent / "eval"), to=""),
         run=RunConfig(timeout=options.timeout, device=options.device),
     )
-
-
-def data_of(options: EvalOptions, **others: Any) -> DataConfig:
-    """Return the sources, and how their records are read. others: other fields."""
-    assert options.data is not None
-    return DataConfig(sources=options.data, **{name: getattr(options, name) for name in READING}, **others)

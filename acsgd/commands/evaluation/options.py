@@ -26,7 +26,8 @@ class EvalOptions:
     model: tyro.conf.Positional[str]
     """Checkpoint, run directory (its newest checkpoint), layer-shard directory, Hugging Face directory or id."""
     data: str | None = None
-    """Sources without weights, as data.eval_sources of a run."""
+    """Sources without weights, as data.eval_sources of a run. Default: what the run that saved the checkpoint evaluates
+    on, its data.eval_sources or its data.eval_fraction."""
     generate: bool = False
     """Generate the answer to each prompt of --data instead, and compare it: exact match and ROUGE. In one process."""
     lm_eval: str | None = None
@@ -34,7 +35,7 @@ class EvalOptions:
     lm_eval_args: str = ""
     """Further arguments of lm-eval, after an equals sign: --lm-eval-args="--limit 100 --num_fewshot 5"."""
     metrics: str | None = None
-    """Metrics besides the loss, as eval.metrics of a run."""
+    """Metrics besides the loss, as eval.metrics of a run. Default: as in the run that saved the checkpoint."""
     json: bool = False
     """Print JSON instead of a table."""
     task: str | None = None
@@ -45,25 +46,25 @@ class EvalOptions:
     """How documents are put into sequences, as data.rows. Default: as in the run that saved the checkpoint."""
     long: Literal["split", "truncate", "skip", "error"] | None = None
     """What is done with a document that is longer than a sequence, as data.long. Default: as in that run."""
-    format: str = "auto"
-    """Format of the records, as data.format of a run."""
+    format: str | None = None
+    """Format of the records, as data.format. Default: as in that run, else that of a run, as for the options below."""
     fields: str | None = None
-    """Names of fields, as data.fields of a run."""
-    targets: Literal["answers", "all"] = "answers"
-    """Which tokens count, as data.targets of a run."""
-    input_format: str = "__input__"
-    """Text of a prompt, as data.input_format of a run."""
-    output_format: str = "__output__"
-    """Text of an answer, as data.output_format of a run."""
-    split_special_tokens: bool = True
-    """Whether special tokens in messages of chats are ordinary text, as data.split_special_tokens of a run."""
-    on_error: Literal["stop", "skip"] = "stop"
-    """What an unreadable record does, as data.on_error of a run."""
+    """Names of fields, as data.fields."""
+    targets: Literal["answers", "all"] | None = None
+    """Which tokens count, as data.targets."""
+    input_format: str | None = None
+    """Text of a prompt, as data.input_format."""
+    output_format: str | None = None
+    """Text of an answer, as data.output_format."""
+    split_special_tokens: bool | None = None
+    """Whether special tokens in messages of chats are ordinary text, as data.split_special_tokens."""
+    on_error: Literal["stop", "skip"] | None = None
+    """What an unreadable record does, as data.on_error."""
     decoding: tyro.conf.OmitArgPrefixes[Decoding] = dataclasses.field(default_factory=Decoding)
     stages: Annotated[int, Range(1, 2**16)] = 1
     """Ranks per pipeline, as pp.stages of a run. The other processes are replicas, which share the examples."""
-    micro: Annotated[int, Range(1, 2**20)] = 8
-    """Micro-batch size, sequences, as pp.micro of a run."""
+    micro: Annotated[int, Range(1, 2**20)] | None = None
+    """Micro-batch size, sequences, as pp.micro. Default: as in the run that saved the checkpoint, else 8."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Type of parameters and activations. Default: as in the run that saved the checkpoint, else fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -80,8 +81,6 @@ class EvalOptions:
         self.decoding.check()
         if self.generate and self.lm_eval is not None:
             raise ValueError("--generate and --lm-eval exclude each other; give one of them")
-        if self.data is None and self.lm_eval is None:
-            raise ValueError("there is nothing to evaluate on; give --data SOURCES, or --lm-eval TASKS")
         if self.data is not None and self.lm_eval is not None:
             raise ValueError("--lm-eval brings its own data; remove --data")
         if self.lm_eval_args and self.lm_eval is None:

@@ -9,15 +9,19 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from acsgd.commands.generation.decode import Generator, Ids
-from acsgd.commands.generation.prompts import Conversation
+from acsgd.commands.generation.prompts import Conversation, Prompt
 from acsgd.notes import print_note
 
 
 class Chat:
-    """A conversation. With a chat template its messages are kept; without one each line is a separate prompt."""
+    """A conversation. With a chat template its messages are kept; without one each line is a separate prompt.
 
-    def __init__(self, generator: Generator) -> None:
+    prompt_of: returns the prompt that a line makes without a chat template.
+    """
+
+    def __init__(self, generator: Generator, prompt_of: Callable[[str], Prompt]) -> None:
         self._generator = generator
+        self._prompt_of = prompt_of
         self._messages: Conversation = []
         self._turn = 0
 
@@ -42,7 +46,7 @@ class Chat:
         if prompts.has_chat_template:
             messages, ids = self._newest([*messages, {"role": "user", "content": line}])
         else:
-            ids = prompts.encode(line)
+            ids = prompts.encode(self._prompt_of(line))
         with _interrupts() as is_interrupted:
             text = self._generator.stream(ids, index=self._turn, is_stopped=is_interrupted)
         self._turn += 1

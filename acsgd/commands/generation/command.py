@@ -23,12 +23,16 @@ from acsgd.commands.generation.prompts import Prompt, PromptEncoder
 from acsgd.commands.generation.records import (
     Options,
     OutputFile,
+    PromptReader,
     PromptRecord,
     check_output_path,
     open_output,
     read_records,
 )
+from acsgd.commands.recorded import RecordedModel
+from acsgd.config.options import DataConfig
 from acsgd.errors import RunError, is_out_of_memory
+from acsgd.io.data.formats.formats import read_options
 from acsgd.notes import print_note, report_if_slow
 from acsgd.streams import open_streams
 
@@ -42,23 +46,34 @@ def generate(options: GenerateOptions) -> None:
     transformers.logging.disable_progress_bar()
     if options.file is not None and options.out is not None:
         check_output_path(options.out, options.file)
-        records, field = read_records(options.file, field=options.field, chat=options.chat)
-        with _short_memory():
-            _generate_file(_open_model(options), options.file, options.out, records, field)
-        return
+        records = read_records(options.file)
     generator = _open_model(options)
+    reader = _prompt_reader(options, generator)
     with _short_memory():
-        if options.prompt is not None:
-            prompt: Prompt = [{"role": "user", "content": options.prompt}] if options.chat else options.prompt
-            generator.stream(generator.prompts.encode(prompt), index=0)
+        if options.file is not None and options.out is not None:
+            _generate_file(generator, options.out, records, reader)
+        elif options.prompt is not None:
+            generator.stream(generator.prompts.encode(reader.of_text(options.prompt)), index=0)
         else:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            Chat(generator).run()
+            Chat(generator, reader.of_text).run()
 
 
 def _open_model(options: GenerateOptions) -> Generator:
     adapter = PEFTAdapter.open(options.adapter) if options.adapter else None
     return open_generator(options.model, options.decoding, dtype=options.dtype, device=options.device, adapter=adapter)
+
+
+def _prompt_reader(options: GenerateOptions, generator: Generator) -> PromptReader:
+    """Return what makes prompts: as options say, else as the run did that saved the model. Raises ValueError."""
+    given = {name: getattr(options, name) for name in ("format", "fields", "input_format")}
+    model = RecordedModel.of(str(generator.loaded.directory))
+    used = model.data_options(given, given)
+    if note := model.describe(given, used):
+        print_note(note)
+    config = DataConfig(sources="", sequence=1, batch=1, **used)
+    reading = read_options(config, has_labels=config.format == "label")
+    return PromptReader(reading, generator.loaded.tokenizer, field=options.field, is_chat=options.chat)
 
 
 def open_generator(
@@ -85,9 +100,10 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _generate_file(generator: Generator, file: Path, out: Path, records: Sequence[PromptRecord], field: str) -> None:
+def _generate_file(generator: Generator, out: Path, records: Sequence[PromptRecord], reader: PromptReader) -> None:
     """Write each record with the text after its prompt to `out`; resume if the file exists."""
-    limits, digest = _check_prompts(generator, file, records)
+    prompts = [reader.of_record(record) for record in records]
+    limits, digest = _check_prompts(generator, records, prompts)
     if generator.decoding.batch > 1 and not generator.pads_exactly():
         print_note("padding changes the results of this model: prompts are run one at a time, as with --batch 1")
         decoding = dataclasses.replace(generator.decoding, batch=1)
@@ -95,7 +111,7 @@ def _generate_file(generator: Generator, file: Path, out: Path, records: Sequenc
     model = generator.loaded.model
     about: Options = {
         **dataclasses.asdict(generator.decoding),
-        "field": field,
+        "field": reader.field,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
         "weights": _weights_digest(model),
@@ -108,22 +124,24 @@ def _generate_file(generator: Generator, file: Path, out: Path, records: Sequenc
         with _interruptible(output, len(records)), progress:
             for batch in batches(limits, generator.decoding.batch):
                 if batch.stop > output.finished:
-                    _generate_batch(generator, records, batch, output)
+                    _generate_batch(generator, records, prompts, batch, output)
         print_note(f"{out}: {len(records)} records")
 
 
-def _check_prompts(generator: Generator, file: Path, records: Sequence[PromptRecord]) -> tuple[list[int], str]:
+def _check_prompts(
+    generator: Generator, records: Sequence[PromptRecord], prompts: Sequence[Prompt]
+) -> tuple[list[int], str]:
     """Return the maximum number of new tokens of each record, and a checksum of all prompts.
 
-    Raises ValueError with the line of the first prompt that the model cannot take.
+    Raises ValueError with the place of the first prompt that the model cannot take.
     """
     limits, digest = list[int](), xxh3_64()
     with report_if_slow(print_note, lambda: f"checked {len(limits)} of {len(records)} prompts"):
-        for record in records:
+        for record, prompt in zip(records, prompts, strict=True):
             try:
-                ids = generator.prompts.encode(record.prompt)
+                ids = generator.prompts.encode(prompt)
             except ValueError as error:
-                raise ValueError(f"{file}, line {record.line}: {error}") from None
+                raise ValueError(f"{record.where}: {error}") from None
             limits.append(generator.limit(ids))
             digest.update(repr(ids).encode())
     return limits, digest.hexdigest()
@@ -142,9 +160,15 @@ def batches(limits: Sequence[int], size: int) -> Iterator[range]:
             start = stop
 
 
-def _generate_batch(generator: Generator, records: Sequence[PromptRecord], batch: range, output: OutputFile) -> None:
+def _generate_batch(
+    generator: Generator,
+    records: Sequence[PromptRecord],
+    prompts: Sequence[Prompt],
+    batch: range,
+    output: OutputFile,
+) -> None:
     """Generate the texts of a batch and append those that the output lacks."""
-    ids: list[Ids] = [generator.prompts.encode(records[index].prompt) for index in batch]
+    ids: list[Ids] = [generator.prompts.encode(prompts[index]) for index in batch]
     for index, text in zip(batch, generator.generate(ids, index=batch.start), strict=True):
         if index >= output.finished:
             output.append(records[index], text)

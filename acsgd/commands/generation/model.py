@@ -19,7 +19,7 @@ from acsgd.adapters.inject import build_adapted
 from acsgd.commands.generation.adapter import PEFTAdapter
 from acsgd.config.adapters import Adapter, VirtualTokens, parse_adapter
 from acsgd.errors import CorruptFileError, RunError
-from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.io.checkpoint.directory import checkpoints_of
 from acsgd.layers.skeleton import set_buffer, set_tied_parameter
 from acsgd.model_classes import MODEL_CLASSES, ModelClass
 from acsgd.notes import print_note
@@ -69,11 +69,8 @@ def load(
     a file is not as it was written.
     """
     load_from = functools.partial(_load, dtype=dtype, device=device, peft=adapter)
-    for checkpoints in (CheckpointDirectory(Path(path)), CheckpointDirectory(Path(path) / "checkpoints")):
-        if steps := checkpoints.steps():
-            return _load_newest([checkpoints.of(step) for step in reversed(steps)], load_from)
-    if (Path(path) / "checkpoints").is_dir():
-        raise ValueError(f"{path} is a run directory without checkpoints; give one that has saved a checkpoint")
+    if checkpoints := checkpoints_of(Path(path)):
+        return _load_newest(checkpoints[::-1], load_from)
     return load_from(find_model(path, option="model"))
 
 

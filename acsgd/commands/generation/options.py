@@ -57,12 +57,20 @@ class GenerateOptions:
     """Checkpoint, run directory (its newest valid checkpoint), layer-shard directory, Hugging Face directory or id."""
     prompt: str | None = None
     """Prompt to continue. The text is printed on standard output."""
-    file: Path | None = None
-    """File of prompts, one JSON object per line; *.jsonl or *.jsonl.zst."""
+    file: str | None = None
+    """Sources of prompts, as data.sources of a run without weights: files with a prompt per record, or directories."""
     out: Path | None = None
     """File that gets each record of --file with its "generated_text". An interrupted start is resumed."""
     field: str | None = None
-    """Field of --file with the prompt. Default: the first of prompt, text, input and messages that the records have."""
+    """Field of --file with the prompt. Default: as --format says, else the first of prompt, text, input and messages
+    that the records have."""
+    format: str | None = None
+    """Format of the records of --file, as data.format; they need no answers. Default: as in the run that saved the
+    checkpoint, else that of a run, as for the options below."""
+    fields: str | None = None
+    """Names of fields, as data.fields."""
+    input_format: str | None = None
+    """Text of a prompt, as data.input_format; --prompt, too, takes the place of __input__ in it."""
     chat: bool = False
     """Apply the tokenizer's chat template to prompts that are texts. Without --prompt and --file: chat."""
     decoding: tyro.conf.OmitArgPrefixes[Decoding] = dataclasses.field(default_factory=Decoding)

@@ -1,4 +1,4 @@
-"""Records of a file of prompts, and the output file, to which results are appended in the order of the input."""
+"""Records with prompts, and the output file, to which results are appended in the order of the input."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from transformers import PreTrainedTokenizerBase
+
 from acsgd.commands.generation.prompts import Prompt
-from acsgd.io.data.sources.text import excerpt, not_utf8, open_text
+from acsgd.io.data.formats.base import Format, FormatError, field_of
+from acsgd.io.data.formats.formats import FORMATS
+from acsgd.io.data.sources.base import TEXT, BadRecord, ReadOptions, RecordCounts, SourceRecord
+from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.files.atomic import build_atomically
 
 FIELDS = ("prompt", "text", "input", "messages")
@@ -21,13 +27,13 @@ GENERATED = "generated_text"
 
 
 class PromptRecord(NamedTuple):
-    """A line of the input."""
+    """A record of the input."""
 
-    line: int
-    """Number, counted from 1."""
+    where: str
+    """File and line."""
     text: str
     """The JSON object as it stands in the file, without white space around it."""
-    prompt: Prompt
+    fields: Mapping[str, Any]
 
     def output_start(self) -> str:
         """Return the line of the output up to the generated text: all fields of the record, character by character."""
@@ -39,59 +45,101 @@ class PromptRecord(NamedTuple):
         return f"{self.output_start()}{json.dumps(generated, ensure_ascii=False)}}}\n"
 
 
-def read_records(path: Path, *, field: str | None, chat: bool) -> tuple[list[PromptRecord], str]:
-    """Read all records; return them and the name of the field with the prompt. Blank lines are ignored.
-
-    field: None = the first of FIELDS that the first record has. chat: whether a text is the message of a user.
-    Raises ValueError with the number of the first line that is not a record with a prompt.
-    """
+def read_records(spec: str) -> list[PromptRecord]:
+    """Read all records of the sources that `spec` lists. Raises ValueError with the place of the first wrong record."""
     records = []
-    for line, text, fields in _objects(path):
-        where = f"{path}, line {line}"
-        if field is None:
-            field = next((name for name in FIELDS if name in fields), None)
-        if field is None or field not in fields:
-            wanted = f"field {field!r}" if field else f"field {', '.join(FIELDS[:-1])} or {FIELDS[-1]}"
-            found = ", ".join(map(repr, fields)) or "none"
-            raise ValueError(f"{where}, has no {wanted}; its fields: {found}; name the one with the prompt by --field")
-        if GENERATED in fields:
-            raise ValueError(f'{where}, has a "{GENERATED}" already; rename or remove the field')
-        prompt = fields[field]
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}] if chat else prompt
-        elif not _is_chat(prompt):
+    for source, weight in parse_sources(spec, key="--file"):
+        if weight is not None:
+            raise ValueError(f"--file={spec}: all records are read; remove the weights")
+        for record in source.records(RecordCounts()):
+            if isinstance(record, BadRecord):
+                raise ValueError(f"{record.where} {record.reason}; {record.remedy}")
+            if GENERATED in record.fields:
+                raise ValueError(f'{record.where}, has a "{GENERATED}" already; rename or remove the field')
+            text = record.line.strip(" \t\r\n") if record.line else json.dumps(record.fields, ensure_ascii=False)
+            records.append(PromptRecord(record.where, text, record.fields))
+    if not records:
+        raise ValueError(f"{spec} has no records; give a file with one JSON object per line")
+    return records
+
+
+class PromptReader:
+    """Makes prompts of texts and of records, as a run makes those of its examples.
+
+    field: that holds the prompts; None = as the format of the first record says, or the first of FIELDS that it has.
+    is_chat: whether a text is the message of a user.
+    """
+
+    def __init__(
+        self, options: ReadOptions, tokenizer: PreTrainedTokenizerBase, *, field: str | None, is_chat: bool
+    ) -> None:
+        self._options = options
+        self._formats = {name: make(options, tokenizer) for name, make in FORMATS.items()}
+        self._is_chat = is_chat
+        self._format: Format | None = None
+        self.field = field
+        """Field that holds the prompts, or the format of the records; None until one was read."""
+
+    def of_text(self, text: str) -> Prompt:
+        """Return the prompt that a text makes."""
+        if self._is_chat:
+            return [{"role": "user", "content": text}]
+        return self._options.input_format.replace("__input__", text)
+
+    def of_record(self, record: PromptRecord) -> Prompt:
+        """Return the prompt of a record. Raises ValueError that names the record."""
+        fields = dict(record.fields)
+        for name, path in self._options.fields:
+            with contextlib.suppress(FormatError):  # such as that of the answer
+                fields[name] = field_of(record.fields, path)
+        if self.field is None:
+            self._choose(fields)
+        if self._format is not None:
+            try:
+                example = self._format.example(SourceRecord(_Answered(self._format, fields), record.where))
+                return "".join(segment.text for segment in example.segments if not segment.is_target)
+            except FormatError as error:
+                raise ValueError(f"{record.where} {error.reason}; {error.remedy}") from None
+        if self.field is None or self.field not in fields:
+            wanted = f"field {self.field!r}" if self.field else f"field {', '.join(FIELDS[:-1])} or {FIELDS[-1]}"
+            found = ", ".join(map(repr, record.fields)) or "none"
             raise ValueError(
-                f'{where}: {field!r} is neither a text nor a list of messages; write "..." or '
+                f"{record.where}, has no {wanted}; its fields: {found}; name the one with the prompt by --field"
+            )
+        prompt = fields[self.field]
+        if isinstance(prompt, str):
+            return prompt if self.field == TEXT and not self._is_chat else self.of_text(prompt)
+        if not _is_chat(prompt):
+            raise ValueError(
+                f'{record.where}: {self.field!r} is neither a text nor a list of messages; write "..." or '
                 '[{"role": "user", "content": "..."}]'
             )
-        records.append(PromptRecord(line, text, prompt))
-    if not records or field is None:
-        raise ValueError(f"{path} has no records; give a file with one JSON object per line")
-    return records, field
+        return prompt  # type: ignore[no-any-return]
+
+    def _choose(self, fields: Mapping[str, Any]) -> None:
+        """Choose format or field of all records by the fields of the first."""
+        names = self._formats if self._options.format == "auto" else [self._options.format]
+        for name in () if self._is_chat else names:
+            form = self._formats[name]
+            if ANSWER in dir(form) and (len(names) == 1 or form.detect(_Answered(form, fields))):
+                self._format, self.field = form, f"format {name}"
+                return
+        self.field = next((name for name in FIELDS if name in fields), None)
 
 
-def _objects(path: Path) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
-    """Yield line number, text and fields of each JSON object."""
-    with open_text(path, key="--file") as file:
-        for line, raw in enumerate(file, start=1):
-            text = raw.strip(" \t\r\n")
-            if not text:
-                continue
-            if error := not_utf8(text):
-                raise ValueError(f"{path}, line {line} {error.reason}; {error.remedy}")
-            try:
-                fields = json.loads(text)
-            except (ValueError, RecursionError) as invalid:
-                raise ValueError(f"{path}, line {line} is not JSON ({_reason(invalid)}): {excerpt(text)}") from None
-            if not isinstance(fields, dict):
-                raise ValueError(f"{path}, line {line} is not a JSON object: {excerpt(text)}")
-            yield line, text, fields
+ANSWER = "answer"
+"""Attribute of a format that names the field with the answer."""
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at column {error.colno}"
-    return "it exceeds the limits of the JSON parser"
+class _Answered(dict[str, Any]):
+    """Fields of a record that has an answer, which the format wants and prompts lack. Messages do not list it."""
+
+    def __init__(self, form: Format, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        self._answer: str = getattr(form, ANSWER)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return "." if name == self._answer else super().get(name, default)
 
 
 def _is_chat(value: Any) -> bool:
@@ -147,10 +195,13 @@ def open_output(path: Path, records: Sequence[PromptRecord], options: Options) -
         os.close(descriptor)
 
 
-def check_output_path(path: Path, source: Path) -> None:
-    """Raise ValueError if the path cannot be that of an output file. source: the input."""
-    if path.exists() and source.exists() and path.samefile(source):
-        raise ValueError(f"--out {path} is the input itself; give another file")
+def check_output_path(path: Path, spec: str) -> None:
+    """Raise ValueError if the path cannot be that of an output file. spec: sources of the input."""
+    for name in (part.strip() for part in spec.split(",")):
+        source = Path(name).expanduser()
+        is_same = path.exists() and source.exists() and path.samefile(source)
+        if is_same or fnmatch(str(path), name) or (source.is_dir() and path.resolve().is_relative_to(source.resolve())):
+            raise ValueError(f"--out {path} is {'' if is_same else 'part of '}the input itself; give another file")
     if os.path.lexists(path) and not path.is_file():
         raise ValueError(f"--out {path} is not a file; give the path of a file")
 

@@ -77,6 +77,8 @@ def check_visible(directory: Path, written: Sequence[WrittenFile]) -> None:
         )
 
 
+CHECKPOINTS = "checkpoints"
+"""Name of the directory of checkpoints in a run directory."""
 BEST = "best"
 """Name of the symbolic link to the checkpoint with the lowest evaluation loss."""
 _NAME = re.compile(r"step-(\d{8,})")
@@ -194,3 +196,21 @@ class CheckpointDirectory:
         for path in self.leftovers():
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def checkpoints_of(path: Path) -> list[Path]:
+    """Return the checkpoints in a directory, or in that of a run, oldest first; none if it is another directory.
+
+    Raises ValueError if a run has saved none.
+    """
+    for directory in (CheckpointDirectory(path), CheckpointDirectory(path / CHECKPOINTS)):
+        if steps := directory.steps():
+            return [directory.of(step) for step in steps]
+    if (path / CHECKPOINTS).is_dir():
+        raise ValueError(f"{path} is a run directory without checkpoints; give one that has saved a checkpoint")
+    return []
+
+
+def newest_checkpoint(path: Path) -> Path:
+    """Return the newest checkpoint of a run directory; the path itself if it is not that of a run."""
+    return (checkpoints_of(path) or [path])[-1]

@@ -12,9 +12,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from acsgd.errors import CorruptFileError
+from acsgd.errors import CorruptFileError, missing
 from acsgd.io.checkpoint.contents import Contents
-from acsgd.io.checkpoint.directory import CheckpointDirectory, step_of
+from acsgd.io.checkpoint.directory import checkpoints_of, step_of
 from acsgd.io.checkpoint.progress import RunState
 from acsgd.shards.config import read_config
 from acsgd.shards.disk import ShardDirectory
@@ -72,10 +72,10 @@ def inspect(path: Path) -> list[CheckpointReport]:
     if path.is_symlink():  # "best"
         path = path.parent / path.readlink()
     if not path.is_dir():
-        raise ValueError(f"{path} is not a directory; give a checkpoint, a layer-shard directory or a run directory")
-    for directory in (CheckpointDirectory(path), CheckpointDirectory(path / "checkpoints")):
-        if steps := directory.steps():
-            return [_report(directory.of(step)) for step in steps]
+        problem = "is not a directory" if path.exists() else missing(path)
+        raise ValueError(f"{path} {problem}; give a checkpoint, a layer-shard directory or a run directory")
+    if checkpoints := checkpoints_of(path):
+        return [_report(checkpoint) for checkpoint in checkpoints]
     if step_of(path) is None and not (path / MANIFEST).is_file():
         raise ValueError(
             f"{path} has no checkpoints and no {MANIFEST}; "

@@ -118,6 +118,14 @@ class RunState:
     """Metrics of the last step, a line of metrics.jsonl, if its evaluation was left on a stop signal."""
     held_out: str = ""
     """Hash of the evaluation data, on which `Progress.best` depends; empty without any, and in older versions."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """Options of [data] and eval.metrics by their names, for commands that read records as the run does; empty in
+    checkpoints of older versions."""
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """All options that are recorded, by their names."""
+        return {**self.identity.data, **self.options, **self.data}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -171,6 +179,12 @@ def recorded_options(config: Config) -> dict[str, str | None]:
         for key, value in asdict(getattr(config, section)).items()
         if (name := f"{section}.{key}") not in IN_IDENTITY
     }
+
+
+def data_options(config: Config) -> dict[str, Any]:
+    """Return `RunState.data` of a configuration."""
+    given = {f"data.{name}": value for name, value in asdict(config.data).items()}
+    return given | {"eval.metrics": config.eval.metrics}
 
 
 def changed_options(saved: Mapping[str, str | None], present: Mapping[str, str | None]) -> list[str]:

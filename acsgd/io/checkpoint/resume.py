@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from acsgd.errors import CorruptFileError, RunError
 from acsgd.groups import Groups
-from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.io.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
 from acsgd.io.checkpoint.identity import RunIdentity
 from acsgd.io.checkpoint.progress import RunState
 from acsgd.shards.disk import ShardDirectory
@@ -157,7 +157,7 @@ def _requested(resume: str) -> Path:
 
 def _directories(path: Path) -> list[CheckpointDirectory]:
     """Return directories that may hold the checkpoint that a wrong path was meant to name."""
-    return [CheckpointDirectory(each) for each in (path, path / "checkpoints", path.parent)]
+    return [CheckpointDirectory(each) for each in (path, path / CHECKPOINTS, path.parent)]
 
 
 def _open(

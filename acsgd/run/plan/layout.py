@@ -14,7 +14,7 @@ import torch
 
 from acsgd.codecs.identity import DTYPES
 from acsgd.config.options import Config
-from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.io.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
 from acsgd.pp.schedules.actions import Placement
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.run.plan.layers_cache import LayersCache
@@ -152,7 +152,7 @@ class RunPaths:
     @property
     def checkpoints(self) -> CheckpointDirectory:
         """Directory of the run's checkpoints."""
-        return CheckpointDirectory(Path(self.config.checkpoint.dir or self.run / "checkpoints"))
+        return CheckpointDirectory(Path(self.config.checkpoint.dir or self.run / CHECKPOINTS))
 
 
 def sizes_of(config: Config) -> dict[str, int]:

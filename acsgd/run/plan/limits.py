@@ -15,6 +15,7 @@ from torch import nn
 
 from acsgd.config.options import Config, LogConfig
 from acsgd.failures.report import log_file
+from acsgd.io.checkpoint.directory import CHECKPOINTS
 from acsgd.io.data.batches import reading_bytes
 from acsgd.io.data.sources.sources import WeightedSource
 from acsgd.io.data.sources.streamed import PREFIX, Streamed
@@ -34,7 +35,7 @@ WEIGHT_BYTES, GRADIENT_BYTES = 4, 4
 def check_directories(config: Config, rank: int) -> None:
     """Raise ValueError if the run cannot write to its directories."""
     _check_writable("log.dir", config.log.dir)
-    _check_writable("checkpoint.dir", config.checkpoint.dir or str(Path(config.log.dir) / "checkpoints"))
+    _check_writable("checkpoint.dir", config.checkpoint.dir or str(Path(config.log.dir) / CHECKPOINTS))
     _check_run_files(config.log, rank)
 
 

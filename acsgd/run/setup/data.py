@@ -61,12 +61,12 @@ def open_data(job: Job, groups: Groups | None = None) -> Data:
 
 
 def open_held_out(job: Job, groups: Groups) -> HeldOut:
-    """Open data.eval_sources alone, as `open_data` does."""
-    reader, topology = (
-        _reader_of(job, _open_or_receive_rows(job, row_maker(job), job.eval_sources, groups)),
-        job.topology,
-    )
-    held = held_out(reader, reader, 0.0, replicas=topology.replicas, replica=topology.replica)
+    """Open what is held out alone, as `open_data` does."""
+    config, topology, maker = job.config, job.topology, row_maker(job)
+    reader = _reader_of(job, _open_or_receive_rows(job, maker, job.eval_sources or job.sources, groups))
+    separate, unit = reader if job.eval_sources else _reader_of(job, []), job.model.task.rows_per_example
+    fraction = config.data.eval_fraction
+    held = held_out(reader, separate, fraction, replicas=topology.replicas, replica=topology.replica, unit=unit)
     assert held is not None
     return held
 

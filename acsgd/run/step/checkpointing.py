@@ -15,7 +15,7 @@ from acsgd.config.spec import to_spec
 from acsgd.errors import NonFiniteError, RunError, SaveError
 from acsgd.failures.signals import StopSignals
 from acsgd.io.checkpoint.constants import ConstantsFiles
-from acsgd.io.checkpoint.progress import Progress, RunState, origin_of, recorded_options
+from acsgd.io.checkpoint.progress import Progress, RunState, data_options, origin_of, recorded_options
 from acsgd.io.checkpoint.resume import Checkpoint, newest_valid
 from acsgd.io.checkpoint.saver import Saver
 from acsgd.io.telemetry.record import StepRecord
@@ -178,6 +178,7 @@ class Checkpointing(StepHook):
             self._inputs.reader.stream_states(progress.step),
             unevaluated.numbers() if unevaluated else None,
             self._inputs.held_out_key,
+            data_options(job.config),
         )
         self._saver.snapshot(progress.step, layer_states(self._session, idle), run.to_dict(), best=best)
         self._saved_at, self._has_copy = time.monotonic(), True

@@ -1,0 +1,68 @@
+"""The model that a command is given, and the options of the run that saved it, which hold unless others are given."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from acsgd.config.options import DataConfig
+from acsgd.io.checkpoint.progress import RunState
+from acsgd.io.data.sources.base import ReadOptions
+from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.manifest import MANIFEST
+
+READING = tuple(each.name for each in fields(ReadOptions))
+"""Options of [data] that say how records are read; options of commands have the same names."""
+DEFAULTS = {each.name: each.default for each in fields(DataConfig) if each.default is not MISSING}
+
+
+@dataclass(frozen=True)
+class RecordedModel:
+    """A model by name, with what its manifest records."""
+
+    name: str
+    """Directory or Hugging Face id."""
+    task: str | None = None
+    """Task of layer shards; None for a Hugging Face model."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the run that saved it, by their names; empty if no run did."""
+    new: tuple[str, ...] = ()
+    """Parameters of a head that nothing has trained, see `Manifest`."""
+
+    @classmethod
+    def of(cls, name: str) -> RecordedModel:
+        """Return the model in a directory, or of a Hugging Face id. Raises CorruptFileError."""
+        path = Path(name)
+        if not os.path.lexists(path / MANIFEST):
+            return cls(name)
+        shards = ShardDirectory(path)
+        run = RunState.of(shards)
+        return cls(name, shards.manifest.task, run.recorded if run else {}, shards.manifest.new)
+
+    def data_options(self, given: Mapping[str, Any], names: Iterable[str] = READING) -> dict[str, Any]:
+        """Return options of [data] by name: what is given, or else recorded. None is neither."""
+        if given.get("format") is not None:
+            names = [name for name in names if name != "fields"]  # those recorded are of another format
+        recorded = {name: self.options.get(f"data.{name}") for name in names}
+        return {name: value for name, value in {**recorded, **_present(given)}.items() if value is not None}
+
+    def describe(self, given: Mapping[str, Any], used: Mapping[str, Any]) -> str | None:
+        """Return a sentence on the options of [data] that the run determines; None if it determines none.
+
+        given, used: arguments and result of `data_options`. Defaults of a run are left out.
+        """
+        recorded = {name: value for name, value in used.items() if name not in _present(given)}
+        texts = [
+            f"data.{name}={json.dumps(value, ensure_ascii=False)}"
+            for name, value in recorded.items()
+            if value != DEFAULTS.get(name)
+        ]
+        return f"as in the run: {', '.join(texts)}" if texts else None
+
+
+def _present(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if value is not None}
