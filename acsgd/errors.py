@@ -7,6 +7,7 @@ import difflib
 import errno
 import os
 import re
+import socket
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -121,6 +122,8 @@ def explain(error: BaseException) -> str | None:
     """Return one sentence on an error that has its cause outside the program; None for any other error."""
     if isinstance(error, RunError | WaitInterruptedError):
         return str(error)
+    if isinstance(error, socket.gaierror):
+        return f"a host name cannot be resolved: {error.strerror}"
     if isinstance(error, OSError) and error.errno:
         paths = " -> ".join(_name(path) for path in (error.filename, error.filename2) if path is not None)
         remedy = REMEDIES.get(error.errno)

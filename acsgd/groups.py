@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from acsgd.comm.addresses import default_is_loopback, find_interface, join_address
 from acsgd.comm.liveness import PeerWatch, heartbeat_interval_s
 from acsgd.comm.process_groups import GLOO, MARGIN_S, Group, ProcessGroups
 from acsgd.comm.store import StoreClient, call_in_thread
 from acsgd.comm.waits import DIRECT, Waits
 from acsgd.errors import ConnectError, RunError, reason
-from acsgd.launch import Launch
+from acsgd.launch import Launch, set_interface
 from acsgd.topology import Axis, Topology
 
 POLL_S = 0.01
@@ -164,6 +165,8 @@ def open_store(launch: Launch, *, timeout_s: float = STORE_TIMEOUT_S) -> dist.St
     """
     if launch.world_size == 1:
         return dist.HashStore()
+    if launch.rendezvous and not launch.is_one_host and default_is_loopback():
+        set_interface(find_interface(socket.gethostname(), [join_address(*launch.rendezvous)]))
 
     def connect_to_torchrun() -> tuple[dist.Store, bool]:
         timeout = timedelta(seconds=timeout_s)

@@ -34,6 +34,8 @@ class Launch:
     """Whether torchrun started this process."""
     error_file: str = ""
     """File whose content torchrun prints if this process fails; empty = none."""
+    rendezvous: tuple[str, int] | None = None
+    """Host and port of the store of a run on several hosts."""
     daemon: str = ""
     """Socket of the daemon of this host; empty if the run is not elastic."""
 
@@ -41,9 +43,11 @@ class Launch:
     def from_env(cls) -> Launch:
         """Read torchrun's environment variables. The only file in the package that uses the environment.
 
-        Raises SystemExit with a sentence if one of them is not a number.
+        Raises SystemExit with a sentence if one of them is not a number, or if this process is one of several that
+        srun or mpirun has started in place of torchrun.
         """
         env = os.environ
+        _refuse_tasks_of_a_job()
         return cls(
             rank=_number("RANK", 0),
             local_rank=_number("LOCAL_RANK", 0),
@@ -52,6 +56,7 @@ class Launch:
             attempt=_number("TORCHELASTIC_RESTART_COUNT", 0),
             under_torchrun="TORCHELASTIC_RUN_ID" in env,
             error_file=env.get("TORCHELASTIC_ERROR_FILE", ""),
+            rendezvous=(env["MASTER_ADDR"], _number("MASTER_PORT", 0)) if "MASTER_ADDR" in env else None,
             daemon=daemon_of(env),
         )
 
@@ -69,9 +74,14 @@ def run_secret() -> str | None:
 def publish_daemon(socket: Path, *, interface: str | None) -> None:
     """Give the workers that this process starts the socket of the daemon, and gloo's network interface.
 
-    interface: None leaves the choice to gloo, as does a variable that the user has set.
+    interface: as in `set_interface`.
     """
     os.environ[_DAEMON] = str(socket)
+    set_interface(interface)
+
+
+def set_interface(interface: str | None) -> None:
+    """Set the network interface of gloo. None leaves the choice to gloo, as does a variable that the user has set."""
     if interface is not None:
         os.environ.setdefault(_INTERFACE, interface)
 
@@ -95,6 +105,27 @@ def is_restart_forbidden(daemon: Path) -> bool:
 
 def _forbidden(daemon: Path) -> Path:
     return daemon.with_suffix(".failed")
+
+
+_LAUNCHERS = (
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("mpiexec", "PMI_SIZE", "PMI_RANK"),
+)
+"""What starts several processes, and its variables for their number and for the number of this one."""
+
+
+def _refuse_tasks_of_a_job() -> None:
+    """Raise SystemExit if this process is one of several without ranks, each of which would be a run of its own."""
+    for name, size, rank in _LAUNCHERS:
+        if "RANK" not in os.environ and _number(size, 1) > 1:
+            if _number(rank, 0) == 0:
+                print(
+                    f"error: {name} has started {os.environ[size]} processes, each of which would be a run of its own; "
+                    f"let {name} start torchrun, once per host (slurm/train.sbatch does), or start one process",
+                    file=sys.stderr,
+                )
+            raise SystemExit(2)
 
 
 def _number(variable: str, default: int) -> int:

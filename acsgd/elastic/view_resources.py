@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from acsgd.comm.addresses import resolve
 from acsgd.comm.store import call_in_thread
 from acsgd.comm.waits import Waits
 from acsgd.config.options import Config
@@ -122,14 +123,20 @@ def _check_that_it_listens(host: str, port: int, waits: Waits) -> None:
     A store was opened before its port was announced. But the client of torch tries again for the whole timeout if
     its port is closed.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
+    errors = [_connect_error(family, address, waits) for family, address in resolve(host, port)]
+    if all(errors):
+        raise errors[0] or OSError
+
+
+def _connect_error(family: socket.AddressFamily, address: tuple[str, int], waits: Waits) -> OSError | None:
+    """Return why an address cannot be connected, None if it can. Raises WaitInterruptedError."""
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         probe.connect_ex(address)
         if not waits.poll(lambda slice_s: bool(select.select([], [probe], [], slice_s)[1]), STORE_TIMEOUT_S):
-            raise TimeoutError(f"no answer in {STORE_TIMEOUT_S:g} s")
-        if error := probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            raise OSError(error, os.strerror(error))
+            return TimeoutError(f"no answer in {STORE_TIMEOUT_S:g} s")
+        error = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        return OSError(error, os.strerror(error)) if error else None
 
 
 def view_events(view: View, before: View | None, step: int, seconds: float, moved_bytes: int) -> list[RunEvent]:

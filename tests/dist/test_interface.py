@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lib.ranks import on_ranks
 
-from acsgd.elastic.host.addresses import find_interface
+from acsgd.comm.addresses import find_interface
 from acsgd.groups import connect
 from acsgd.launch import publish_daemon
 from acsgd.topology import Topology
@@ -21,8 +21,8 @@ from benchmarks.common import netlab
 def connect_between_hosts(rank: int, world_size: int, store: Path, namespaces: tuple[str, ...]) -> float:
     """Sum the ranks of all hosts; each rank is a host."""
     netlab.enter(namespaces[rank])
-    endpoints = tuple(f"{netlab.address(host)}:29400" for host in range(world_size))
-    publish_daemon(Path("socket"), interface=find_interface(endpoints[rank], endpoints))
+    others = [f"{netlab.address(host)}:29400" for host in range(world_size) if host != rank]
+    publish_daemon(Path("socket"), interface=find_interface(netlab.address(rank), others))
     file_store = dist.FileStore(str(store), world_size)
     with connect(Topology.of(rank, world_size, world_size), timeout=timedelta(seconds=10), store=file_store) as groups:
         total = torch.tensor(float(rank))

@@ -6,13 +6,15 @@ import contextlib
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from lib.daemons import Worker, free_addresses
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from acsgd.elastic.host import addresses, rendezvous
-from acsgd.elastic.host.addresses import find_address, find_interface, parse_endpoints
+from acsgd.comm import addresses
+from acsgd.comm.addresses import default_is_loopback, find_address, find_interface, parse_endpoints
+from acsgd.elastic.host import rendezvous
 from acsgd.launch import forbid_restart
 
 
@@ -31,26 +33,34 @@ def handler(endpoint: str) -> rendezvous.AcsgdRendezvous:
 
 def test_endpoints() -> None:
     assert parse_endpoints("a, b:1,a") == ("a:29400", "b:1")
-    for wrong in ("", "a,,b", "a:0", "a:65536", "a:x", ":1"):
+    assert parse_endpoints("fd00::1,[FD00:0::1],[fd00::2]:1") == ("[fd00::1]:29400", "[fd00::2]:1")
+    assert parse_endpoints("fe80::1%eth0, [fe80::1%eth1]:1") == ("[fe80::1%eth0]:29400", "[fe80::1%eth1]:1")
+    for wrong in ("", "a,,b", "a:0", "a:65536", "a:x", ":1", "[a", "[]:1", "fd00::1::1:1"):
         with pytest.raises(ValueError, match="is not host:port"):
             parse_endpoints(wrong)
 
 
 def test_the_interface_is_that_of_the_hosts_address() -> None:
-    assert find_interface("127.0.0.1:1", ("127.0.0.1:1",)) == "lo"
-    assert find_interface("localhost:1", ("localhost:1", "192.0.2.1:1")) == "lo"
-    assert find_interface("no-host.invalid:1", ("no-host.invalid:1",)) is None
+    assert find_interface("127.0.0.1", ["127.0.0.1:1"]) == "lo"
+    assert find_interface("localhost", ["192.0.2.1:1"]) == "lo"
+    assert find_interface("192.0.2.1", []) is None
 
 
-def test_a_name_that_resolves_to_a_loopback_address_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the own name of a host on Debian, 127.0.1.1."""
-    routes = {"hostB:1": "10.0.0.7", addresses.ANYWHERE: "10.9.9.9"}
-    monkeypatch.setattr(socket, "gethostbyname", lambda host: "127.0.1.1")
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1")])
-    monkeypatch.setattr(addresses, "_address_of", {"lo": "127.0.0.1", "eth0": "10.9.9.9", "eth1": "10.0.0.7"}.get)
-    monkeypatch.setattr(addresses, "address_towards", lambda endpoints: routes[endpoints[0]])
-    assert find_interface("hostA:1", ("hostA:1", "hostB:1")) == "eth1"
-    assert find_interface("hostA:1", ("hostA:1",)) == "eth0"
+@pytest.mark.parametrize("own", ["127.0.1.1", "::1", None])
+@pytest.mark.parametrize(("route", "anywhere"), [("10.0.0.7", "10.9.9.9"), ("fd00::7", "10.9.9.9")])
+def test_a_name_that_resolves_to_a_loopback_address_or_to_none_is_not_taken(
+    own: str | None, route: str, anywhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the own name of a host on Debian, 127.0.1.1. The store may be on this host, under its name."""
+    interfaces = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.9.9.9"], "eth1": ["10.0.0.7", "fd00::7"]}
+    found = {name: [SimpleNamespace(address=each) for each in listed] for name, listed in interfaces.items()}
+    routes = {"hostA:1": [own] if own else [], "hostB:1": [route], addresses.ANYWHERE[0]: [anywhere]}
+    monkeypatch.setattr(addresses, "_first_address", lambda host: own)
+    monkeypatch.setattr(addresses, "_addresses_towards", lambda endpoint: iter(routes.get(endpoint, [])))
+    monkeypatch.setattr(addresses.psutil, "net_if_addrs", lambda: found)
+    assert default_is_loopback()
+    assert find_interface("hostA", ["hostB:1"]) == "eth1"
+    assert find_interface("hostA", ["hostA:1"]) == "eth0"
 
 
 def test_workers_get_the_interface_unless_the_user_has_set_one(environment: pytest.MonkeyPatch) -> None:
@@ -91,6 +101,26 @@ def test_a_port_that_is_taken_meanwhile_is_left_to_the_other(environment: pytest
             Worker(Path(os.environ["ACSGD_DAEMON"]), tmp_path / "run").close()  # the daemon answers
         finally:
             host.shutdown()
+
+
+def test_a_host_of_ipv6_is_its_endpoint_and_its_daemon_answers(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+            port = server.getsockname()[1]
+    except OSError as error:
+        pytest.skip(f"no IPv6: {error}")
+    endpoints = parse_endpoints(f"[::1]:{port}")
+    assert find_address(endpoints, None) == f"[::1]:{port}"
+    host = handler(endpoints[0])
+    try:
+        host.next_rendezvous()
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+        with socket.create_connection(("::1", port)) as connection:
+            assert connection.recv(6) == b"acsgd "
+        assert find_address(endpoints, None).startswith("[::1]:"), "that of a second host on this machine"
+        Worker(Path(os.environ["ACSGD_DAEMON"]), tmp_path / "run").close()
+    finally:
+        host.shutdown()
 
 
 def test_no_endpoint_that_can_be_reached_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

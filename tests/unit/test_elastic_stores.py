@@ -40,6 +40,16 @@ def test_a_store_that_listens_is_connected_unless_another_view_follows() -> None
         connect_store("127.0.0.1", store.port, waits)
 
 
+def test_a_store_is_found_at_any_address_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, (closed,) = open_store(), free_addresses(1)
+    both = [
+        (socket.AF_INET, ("127.0.0.1", int(closed.rpartition(":")[2]))),
+        (socket.AF_INET, ("127.0.0.1", store.port)),
+    ]
+    monkeypatch.setattr(stores, "resolve", lambda host, port: both)
+    assert connect_store("localhost", store.port, DIRECT).port == store.port
+
+
 @pytest.mark.usefixtures("_no_limit")
 def test_a_store_that_stops_answering_is_not_waited_for_once_another_view_follows() -> None:
     waits = InterruptibleWaits()

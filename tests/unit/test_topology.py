@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from acsgd.launch import Launch
@@ -27,6 +29,21 @@ def test_an_environment_that_torchrun_did_not_make_is_refused_in_one_sentence(
     with pytest.raises(SystemExit, match="2"):
         Launch.from_env()
     assert capsys.readouterr().err == "error: RANK=x in the environment is not a number; start with torchrun\n"
+
+
+@pytest.mark.parametrize(("size", "rank"), [("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), ("PMI_SIZE", "PMI_RANK")])
+def test_processes_of_a_job_without_torchrun_are_refused_once(
+    size: str, rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    for tasks, number, errors in (("1", "0", 0), ("4", "0", 1), ("4", "3", 0)):
+        monkeypatch.setenv(size, tasks)
+        monkeypatch.setenv(rank, number)
+        with pytest.raises(SystemExit, match="2") if tasks == "4" else contextlib.nullcontext():
+            Launch.from_env()
+        assert capsys.readouterr().err.count("has started 4 processes, each of which") == errors
+    monkeypatch.setenv("RANK", "3")  # started by torchrun, which srun has started
+    assert Launch.from_env().rank == 3
 
 
 @pytest.mark.parametrize(("world_size", "stages"), [(1, 1), (4, 1), (4, 2), (4, 4), (6, 3), (12, 4)])

@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-from acsgd.elastic.host.addresses import find_address, find_interface, parse_endpoints
+from acsgd.comm.addresses import find_address, find_interface, parse_endpoints, split_address
 from acsgd.elastic.host.daemon import Daemon
 from acsgd.elastic.host.joining import DaemonOptions
 from acsgd.errors import explain
@@ -101,5 +101,6 @@ def _start_daemon(parameters: RendezvousParameters) -> tuple[Daemon, Path]:
                 continue  # another torchrun of this machine took the port meanwhile
             raise
         break
-    publish_daemon(path, interface=find_interface(address, endpoints))
+    others = [each for each in endpoints if each != address]
+    publish_daemon(path, interface=find_interface(split_address(address)[0], others))
     return daemon, path

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from acsgd.comm.addresses import LOOPBACK, split_address
 from acsgd.elastic.membership.messages import MAX_BYTES, PROTOCOL, DaemonMessage, Host, SignatureError, seal, unseal
 
 log = logging.getLogger(__name__)
@@ -84,9 +85,9 @@ class Connections:
 
     async def listen(self, address: str) -> None:
         """Listen at host:port: on the loopback interface if that is where the host is, else on all interfaces."""
-        host, _, port = address.rpartition(":")
-        interface = host if host in ("localhost", "127.0.0.1", "::1") else None
-        self._server = await asyncio.start_server(self._serve, interface, int(port), limit=MAX_BYTES)
+        host, port = split_address(address)
+        interface = host if host in LOOPBACK else None
+        self._server = await asyncio.start_server(self._serve, interface, port, limit=MAX_BYTES)
 
     def close(self) -> None:
         self._is_closed = True
@@ -116,10 +117,10 @@ class Connections:
                 outgoing.writer.write(line)
 
     async def _connect(self, address: str) -> _Outgoing | None:
-        host, _, port = address.rpartition(":")
         try:
+            host, port = split_address(address)
             async with asyncio.timeout(self._connect_timeout_s):
-                reader, writer = await asyncio.open_connection(host, int(port))
+                reader, writer = await asyncio.open_connection(host, port)
                 greeting = await reader.readline()
         except ConnectionRefusedError:
             self._on_refused(address, self._expected[address])

@@ -13,6 +13,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
+from acsgd.comm.addresses import split_address
 from acsgd.elastic.membership.assignment import StoredCut
 from acsgd.elastic.membership.plan import Plan, WorkerState
 from acsgd.io.files.fields import Natural, from_json
@@ -52,7 +53,7 @@ class View:
     def host_of(self, rank: int) -> str:
         """Return the address of the host of a rank, without the port of its daemon."""
         host_id = self.plan.ranks[rank].partition("/")[0]
-        return next(host.address for host in self.hosts if host.id == host_id).rpartition(":")[0]
+        return split_address(next(host.address for host in self.hosts if host.id == host_id))[0]
 
     def rank_hosts(self) -> set[str]:
         """Return the ids of the hosts whose workers have ranks."""

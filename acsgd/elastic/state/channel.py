@@ -14,6 +14,8 @@ from collections import deque
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from acsgd.comm.addresses import LOOPBACK, resolve
+
 _LENGTH = struct.Struct("<Q")
 _TOKEN_BYTES = 16
 TOKEN_TIMEOUT_S = 5.0
@@ -154,9 +156,12 @@ class StateReceiver(_End):
 
 def _listen(host: str) -> socket.socket:
     """Open a port: on the loopback interface if that is where the host is, else on all interfaces."""
-    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    interface = str(address[0]) if address[0] in ("127.0.0.1", "::1") else ""
-    return socket.create_server((interface, 0), family=family)
+    family, address = resolve(host, 0)[0]
+    if address[0] in LOOPBACK:
+        return socket.create_server(address, family=family)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
 
 
 def _read(connection: socket.socket, length: int) -> bytes:
