@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -25,12 +25,14 @@ from acsgd.commands.chaos import Chaos
 from acsgd.commands.data.command import DataCommand
 from acsgd.commands.evaluation.options import EvalOptions
 from acsgd.commands.generation.options import GenerateOptions
+from acsgd.config.run_file import parse_flags
+from acsgd.config.spec import suggest
 from acsgd.failures.report import print_error, report_startup_error
 from acsgd.failures.signals import STOP_SIGNALS
 from acsgd.failures.stdio import protect_streams
 from acsgd.io.files.atomic import build_atomically, resumable_directory
 from acsgd.launch import Launch
-from acsgd.notes import progress_bar
+from acsgd.notes import print_note, progress_bar
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 """Units of sizes, bytes."""
@@ -99,13 +101,13 @@ class ToHF:
         from acsgd.shards.convert import describe_hf
         from acsgd.shards.export import to_hf
 
-        limit = _parse_size(self.shard_size)
+        source, limit = _checkpoint(self.source), _parse_size(self.shard_size)
         with progress_bar() as report:
             _create(
                 self.target,
-                lambda path: to_hf(self.source, path, dtype=self.dtype, shard_bytes=limit, report=report),
+                lambda path: to_hf(source, path, dtype=self.dtype, shard_bytes=limit, report=report),
             )
-        print(describe_hf(self.source, self.target))
+        print(describe_hf(source, self.target))
 
 
 @dataclass(frozen=True)
@@ -150,9 +152,10 @@ class ToLegacy:
         from acsgd.shards.convert import describe_legacy
         from acsgd.shards.legacy.convert import to_legacy
 
+        source = _checkpoint(self.source)
         with progress_bar() as report:
-            _create(self.target, lambda path: to_legacy(self.source, path, report=report))
-        print(describe_legacy(self.source, self.target))
+            _create(self.target, lambda path: to_legacy(source, path, report=report))
+        print(describe_legacy(source, self.target))
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,8 @@ class ToPEFT:
         """Run the conversion."""
         from acsgd.adapters.export import to_peft
 
-        _create(self.target, lambda path: to_peft(self.source, path))
+        source = _checkpoint(self.source)
+        _create(self.target, lambda path: to_peft(source, path))
         print(f"wrote {self.target}; load it with PeftModel.from_pretrained(model, {str(self.target)!r})")
 
 
@@ -186,8 +190,9 @@ class MergeCommand:
         from acsgd.adapters.export import merge
         from acsgd.shards.convert import describe_shards
 
+        source = _checkpoint(self.source)
         with progress_bar() as report:
-            _create(self.target, lambda path: merge(self.source, path, report=report))
+            _create(self.target, lambda path: merge(source, path, report=report))
         print(describe_shards(self.target))
 
 
@@ -261,13 +266,26 @@ def main() -> None:
     run(sys.argv[1:])
 
 
+COMMANDS: dict[str, Any] = {
+    "train": Train,
+    EVAL: Eval,
+    "convert": Convert,
+    "inspect": Inspect,
+    "generate": Generate,
+    "data": DataCommand,
+    "chaos": Chaos,
+}
+
+
 def run(argv: list[str]) -> None:
     """Run a subcommand other than train and eval. Raises SystemExit if it fails."""
-    models = {"train": Train, EVAL: Eval, "convert": Convert, "inspect": Inspect, "generate": Generate}
-    command = tyro.extras.subcommand_cli_from_dict(
-        {**models, "data": DataCommand, "chaos": Chaos}, prog="acsgd", args=argv
-    )
+    if not argv or argv[0] in ("-h", "--help"):
+        tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="acsgd", args=["--help"])
     with report_startup_error(Launch()):
+        name, *rest = argv
+        if name not in COMMANDS:
+            raise ValueError(f'acsgd has no command "{name}"{suggest(name, COMMANDS)}; all commands: acsgd --help')
+        command = parse_flags(COMMANDS[name], rest, prog=f"acsgd {name}")
         command.run()
 
 
@@ -277,6 +295,15 @@ def _parse_size(text: str) -> int:
     if unit not in UNITS or not re.fullmatch(r"\d+(\.\d+)?", number) or float(number) == 0:
         raise ValueError(f'--shard-size {text} is not a size; give a number with a unit, such as "5GB" or "500MB"')
     return int(float(number) * UNITS[unit])
+
+
+def _checkpoint(path: Path) -> Path:
+    """Return the newest checkpoint of a run directory; another path itself."""
+    from acsgd.io.checkpoint.directory import newest_checkpoint
+
+    if (found := newest_checkpoint(path)) != path:
+        print_note(f"the newest checkpoint of {path} is {found}")
+    return found
 
 
 def _create(target: Path, build: Callable[[Path], None], *, resumable: bool = False) -> None:

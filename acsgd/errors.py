@@ -140,37 +140,49 @@ def explain(error: BaseException) -> str | None:
     return None
 
 
+def similar(name: str, names: Iterable[str]) -> list[str]:
+    """Return those of some names that are likely to be meant by a misspelled one, the most similar first.
+
+    Numbers are no misspelling: nobody who writes int4 means int8.
+    """
+    digits = re.findall(r"\d+", name)
+    near = difflib.get_close_matches(name, names)  # transposed letters count twice
+    near = [
+        each for each in near if sorted(each) == sorted(name) or difflib.get_close_matches(name, [each], cutoff=0.8)
+    ]
+    return [each for each in near if re.findall(r"\d+", each) == digits]
+
+
 def missing(path: Path) -> str:
-    """Return a predicate on a path that does not exist: "does not exist (did you mean ...?)"."""
+    """Return a predicate on a path that does not exist: "does not exist (the nearest is ...)"."""
     return f"does not exist{nearest_path(path)}"
 
 
 def nearest_path(path: Path) -> str:
-    """Return " (did you mean ...?)" with the existing path that is nearest to one that does not exist, if any is."""
+    """Return " (the nearest is ...)" with an existing path in place of one that does not exist, if one is near."""
     nearest = _nearest(path)
-    return f" (did you mean {nearest}?)" if nearest else ""
+    return f" (the nearest is {nearest})" if nearest else ""
 
 
 def _nearest(path: Path) -> Path | None:
-    """Return the existing path whose name is nearest to that of a missing one, by its number if it ends with one."""
+    """Return the existing path that is nearest to a missing one: of checkpoints by step, of others by spelling."""
     parent = next((parent for parent in path.parents if parent.is_dir()), Path())
     name, *rest = path.relative_to(parent).parts
     names = list[str]()
     with contextlib.suppress(OSError):
-        names = sorted(each for each in os.listdir(parent) if not each.startswith("."))
-    wanted, others = _NUMBERED.fullmatch(name), [found for each in names if (found := _NUMBERED.fullmatch(each))]
-    alike = [each for each in others if wanted and each[1] == wanted[1]]
-    if wanted and alike:
-        name = min(alike, key=lambda each: abs(int(each[2]) - int(wanted[2])))[0]
-    elif near := difflib.get_close_matches(name, names, n=1):
-        name = near[0]
-    else:
+        names = sorted(os.listdir(parent))
+    near = similar(name, names)
+    if step := _STEP.fullmatch(name):
+        steps = {int(found[1]): each for each in names if (found := _STEP.fullmatch(each))}
+        near = [steps[min(steps, key=lambda each: abs(each - int(step[1])))]] if steps else []
+    if not near:
         return None
-    nearest = Path(parent, name, *rest)
-    return nearest if nearest.exists() else _nearest(nearest) or Path(parent, name)
+    nearest = Path(parent, near[0], *rest)
+    return nearest if nearest.exists() else _nearest(nearest) or Path(parent, near[0])
 
 
-_NUMBERED = re.compile(r"(.*?)(\d+)")
+_STEP = re.compile(r"step-(\d+)")
+"""Name of a checkpoint."""
 
 
 def kind_of_file(mode: int) -> str:

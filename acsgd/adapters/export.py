@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from acsgd.adapters.inject import (
 )
 from acsgd.config.adapters import NAME, Adapter, VirtualTokens, names_in, parse_adapter
 from acsgd.model_classes import MODEL_CLASSES
-from acsgd.shards.config import derive_layers, read_config
+from acsgd.shards.config import CONFIG, GENERATION_CONFIG, derive_layers, read_config
 from acsgd.shards.convert import ReportProgress
-from acsgd.shards.disk import ShardDirectory, copy_model_files, write_layer
+from acsgd.shards.disk import ShardDirectory, copy_model_files, model_files, write_layer
 from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.manifest import Manifest
 
@@ -35,7 +36,7 @@ PREFIX = "base_model.model."
 
 
 def to_peft(source: Path, target: Path) -> None:
-    """Write the adapter of a checkpoint into `target`, an empty directory, as `PeftModel.from_pretrained` reads it.
+    """Write the adapter and the tokenizer of a checkpoint into `target`, an empty directory, as PEFT reads it.
 
     Raises ValueError if the checkpoint has no adapter, CorruptFileError if a file is corrupt.
     """
@@ -58,6 +59,9 @@ def to_peft(source: Path, target: Path) -> None:
     described.base_model_name_or_path = (shards.manifest.run or {}).get("origin", {}).get("model")
     described.inference_mode = True
     described.save_pretrained(str(target))
+    for path in model_files(source):
+        if path.name not in (CONFIG, GENERATION_CONFIG):  # the tokenizer, with its chat template
+            shutil.copyfile(path, target / path.name)
 
 
 def _as_in_peft(

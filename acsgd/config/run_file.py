@@ -18,6 +18,7 @@ import tyro
 
 from acsgd.config.options import FORMER_SWITCHES, REMOVED, RENAMED, Config
 from acsgd.config.spec import suggest
+from acsgd.errors import similar
 
 T = TypeVar("T")
 
@@ -67,7 +68,9 @@ def parse_flags(
     except SystemExit as end:
         if not end.code:
             raise
-        raise ValueError(f"{_usage_error(printed.getvalue())}; all options: {prog} --help") from None
+        text = printed.getvalue()
+        named = max([prog, *re.findall(rf"{re.escape(prog)}[\w -]*(?= --help)", text)], key=len)  # with its subcommand
+        raise ValueError(f"{_usage_error(text)}; all options: {named} --help") from None
 
 
 def to_toml(config: Config) -> str:
@@ -167,16 +170,28 @@ def _usage_error(printed: str) -> str:
             sections[-1].append(text)
     filled = [section for section in sections if section]
     error, *others = filled if printed.startswith("╭") else filled[1:]
-    options = [text for text in error if text.startswith("--")]
-    if options:  # each is followed by its description
-        return f"required options are missing: {', '.join(options)}"
-    suggested = [text for section in others if section[0].startswith("Perhaps") for text in section if text[:2] == "--"]
+    if error[0].startswith("Missing from"):  # each option or argument is followed by its description
+        names = [text.removesuffix(" (required)") for text in error if _ARGUMENT.match(text)]
+        return f"required {'options' if names[0][:2] == '--' else 'arguments'} are missing: {', '.join(names)}"
+    unknown = error[0].removeprefix("Unrecognized options: ").partition(",")[0]
+    found = [text.split()[0].strip(",") for section in others if section[0].startswith("Perhaps") for text in section]
+    suggested = [name for name in dict.fromkeys(found) if name[:2] == "--" and _is_meant(unknown, name)]
     hint = f" (did you mean {' or '.join(suggested)}?)" if suggested else ""
     text = " ".join(error).partition(" Got errors: ")[0].removesuffix(".")
     text = re.sub(r"--[\w.-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), text)  # as in the documentation
     if len(text) > MAX_USAGE:  # tyro has broken a long value into lines
         text = f"{text[: MAX_USAGE // 2]}...{text[-MAX_USAGE // 2 :]}"
     return text[:1].lower() + text[1:] + hint
+
+
+_ARGUMENT = re.compile(r"--|[A-Z]+( |$)")
+"""Beginning of an option, or the placeholder of an argument."""
+
+
+def _is_meant(unknown: str, option: str) -> bool:
+    """Whether an unknown option is another one in another section, or a misspelled one."""
+    wrong, right = (name.lstrip("-").replace("-", "_").rpartition(".")[2] for name in (unknown, option))
+    return bool(similar(wrong, [right]))
 
 
 def _refuse_former(argv: list[str]) -> None:

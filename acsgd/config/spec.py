@@ -7,12 +7,12 @@ option lists it in `RENAMED: ClassVar[dict[str, str]]` (former name -> present n
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import typing
 from collections.abc import Mapping
 from typing import Any
 
 from acsgd.config.ranges import out_of_range
+from acsgd.errors import similar
 
 LIMIT = 10**12
 """Limit of the magnitude of numbers; fields declare narrower ranges."""
@@ -105,5 +105,5 @@ def _one_of(names: Mapping[str, Any]) -> str:
 
 
 def _nearest(name: str, names: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(name, names, n=1)
+    close = similar(name, names)
     return f' (did you mean "{close[0]}"?)' if close else ""

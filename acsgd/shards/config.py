@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -14,12 +13,13 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from acsgd.config.spec import suggest
+from acsgd.errors import similar
 from acsgd.layers.description import LayersError, ModelLayers
 from acsgd.layers.trace import on_fake_tensors, trace
 from acsgd.model_classes import MODEL_CLASSES, ModelClass
 from acsgd.shards.files import blame, read_json_object
 
-CONFIG = "config.json"
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 REMEDY = "correct it or download it again"
 MAX_BLOCKS = 99_999
 """Maximum number of blocks: file names of layers have five digits."""
@@ -127,7 +127,7 @@ def _check_type(fields: dict[str, Any], path: Path, task: str) -> None:
             f'{path} is of the type "{model_type}", whose code lies in its repository ("auto_map"); acsgd runs no code '
             "of repositories: give a model of a type that transformers has, or one converted to such a type"
         )
-    nearest = difflib.get_close_matches(model_type, types, n=1)
+    nearest = similar(model_type, types)
     raise ValueError(
         f'{path} is of the unknown type "{model_type}"'
         + (f" (did you mean {nearest[0]}?)" if nearest else "")

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from acsgd.adapters.export import merge, to_peft
 from acsgd.adapters.inject import is_of_adapter
@@ -39,6 +39,7 @@ def check_exports(checkpoint: Path, model: Path, directory: Path) -> None:
     merged.mkdir()
     to_peft(checkpoint, peft)
     merge(checkpoint, merged)
+    assert AutoTokenizer.from_pretrained(peft).get_vocab() == AutoTokenizer.from_pretrained(model).get_vocab()
     with torch.no_grad():
         plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         before = plain(ids).logits

@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from lib.commands import acsgd
 
 from acsgd import cli, main
+from acsgd.config.run_file import parse
+from acsgd.errors import nearest_path, similar
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,3 +60,46 @@ def test_the_help_of_acsgd_lists_train_without_loading_torch_and_may_lose_its_re
     closed = subprocess.run(command, env=env, stdout=writer, stderr=subprocess.PIPE, check=False)
     os.close(writer)
     assert (closed.returncode, closed.stderr) == (0, b"")
+
+
+WRONG = [
+    ("generate m --promt x", "unrecognized options: --promt, x (did you mean --prompt?); all options: acsgd generate"),
+    ("convert to-hf a b --shards 1", "unrecognized options: --shards, 1; all options: acsgd convert"),
+    ("data show a", "required options are missing: --model STR; all options: acsgd data show"),
+    ("inspect", "required arguments are missing: PATH; all options: acsgd inspect"),
+    ("generate m --top-k a", "error parsing --top_k: "),
+    ("dta show", 'acsgd has no command "dta"; use "train", "eval", "convert", '),
+]
+"""Command line, and the beginning of the message."""
+
+
+@pytest.mark.parametrize(("line", "message"), WRONG)
+def test_a_wrong_command_line_is_one_error(line: str, message: str) -> None:
+    code, printed = acsgd(*line.split())
+    assert (code, printed.count("\n")) == (2, 1)
+    assert printed.startswith(f"error: {message}")
+
+
+def test_only_names_of_the_same_meaning_are_suggested() -> None:
+    base = ["--model.name", "a", "--data.sources", "b", "--data.sequence", "1", "--data.batch", "1", "--optim.lr", "1"]
+    for wrong, hint in (
+        ("--lr", "--optim.lr"),
+        ("--pp.stage", "--pp.stages"),
+        ("--data.path", ""),
+        ("--data.split", ""),
+    ):
+        with pytest.raises(ValueError) as refused:
+            parse([*base, wrong, "3"])
+        assert str(refused.value).partition(";")[0].endswith(f"(did you mean {hint}?)" if hint else f"{wrong}, 3")
+    assert similar("topk", ["top_k"])
+    assert not similar("int4", ["int8"])
+
+
+def test_the_nearest_path_is_named(tmp_path: Path) -> None:
+    for step in (10, 20):
+        (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    (tmp_path / "train.jsonl").touch()
+    newest = tmp_path / "run" / "checkpoints" / "step-00000020"
+    found = {"run/checkpoints/step-30": newest, "rn/checkpoints/step-30": newest, "xyz": None, "test.jsonl": None}
+    for missing, near in found.items():
+        assert nearest_path(tmp_path / missing) == (f" (the nearest is {near})" if near else "")

@@ -219,7 +219,7 @@ def test_a_checkpoint_interval_is_steps_or_minutes(
 
 
 USAGE = [
-    ("--data.btach 3", "unrecognized options: --data.btach, 3 (did you mean --data.batch INT?); all options: train.py"),
+    ("--data.btach 3", "unrecognized options: --data.btach, 3 (did you mean --data.batch?); all options: train.py"),
     (
         "--model.dtype fp8",
         "invalid choice 'fp8' for argument '--model.dtype'. Expected one of ('fp32', 'bf16', 'fp16')",

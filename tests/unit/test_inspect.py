@@ -179,7 +179,7 @@ def test_a_path_that_is_not_a_checkpoint_is_an_error(run: Path, tiny_model: Tiny
     step = run / "checkpoints" / "step-3"
     for path, problem in (
         (run / "nowhere", "does not exist"),
-        (step, f"does not exist (did you mean {run / 'checkpoints' / 'step-00000002'}?)"),
+        (step, f"does not exist (the nearest is {run / 'checkpoints' / 'step-00000002'})"),
         (run / "metrics.jsonl", "is not a directory"),
     ):
         assert inspect(path) == (2, f"error: {path} {problem}; {give}")

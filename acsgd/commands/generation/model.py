@@ -24,7 +24,7 @@ from acsgd.layers.skeleton import set_buffer, set_tied_parameter
 from acsgd.model_classes import MODEL_CLASSES, ModelClass
 from acsgd.notes import print_note
 from acsgd.shards.check import first_names
-from acsgd.shards.config import CONFIG, read_config
+from acsgd.shards.config import CONFIG, GENERATION_CONFIG, read_config
 from acsgd.shards.disk import ShardDirectory, model_files
 from acsgd.shards.files import blame, read_json_object
 from acsgd.shards.hf_model import HFModel, names_of, tensor_of
@@ -33,8 +33,6 @@ from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.locate import open_hf
 from acsgd.shards.manifest import MANIFEST
 from acsgd.shards.tokenizer import load_tokenizer
-
-GENERATION_CONFIG = "generation_config.json"
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 

@@ -114,7 +114,7 @@ class PromptReader:
                 f'{record.where}: {self.field!r} is neither a text nor a list of messages; write "..." or '
                 '[{"role": "user", "content": "..."}]'
             )
-        return prompt  # type: ignore[no-any-return]
+        return prompt
 
     def _choose(self, fields: Mapping[str, Any]) -> None:
         """Choose format or field of all records by the fields of the first."""
