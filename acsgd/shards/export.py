@@ -19,6 +19,7 @@ from acsgd.shards.config import CONFIG
 from acsgd.shards.convert import ReportProgress
 from acsgd.shards.disk import ShardDirectory, copy_model_files
 from acsgd.shards.files import TensorHeader
+from acsgd.shards.generation import set_ends
 from acsgd.shards.hf_model import INDEX, SINGLE, tensor_of
 from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.locate import TIE, open_shards
@@ -109,6 +110,8 @@ def to_hf(
     floating = {CASTS[dtype]} if dtype is not None else {each for each in dtypes if each.is_floating_point}
     if len(floating) == 1:
         config.dtype = floating.pop()
+    if directory.manifest.run is not None:
+        set_ends(config, source)
     config.save_pretrained(target)
     if hasattr(config, UNTIED):
         _set_untied(target / CONFIG)

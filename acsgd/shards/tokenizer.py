@@ -82,6 +82,15 @@ class DocumentTokens(NamedTuple):
         return cls(SpecialTokens.of(tokenizer).before, end)
 
 
+def added_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the tokens that a tokenizer recognizes before it divides what is between them, such as eos_token.
+
+    Without that of unknown text, which is no text of its own.
+    """
+    unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}
+    return {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids} - unknown
+
+
 def padding_id(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> int:
     """Return the token with which rows are padded: that of the model, else of the tokenizer, else eos_token.
 

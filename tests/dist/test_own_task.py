@@ -34,6 +34,7 @@ from acsgd.io.data.rows.layout import RowLayout
 from acsgd.io.data.sources.base import SourceRecord
 from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.io.data.tokens.encode import Encoded, EncoderState, flatten
+from acsgd.io.data.tokens.ends import TextEnds
 from acsgd.launch import Launch
 from acsgd.layers.composed import Head
 from acsgd.model_classes import IGNORED, MODEL_CLASSES
@@ -93,6 +94,7 @@ class PreferenceRows:
     is_streamed = False
     notes = ()
     mean_targets = 0.5
+    ends = TextEnds()
 
     def __init__(self, corpus: Corpus, sequence: int, padding: int, reference: Path) -> None:
         self._corpus, self._sequence, self._padding = corpus, sequence, padding

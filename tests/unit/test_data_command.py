@@ -55,14 +55,15 @@ def test_show_prints_what_the_model_sees(run: Run, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *records)
     code, out, _ = run("show", path, "-n", "2", "--input-format", "Q: __input__ A:")
     assert code == 0
-    blocks = out.split("\n\n")
+    *blocks, ends = out.split("\n\n")
+    assert ends == "learned texts end with 0 ('<|endoftext|>')\n"
     assert blocks[0] == 'format "io"; masked tokens are in ⟦⟧'
     for number, block in enumerate(blocks[1:]):
         assert re.match(rf"{path}, line {number + 1}: \d+ tokens, \d of them learned\n", block)
         assert block.strip().endswith(f"\n⟦Q: one {number} A:⟧ two<|endoftext|>")
     assert len(blocks) == 3
     _, out, _ = run("show", path, "-n", "1", "--targets", "all")
-    assert out.strip().endswith("\none 0 two<|endoftext|>")
+    assert "\none 0 two<|endoftext|>\n\nlearned texts end" in out
 
 
 def test_show_names_bad_records_and_goes_on(run: Run, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -10,15 +11,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from lib.commands import acsgd
+from lib.corpora import tokenize_all
 from lib.saved import SMALL, small_run, train_alone
 from tokenizers import processors
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from acsgd.commands.generation.model import load
+from acsgd.commands.generation.prompts import PromptEncoder
+from acsgd.config.options import DataConfig
 from acsgd.io.checkpoint.progress import RunState
+from acsgd.io.data.formats.formats import read_options
 from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.data.tokens import pipeline
 from acsgd.io.data.tokens.corpus import TOKENS
 from acsgd.io.data.tokens.encode import DocumentEncoder
+from acsgd.io.data.tokens.ends import TextEnds
 from acsgd.io.data.tokens.tokens import tokenize
 from acsgd.launch import Launch
 from acsgd.run.plan.job import prepare
@@ -154,3 +163,80 @@ def test_a_run_states_the_tokens_and_keeps_them(tiny_model: Callable[..., Path],
     path.write_text(json.dumps(fields))
     with pytest.raises(ValueError, match="its tokenizer differs from the run's"):
         train_alone(small_run(model, tmp_path / "run", steps=2))
+
+
+CHAT = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}ANSWER{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+ENDINGS = {
+    "special": (CHAT.replace("ANSWER", "{{ m.content + '<|im_end|>' }}"), ["<|im_end|>"], ["<|im_end|>"]),
+    "eos": (CHAT.replace("ANSWER", "{{ m.content + eos_token }}"), ["</s>"], ["</s>"]),
+    "both": (CHAT.replace("ANSWER", "{{ m.content + '<|im_end|>' + eos_token }}"), ["</s>"], ["</s>"]),
+    "text": (CHAT.replace("ANSWER", "{{ m.content + '###' }}"), None, None),
+    "outside of the marks": (
+        CHAT.replace("ANSWER", "{% generation %}{{ m.content }}{% endgeneration %}{{ '<|im_end|>' }}"),
+        None,
+        ["<|im_end|>"],
+    ),
+    "within the marks": (
+        CHAT.replace("ANSWER", "{% generation %}{{ m.content + '<|im_end|>\\n' }}{% endgeneration %}"),
+        ["<|im_end|>"],
+        ["<|im_end|>"],
+    ),
+}
+"""Chat templates, and what ends their learned texts if answers are learned, and if all is."""
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+@pytest.mark.parametrize("targets", ["answers", "all"])
+@pytest.mark.parametrize("batch_chars", [1, 2**18])
+def test_learned_texts_end_as_their_format_does(
+    name: str, targets: str, batch_chars: int, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "BATCH_CHARS", batch_chars)
+    template, of_answers, of_all = ENDINGS[name]
+    special = with_template(tokenizer, "$A")
+    special.add_tokens(["<|im_start|>", "<|im_end|>"])  # of which the tokenizer need not know that they are special
+    special.chat_template = template
+    chat = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    (tmp_path / "pairs.jsonl").write_text('{"input": "a", "output": "b"}\n' * 2)
+    options = read_options(DataConfig(sources="", sequence=1, batch=1, targets=targets))  # type: ignore[arg-type]
+    sources = parse_sources(f"{tmp_path / 'chat.jsonl'},{tmp_path / 'pairs.jsonl'}", options=options)
+    of_chats, of_pairs = (corpus.ends for corpus in tokenize_all(sources, special, tmp_path, vocab_size=1000))
+    expected = of_all if targets == "all" else of_answers
+    assert of_pairs == ((special.eos_token_id,), 2, 0)
+    assert of_chats == (tuple(special.convert_tokens_to_ids(expected or [])), 1, expected is None)
+    notes = TextEnds.union([of_chats, of_pairs]).notes(special, [special.eos_token_id])
+    kinds = ["ends"] * (expected == ["<|im_end|>"]) + ["warning"] * (expected is None)
+    assert [note.partition(":")[0] for note in notes] == kinds
+
+
+@pytest.mark.parametrize("has_own_file", [True, False])
+def test_generation_stops_where_the_texts_of_the_run_end(
+    has_own_file: bool, tokenizer: PreTrainedTokenizerFast, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """With a checkpoint, with its export, and with the export in transformers alone."""
+    shutil.copytree(tiny_model("gpt2"), model := tmp_path / "model")
+    chat = with_template(tokenizer, "$A")
+    chat.add_special_tokens({"eos_token": "<|endoftext|>"})
+    chat.chat_template = ENDINGS["special"][0].replace("<|im_end|>", "<sep>")
+    chat.save_pretrained(model)
+    config = AutoConfig.from_pretrained(model, vocab_size=len(chat))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    if not has_own_file:
+        (model / "generation_config.json").unlink()
+    source = tmp_path / "chat.jsonl"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    source.write_text((json.dumps({"messages": turns}) + "\n") * 40)
+    run = small_run(model, tmp_path / "run", steps=1)
+    run = dataclasses.replace(run, data=DataConfig(str(source), sequence=16, batch=2))
+    [checkpoint] = train_alone(run).glob("step-*")
+    ends = [config.eos_token_id, chat.convert_tokens_to_ids("<sep>")]
+    loaded = load(str(checkpoint), dtype=None, device=torch.device("cpu"))
+    assert PromptEncoder.of(loaded).ends == ends
+    assert acsgd("convert", "to-hf", checkpoint, tmp_path / "hf")[0] == 0
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert exported.generation_config.eos_token_id == exported.config.eos_token_id == ends

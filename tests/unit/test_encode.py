@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from lib.corpora import encoded_of, tokenize_all, windows_of
+from lib.small_tokenizers import MAKE_TOKENIZER
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from acsgd.commands.generation.prompts import PromptEncoder
 from acsgd.io.data.batches import BatchReader
 from acsgd.io.data.formats.base import Example, TextSegment
 from acsgd.io.data.sampler import Sampler
@@ -29,7 +32,6 @@ PARTS = [
     [("äß€😀 ", False), ("😀 ß\n\n  ", True), ("  then", False), (" more", True)],
     [("only a prompt", False)],
     [("", False), (" ", True), ("", True)],
-    [("cut in the mid", False), ("dle of words", True)],
     [("of ", False), ("t", True), ("he end", False)],
 ]
 EXAMPLES = [Example(tuple(TextSegment(*part) for part in parts)) for parts in PARTS]
@@ -41,9 +43,10 @@ def tokenizers(like: PreTrainedTokenizerFast) -> Iterator[PreTrainedTokenizerFas
     trimmed = PreTrainedTokenizerFast(tokenizer_object=like.backend_tokenizer, eos_token="<|endoftext|>")
     trimmed.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     yield trimmed
-    metaspace = Tokenizer(models.Unigram([("<end>", 0.0), ("▁", -1.0), *((c, -9.0) for c in "abcdefghijklmnop\n")], 0))
+    pieces = [("<unk>", 0.0), ("▁", -1.0), *((char, -9.0) for char in "abcdefghijklmnop\n")]
+    metaspace = Tokenizer(models.Unigram(pieces, 0))
     metaspace.pre_tokenizer = pre_tokenizers.Metaspace()
-    yield PreTrainedTokenizerFast(tokenizer_object=metaspace, eos_token="<end>")
+    yield PreTrainedTokenizerFast(tokenizer_object=metaspace, unk_token="<unk>", eos_token="<end>")
 
 
 def test_targets_are_the_tokens_with_a_character_of_an_answer(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -68,16 +71,24 @@ def test_blanks_that_an_answer_consists_of_are_targets(tokenizer: PreTrainedToke
         assert each.decode(found.tokens[found.targets].tolist()) == f"\n\n{each.eos_token}"
 
 
-def test_a_token_is_a_target_if_only_its_first_or_last_character_is_one(tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = tokenizer("the", add_special_tokens=False)["input_ids"]
-    assert len(ids) < 3, "the characters of the answer share a token with those of the prompt"
+def test_a_token_that_crosses_a_border_is_learned_at_the_end_and_divided_at_the_beginning_of_an_answer(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    def ids_of(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    assert len(ids_of("the")) < 3, "the characters of the answer share a token with those of the prompt"
     for cut in (1, 2):
-        for answer_first in (True, False):
-            segments = (TextSegment("the"[:cut], answer_first), TextSegment("the"[cut:], not answer_first))
-            found = encoded_of(tokenizer, Example(segments))
-            spans = tokenizer("the", add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-            expected = [start < cut if answer_first else end > cut for start, end in spans]
-            assert found.targets[:-1].tolist() == expected
+        parts = "the"[:cut], "the"[cut:]
+        found = encoded_of(tokenizer, Example((TextSegment(parts[0]), TextSegment(parts[1], False))))
+        spans = tokenizer("the", add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        assert found.tokens[:-1].tolist() == ids_of("the")
+        assert found.targets[:-1].tolist() == [start < cut for start, _ in spans]
+        found = encoded_of(tokenizer, Example((TextSegment(parts[0], False), TextSegment(parts[1]))))
+        prompt, answer = map(ids_of, parts)
+        assert found.tokens[:-1].tolist() == [*prompt, *answer]
+        assert found.targets[:-1].tolist() == [False] * len(prompt) + [True] * len(answer)
 
 
 def test_tokens_and_targets_do_not_depend_on_the_batching(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -144,3 +155,44 @@ def test_a_mask_is_stored_only_where_there_are_prompts(
         corpus = corpus_of(examples, tokenizer, tmp_path / name, monkeypatch)
         assert (corpus.targets is not None) == (name == "with")
         assert bool(list((tmp_path / name).glob(f"*/{TARGETS}"))) == (name == "with")
+
+
+PROMPTS = ["one", "in the year 20", "A:", "A: ", "A:  ", "A:\n", "A:\n\n", "x =", "def f():\n    ", "(", " ", "é\t"]
+ANSWERS = ["two", " two", "24", "\ntwo", "\n\ntwo", "  two", ")", "é", "    return", "="]
+
+
+@pytest.mark.parametrize("kind", [*MAKE_TOKENIZER, "trained"])
+@pytest.mark.parametrize("is_framed", [False, True])
+def test_documents_begin_with_the_tokens_of_the_prompt_in_generation(
+    kind: str, is_framed: bool, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Whatever the tokenizer merges across the border, and whatever it puts around a text: begin, end, both or none."""
+    backend = Tokenizer.from_str(
+        (tokenizer.backend_tokenizer if kind == "trained" else MAKE_TOKENIZER[kind]()).to_str()
+    )
+    each = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    if is_framed:
+        frame = [("<s>", each.bos_token_id), ("</s>", each.eos_token_id)]
+        each.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=frame
+        )
+    encoder = PromptEncoder(each, [each.bos_token_id] * is_framed, [], [], 0, None, is_encoder_decoder=False)
+    num_divided = num_refused = 0
+    for prompt, answer in itertools.product(PROMPTS, ANSWERS):
+        documents = DocumentEncoder(each)
+        example = Example((TextSegment(prompt, False), TextSegment(answer)))
+        found = documents.encode([example], documents.tokenize([example]))
+        if found.refused:
+            num_refused += 1
+            continue
+        try:
+            start = encoder.encode(prompt)
+        except ValueError:  # a blank, which is left to the answer
+            start = []
+        assert found.tokens[: len(start)].tolist() == start
+        assert found.targets.tolist() == [place >= len(start) for place in range(len(found.tokens))]
+        whole = [*encoder.before, *each(prompt + answer, add_special_tokens=False)["input_ids"], each.eos_token_id]
+        assert each.decode(found.tokens) == each.decode(whole)
+        num_divided += found.tokens.tolist() != whole
+    assert num_divided < 20
+    assert num_refused == 0 or kind == "WordPiece"

@@ -352,7 +352,7 @@ def test_prompts_of_several_sources_are_read_in_their_order_and_not_from_the_out
         ('{"prompt": 3}', "line 1: 'prompt' is neither a text nor a list of messages; write"),
         ('{"prompt": ""}', "line 1: the prompt has no tokens; give a text"),
         ('{"prompt": "\\ud800"}', "line 1: the prompt is not valid UTF-8; correct it"),
-        ('{"prompt": "a"}\n\n{"prompt": "' + "a b " * 64 + '"}', "line 3: the prompt has 129 tokens, the model takes"),
+        ('{"prompt": "a"}\n\n{"prompt": "' + "a b " * 64 + '"}', "line 3: the prompt has 128 tokens, the model takes"),
         ('{"prompt": "a", "generated_text": "b"}', 'line 1, has a "generated_text" already; rename or remove the'),
         ('{"messages": [{"role": "user", "content": "a"}]}', "line 1: messages need a chat template, which the"),
         ("\n", " has no records; give a file with one JSON object per line"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lib.corpora import examples_of
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from lib.small_tokenizers import MAKE_TOKENIZER, unigram
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from acsgd.config.options import DataConfig
@@ -33,50 +34,6 @@ LOOKING = "{{ '!' if '<|im_end|>' in messages[0].content else '.' }}" + CHATML
 """Templates that write a message in another way if it has a special token."""
 
 
-def byte_level(**options: bool) -> Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("h", "a"), ("ha", "s"), ("|", "i"), ("|i", "m"), ("|im", "_"), ("e", "n"), ("|", ">"), ("Ġ", "<")]
-    vocabulary = [*alphabet, *("".join(pair) for pair in merges)]
-    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(vocabulary)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(**options)
-    return tokenizer
-
-
-def unigram(*more: str) -> Tokenizer:
-    """Return a tokenizer of characters whose first piece alone gets a blank before it. more: other pieces."""
-    characters = sorted({*TEXT.replace(" ", "▁"), "▁", "-"})
-    pieces = [("<unk>", 0.0), *((piece, -1.0) for piece in [*characters, "▁has", "im", *more])]
-    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    return tokenizer
-
-
-def prepended() -> Tokenizer:
-    """Return a tokenizer that puts a blank before each text between special tokens, as that of Llama 2."""
-    tokenizer = unigram()
-    tokenizer.pre_tokenizer = None
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    return tokenizer
-
-
-def word_piece() -> Tokenizer:
-    characters = sorted({*TEXT.lower(), *"e-_"} - {" ", "\n"})
-    words = ["[UNK]", *characters, *(f"##{char}" for char in characters), "user", "im", "has"]
-    tokenizer = Tokenizer(models.WordPiece({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    return tokenizer
-
-
-MAKE: dict[str, Callable[[], Tokenizer]] = {
-    "byte-level": lambda: byte_level(add_prefix_space=False),
-    "byte-level with a prefix": lambda: byte_level(add_prefix_space=True),
-    "unigram": unigram,
-    "prepended": prepended,
-    "WordPiece": word_piece,
-}
-
-
 def with_marks(tokenizer: Tokenizer, marks: Sequence[str], *, rstrip: bool = False) -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     fast.add_tokens([AddedToken(mark, rstrip=rstrip, normalized=False) for mark in marks], special_tokens=True)
@@ -88,10 +45,10 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("rstrip", [False, True])
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("kind", MAKE_TOKENIZER)
 def test_ids_are_those_of_a_tokenizer_with_other_marks(kind: str, rstrip: bool) -> None:
     """In the oracle the template writes marks that are no text of a message."""
-    tokenizer, oracle = (with_marks(MAKE[kind](), marks, rstrip=rstrip) for marks in (MARKS, OTHERS))
+    tokenizer, oracle = (with_marks(MAKE_TOKENIZER[kind](), marks, rstrip=rstrip) for marks in (MARKS, OTHERS))
     usual = ids_of(tokenizer, TEXT)
     found = PlainSpecials(tokenizer).encode(TEXT, PLAIN, usual)
     assert found is not None

@@ -22,8 +22,10 @@ from acsgd.io.data.sources.base import BadRecord, RecordCounts, Source
 from acsgd.io.data.sources.sources import WeightedSource, parse_sources
 from acsgd.io.data.sources.streamed import PREFIX, Streamed
 from acsgd.io.data.tokens.encode import DocumentEncoder
+from acsgd.io.data.tokens.ends import EndFinder, TextEnds
 from acsgd.run.setup.rows import RowMaker
 from acsgd.shards.config import read_config
+from acsgd.shards.generation import ends_of, read_generation_config
 from acsgd.shards.hub import find_model
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.tasks import check_options, find_task
@@ -65,7 +67,7 @@ def show_records(data: DataConfig, model: str, number: int) -> None:
     console = Console(soft_wrap=True, highlight=False)
     masked = "dimmed" if console.is_terminal else "in ⟦⟧"
     for source in sources:
-        counts, encoder = RecordCounts(), DocumentEncoder(tokenizer)
+        counts, encoder, finder, ends = RecordCounts(), DocumentEncoder(tokenizer), EndFinder(tokenizer), TextEnds()
         for index, (where, example) in enumerate(islice(read_each(source, tokenizer, counts), number)):
             if not index:
                 console.print(Text(f'format "{counts.format}"; masked tokens are {masked}', style="bold"))
@@ -76,9 +78,12 @@ def show_records(data: DataConfig, model: str, number: int) -> None:
             if error := encoded.refused.get(0):
                 console.print(Text(f"\n{where} {error.reason}; {error.remedy}", style="red"))
                 continue
+            ends = TextEnds.union([ends, finder.find(encoded.tokens, encoded.targets, encoded.ends)])
             learned = int(encoded.targets.sum())
             console.print(Text(f"\n{where}: {len(encoded.tokens)} tokens, {learned} of them learned", style="bold"))
             console.print(decoded(encoded.tokens, encoded.targets, tokenizer, marks=not console.is_terminal))
+        known = ends_of(read_generation_config(find_model(model, option="--model", weights=False)), tokenizer)
+        console.print(Text("\n".join(["", ends.describe(tokenizer), *ends.notes(tokenizer, known)])))
 
 
 def decoded(

@@ -74,9 +74,10 @@ def read_questions(data: DataConfig, generator: Generator) -> list[Question]:
 def _question(example: Example, generator: Generator) -> Question:
     prompts = generator.prompts
     prompt, answer = prompt_and_answer(example)
-    ids = prompts.encode_text(prompt) if example.has_special_tokens else prompts.encode(prompt)
+    ids = prompts.encode_text(prompt, has_special_tokens=example.has_special_tokens)
     # as the generated text is: without special tokens, which chat templates write
-    return Question(ids, prompts.decode(prompts.encode_text(answer)))
+    tokens = generator.loaded.tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"]
+    return Question(ids, prompts.decode(tokens))
 
 
 def generate_answers(generator: Generator, prompts: Sequence[Ids]) -> list[str]:

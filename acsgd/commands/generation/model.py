@@ -8,11 +8,10 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from acsgd.adapters.initial import BaseChecksum
 from acsgd.adapters.inject import build_adapted
@@ -24,9 +23,10 @@ from acsgd.layers.skeleton import set_buffer, set_tied_parameter
 from acsgd.model_classes import MODEL_CLASSES, ModelClass
 from acsgd.notes import print_note
 from acsgd.shards.check import first_names
-from acsgd.shards.config import CONFIG, GENERATION_CONFIG, read_config
+from acsgd.shards.config import CONFIG, read_config
 from acsgd.shards.disk import ShardDirectory, model_files
-from acsgd.shards.files import blame, read_json_object
+from acsgd.shards.files import read_json_object
+from acsgd.shards.generation import read_generation_config
 from acsgd.shards.hf_model import HFModel, names_of, tensor_of
 from acsgd.shards.hub import find_model
 from acsgd.shards.layer_tensors import layer_tensors
@@ -99,7 +99,7 @@ def _load(directory: Path, *, dtype: torch.dtype | None, device: torch.device, p
     _fill(model, checksum.adding(read(model), of_base), device)
     if missing := [name for name, param in model.named_parameters() if param.is_meta]:
         raise ValueError(f"{directory} lacks parameters of the model: {first_names(missing)}")
-    model.generation_config = _generation_config(directory)
+    model.generation_config = read_generation_config(directory)
     if peft is not None:
         peft.check_base(directory, checksum)
     if isinstance(adapter, VirtualTokens):
@@ -127,16 +127,6 @@ def _open(
     task = "seq2seq" if read_json_object(directory / CONFIG).get("is_encoder_decoder") else "lm"
     opened = open_hf(directory, task)
     return MODEL_CLASSES[task], opened.config, None, functools.partial(_hf_tensors, opened)
-
-
-def _generation_config(directory: Path) -> GenerationConfig:
-    """Read generation_config.json, or in old models the same fields of config.json."""
-    has_own = os.path.lexists(directory / GENERATION_CONFIG)
-    path = directory / (GENERATION_CONFIG if has_own else CONFIG)
-    options: dict[str, Any] = {} if has_own else {"_from_model_config": True}
-    read_json_object(path)
-    with blame(path, "has invalid options for generation", "correct or remove them"):
-        return GenerationConfig.from_pretrained(directory, path.name, local_files_only=True, **options)
 
 
 def _shard_tensors(shards: ShardDirectory, model: PreTrainedModel) -> NamedTensors:

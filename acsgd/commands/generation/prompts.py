@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from acsgd.commands.generation.model import LoadedModel
+from acsgd.io.data.tokens.text_tokens import prompt_tokens
+from acsgd.shards.generation import ends_of
 from acsgd.shards.tokenizer import SpecialTokens, name_tokens
 
 Conversation = list[dict[str, Any]]
@@ -25,7 +27,7 @@ class PromptEncoder:
     before: list[int]
     """Ids that the tokenizer puts before a prompt."""
     after: list[int]
-    """Ids that the tokenizer puts after a prompt."""
+    """Ids that the tokenizer puts after the prompt of an encoder; none after one that the model continues."""
     ends: list[int]
     """Ids that end a generated text."""
     padding: int
@@ -39,14 +41,15 @@ class PromptEncoder:
         """Return the encoder of a model's prompts."""
         tokenizer, model = loaded.tokenizer, loaded.model
         special = SpecialTokens.of(tokenizer)
-        ends = _ends(model, tokenizer)
+        assert model.generation_config is not None
+        ends = ends_of(model.generation_config, tokenizer)
         padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0]
         positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         virtual = loaded.adapter.virtual_tokens if loaded.adapter else 0
         return cls(
             tokenizer,
             before=special.before,
-            after=special.after,
+            after=special.after if model.config.is_encoder_decoder else [],
             ends=ends,
             padding=padding,
             max_positions=None if positions is None else positions - virtual,
@@ -64,15 +67,23 @@ class PromptEncoder:
         Raises ValueError, a clause without the place of the prompt, if it is empty or too long for the model.
         """
         if isinstance(prompt, str):
-            return self._checked(self._tokenized(prompt, add_special_tokens=True))
-        return self.encode_text(self._chat(prompt))
+            return self.encode_text(prompt)
+        return self.encode_text(self._chat(prompt), has_special_tokens=True)
 
-    def encode_text(self, text: str) -> list[int]:
-        """Return the ids of a prompt that contains the special tokens it needs. Raises ValueError as `encode`."""
-        return self._checked(self._tokenized(text, add_special_tokens=False))
+    def encode_text(self, text: str, *, has_special_tokens: bool = False) -> list[int]:
+        """Return the ids of a prompt, with which the texts of a training run that continue it begin.
 
-    def _checked(self, ids: list[int]) -> list[int]:
-        """Return the ids of a prompt. Raises ValueError if the model cannot take them."""
+        has_special_tokens: whether the text has those that begin a document. Raises ValueError as `encode`.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("the prompt is not valid UTF-8; correct it") from None
+        if self.is_encoder_decoder:
+            ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
+        else:
+            [prompt] = prompt_tokens(self.tokenizer, [text])
+            ids = prompt.ids if has_special_tokens else [*self.before, *prompt.ids]
         if not ids:
             raise ValueError("the prompt has no tokens; give a text")
         if self.max_new_tokens(len(ids)) < 1:
@@ -98,22 +109,16 @@ class PromptEncoder:
 
     def describe(self) -> str:
         """Return a sentence on the special tokens."""
+        ending = f"{self._names(self.ends)} {'ends' if len(self.ends) == 1 else 'end'} a text"
         parts = [
             f"a prompt begins with {self._names(self.before)}" if self.before else "no token is put before a prompt",
-            f"{self._names(self.ends)} ends a text" if self.ends else "no token ends a text before --max-new-tokens",
+            ending if self.ends else "no token ends a text before --max-new-tokens",
             f"padding with {self._names([self.padding])}"
             + (", since the tokenizer has no padding token" if self.tokenizer.pad_token_id is None else ""),
         ]
         if self.after:
             parts.insert(1, f"{self._names(self.after)} is put after it")
         return f"tokens: {'; '.join(parts)}"
-
-    def _tokenized(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ValueError("the prompt is not valid UTF-8; correct it") from None
-        return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
     def _chat(self, messages: Conversation) -> str:
         if not self.has_chat_template:
@@ -127,17 +132,3 @@ class PromptEncoder:
 
     def _names(self, ids: Sequence[int]) -> str:
         return name_tokens(self.tokenizer, ids)
-
-
-def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids that end a text: of generation_config.json or config.json, else of the tokenizer."""
-    assert model.generation_config is not None
-    ends = model.generation_config.eos_token_id
-    if ends is None:
-        ends = tokenizer.eos_token_id
-    found = [ends] if isinstance(ends, int) else list(ends or ())
-    if not all(isinstance(id_, int) for id_ in found):
-        raise ValueError(
-            f"generation_config.json: eos_token_id={ends!r} is neither an id nor a list of ids; correct it"
-        )
-    return found

@@ -35,8 +35,8 @@ from acsgd.io.checkpoint.directory import (
     files_of_tables,
 )
 from acsgd.layers.description import ModelLayers
-from acsgd.shards.disk import copy_model_files, write_layer
-from acsgd.shards.manifest import Manifest
+from acsgd.shards.disk import write_layer
+from acsgd.shards.manifest import Manifest, StoredFile
 from acsgd.shards.weights import WeightState
 from acsgd.streams import StreamEvent, Streams
 from acsgd.topology import Topology
@@ -92,8 +92,8 @@ class Saver:
 
     directory: CheckpointDirectory
     config: CheckpointConfig
-    model_dir: Path
-    """Directory from which config.json and the tokenizer are copied."""
+    write_model_files: Callable[[Path], list[StoredFile]]
+    """Writes config.json and the tokenizer into a directory; returns their manifest entries."""
     task: str
     """Recorded in the manifest, as are the next two."""
     model: ModelLayers
@@ -266,7 +266,7 @@ class Saver:
             layers=files_of_layers(written, "layer", self.model),
             tables=files_of_tables(written),
             replicas=files_of_replicas(written),
-            model_files=copy_model_files(self.model_dir, partial),
+            model_files=self.write_model_files(partial),
             run=run,
             constants=files_of_layers(written, "constants", self.model),
             adapter=self.adapter,

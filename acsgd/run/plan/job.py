@@ -34,6 +34,7 @@ from acsgd.run.plan.layout import BatchShapes, RunPaths, StageLayout, costs_of, 
 from acsgd.run.plan.limits import check_computes, check_directories, check_reading, check_streams
 from acsgd.run.plan.model import RunModel, open_run_model
 from acsgd.run.plan.plugins import Plugins, check_capabilities, check_deal, parse_plugins
+from acsgd.shards.generation import ends_of, read_generation_config
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import Streams, open_streams
 from acsgd.tasks import check_options, find_task
@@ -139,6 +140,11 @@ class Job:
         reads = bool(self.model.description.context_inputs) or any(layer.reads for layer in own)
         data = self.config.data  # attention masks depend on the documents of a sequence, and on their prefixes
         return reads or data.isolate or data.objective != "causal"
+
+    @property
+    def ends(self) -> list[int]:
+        """Tokens at which the files of the model end a generated text."""
+        return ends_of(read_generation_config(self.model.directory), self.tokenizer)
 
     @property
     def is_first_on_host(self) -> bool:

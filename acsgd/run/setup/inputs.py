@@ -76,7 +76,7 @@ def open_inputs(job: Job, groups: Groups | None = None, *, has_caches: bool = Fa
     identity = replace(identity, weights=checksum_of(job, source) if source else saved)
     held_out_notes, plan_notes = data.held_out.notes if data.held_out else (), (plan.note,) if plan else ()
     of_data = (_describe_tokens(job, data.spec), *reader.notes, *held_out_notes, *data.notes)
-    notes = (*of_data, *describe_padding(job), *plan_notes)
+    notes = (*of_data, *_describe_ends(job, reader), *describe_padding(job), *plan_notes)
     return RunInputs(reader, data.held_out, identity, candidates, source, plan, data.steps, notes)
 
 
@@ -114,6 +114,11 @@ def _describe_tokens(job: Job, spec: RowSpec) -> str:
         f"tokens: a text begins with {around[0]} and ends with {around[1]}; padding is "
         f"{name_tokens(tokenizer, [spec.padding])}"
     )
+
+
+def _describe_ends(job: Job, reader: BatchReader) -> list[str]:
+    """Return sentences on how the learned texts end, if generation with the files of the model would not stop there."""
+    return [] if job.model.task.has_labels else reader.rows.ends.notes(job.tokenizer, job.ends)
 
 
 def verify_layers(job: Job) -> None:

@@ -16,6 +16,7 @@ from acsgd.io.data.stream.segment_cache import SegmentCache
 from acsgd.io.data.stream.segment_files import OpenSegment
 from acsgd.io.data.stream.segments import SegmentStart, StreamSegment, read_segments
 from acsgd.io.data.tokens.corpus import Corpus
+from acsgd.io.data.tokens.ends import EndFinder
 from acsgd.io.data.tokens.tokens import open_tokens, token_dtype
 from acsgd.tasks import find_task
 from acsgd.tasks.base import RowContext, Task
@@ -67,8 +68,12 @@ class RowMaker(RowContext):
             encoder, cutter = task.encoder(self), task.cutter(self)
             return read_segments(source, self.tokenizer, encoder, cutter, position, vocab_size=vocabulary)
 
+        finder = EndFinder(self.tokenizer)
+
         def make(segment: OpenSegment) -> Rows:
-            return task.rows(segment.corpus, self, layout_of(segment.layout) if segment.layout else None)
+            corpus = segment.corpus
+            corpus = corpus._replace(ends=finder.find(corpus.tokens, corpus.targets, corpus.offsets[1:]))
+            return task.rows(corpus, self, layout_of(segment.layout) if segment.layout else None)
 
         span = -(-spec.batch // window)
         directory = self.stream_dir / f"{number}-{spec.key(RowStage.SEGMENTS, version)}"

@@ -18,15 +18,19 @@ from acsgd.io.checkpoint.constants import ConstantsFiles
 from acsgd.io.checkpoint.progress import Progress, RunState, data_options, origin_of, recorded_options
 from acsgd.io.checkpoint.resume import Checkpoint, newest_valid
 from acsgd.io.checkpoint.saver import Saver
+from acsgd.io.data.rows.base import RowReader
 from acsgd.io.telemetry.record import StepRecord
 from acsgd.run.lock.lock import RunLock
+from acsgd.run.plan.job import Job
 from acsgd.run.report import Report, StepField, on_any
 from acsgd.run.session import Session
 from acsgd.run.setup.inputs import RunInputs
 from acsgd.run.setup.resume import Start, check_files, layer_states
 from acsgd.run.step.hooks import LoopState, StepHook
-from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.disk import ShardDirectory, copy_model_files, list_model_files
+from acsgd.shards.generation import write_ends
 from acsgd.shards.load import WeightSource
+from acsgd.shards.manifest import StoredFile
 
 SAVE = StepField("save", on_any)
 """Whether a checkpoint is due by this rank's clock, or was requested."""
@@ -75,7 +79,7 @@ class Checkpointing(StepHook):
         saver = Saver(
             directory=job.paths.checkpoints,
             config=job.config.checkpoint,
-            model_dir=job.model.directory,
+            write_model_files=partial(_write_model_files, job, inputs.reader.rows),
             task=job.model.task.model_class.name,
             model=job.model.description,
             adapter=to_spec(job.model.adapter, ADAPTERS) if job.model.adapter else None,
@@ -241,6 +245,15 @@ class Checkpointing(StepHook):
         if checkpoint is not None:
             self._inputs.reader.restore(checkpoint.run.streams)
         return checkpoint
+
+
+def _write_model_files(job: Job, rows: RowReader, target: Path) -> list[StoredFile]:
+    """Copy the config and tokenizer files of the model; generation also stops where the learned texts end."""
+    copied, known = copy_model_files(job.model.directory, target), job.ends
+    if new := [id_ for id_ in rows.ends.ids if id_ not in known and not job.model.task.has_labels]:
+        write_ends(target, [*known, *new])
+        return list_model_files(target)
+    return copied
 
 
 def _directories(source: WeightSource | None) -> list[ShardDirectory]:

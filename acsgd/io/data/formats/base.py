@@ -34,9 +34,6 @@ class Example(NamedTuple):
     label: Label | None = None
     has_special_tokens: bool = False
     """Whether the text contains the tokens that begin and end a document, as chat templates write them."""
-    answers_begin_tokens: bool = False
-    """Whether each answer must begin with a token, as it does where a model continues a prompt. A token may begin with
-    white space of the prompt."""
     control_token: str | None = None
     """First special token of the tokenizer that a message of a chat has in its text; None if there is none."""
     plain: tuple[TextSpan, ...] = ()

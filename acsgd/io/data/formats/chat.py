@@ -68,7 +68,6 @@ class Messages(OptionsOfFormat):
         return Example(
             _segments(text, spans),
             has_special_tokens=True,
-            answers_begin_tokens=True,
             control_token=control_token,
             plain=self._plain(messages, text) if control_token and self.options.split_special_tokens else (),
         )

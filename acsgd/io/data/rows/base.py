@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from acsgd.io.data.sampler import Ints
 from acsgd.io.data.tokens.corpus import Corpus
+from acsgd.io.data.tokens.ends import TextEnds
 from acsgd.layers.batch import Lengths, longest
 from acsgd.model_classes import IGNORED
 
@@ -48,6 +49,11 @@ class Rows(Protocol):
     @property
     def mean_targets(self) -> float:
         """Mean number of labels of a row that are not IGNORED."""
+        ...
+
+    @property
+    def ends(self) -> TextEnds:
+        """How the learned texts end; of a streamed source, those read last."""
         ...
 
     def __len__(self) -> int:
@@ -99,6 +105,11 @@ class RowReader:
         """Sentences for the user on the rows of each source."""
         return tuple(note for rows in self.rows for note in rows.notes)
 
+    @property
+    def ends(self) -> TextEnds:
+        """How the learned texts of all sources end."""
+        return TextEnds.union(rows.ends for rows in self.rows)
+
     def fingerprint(self) -> str:
         """Return a string that differs between hosts with different texts."""
         return repr([rows.fingerprint() for rows in self.rows])
@@ -146,6 +157,8 @@ class DescribedRows:
     mean_targets: float
     """Mean number of labels of a row that are not IGNORED."""
     is_streamed: bool = False
+    ends: ClassVar[TextEnds] = TextEnds()
+    """Not known."""
 
     def fingerprint(self) -> tuple[object, ...]:
         """Return the fingerprint of the rows that were opened."""

@@ -8,6 +8,7 @@ from acsgd.io.data.rows.base import INPUT_IDS, LABELS, LENGTHS, Row, read_window
 from acsgd.io.data.rows.layout import RowLayout
 from acsgd.io.data.rows.objectives import CAUSAL, Objective
 from acsgd.io.data.tokens.corpus import Corpus
+from acsgd.io.data.tokens.ends import TextEnds
 from acsgd.io.files.arrays import sample
 from acsgd.layers.masks import DOCUMENTS, NO_PREFIX, PREFIXES
 from acsgd.model_classes import IGNORED
@@ -40,6 +41,11 @@ class ConcatRows:
     def fingerprint(self) -> tuple[object, ...]:
         """Return values that differ between hosts with different texts."""
         return self.corpus.fingerprint()
+
+    @property
+    def ends(self) -> TextEnds:
+        """How the learned texts end."""
+        return self.corpus.ends
 
     @property
     def mean_targets(self) -> float:
@@ -92,6 +98,11 @@ class DocumentRows:
         layout = self.layout
         sizes = len(self), len(layout.starts), layout.num_targets
         return (*self.corpus.fingerprint(), *sizes, layout.starts[sample(layout.starts)].tolist())
+
+    @property
+    def ends(self) -> TextEnds:
+        """How the learned texts end."""
+        return self.corpus.ends
 
     @property
     def mean_targets(self) -> float:

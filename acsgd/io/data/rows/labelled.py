@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from acsgd.io.data.rows.base import INPUT_IDS, LABELS, LENGTHS, Row
 from acsgd.io.data.sampler import Ints
 from acsgd.io.data.tokens.corpus import Corpus
+from acsgd.io.data.tokens.ends import TextEnds
 from acsgd.io.files.arrays import sample
 from acsgd.model_classes import IGNORED, TOKEN_TYPES
 
@@ -51,6 +52,11 @@ class _ExampleRows:
         """Return values that differ between hosts with different texts."""
         offsets = self.corpus.offsets
         return (*self.corpus.fingerprint(), len(self), offsets[sample(offsets)].tolist())
+
+    @property
+    def ends(self) -> TextEnds:
+        """How the learned texts end."""
+        return self.corpus.ends
 
     @property
     def mean_targets(self) -> float:

@@ -19,6 +19,7 @@ from acsgd.io.data.stream.segment_cache import SegmentCache
 from acsgd.io.data.stream.segment_files import OpenSegment
 from acsgd.io.data.stream.segments import Cutter, SegmentCut, SegmentStart
 from acsgd.io.data.tokens.corpus import Corpus
+from acsgd.io.data.tokens.ends import TextEnds
 from acsgd.io.files.arrays import Array
 from acsgd.io.files.fields import Natural
 
@@ -88,6 +89,11 @@ class StreamedRows:
     def fingerprint(self) -> tuple[object, ...]:
         """Return values that differ between hosts with different texts."""
         return (self._version,)
+
+    @property
+    def ends(self) -> TextEnds:
+        """How the learned texts of the segments read last end."""
+        return TextEnds.union(current.rows.ends for current in [*self._current.values()])
 
     def __len__(self) -> int:
         return 0

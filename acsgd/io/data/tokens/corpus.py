@@ -11,6 +11,7 @@ import numpy as np
 
 from acsgd.io.data.sampler import Ints
 from acsgd.io.data.tokens.encode import Encoded
+from acsgd.io.data.tokens.ends import TextEnds
 from acsgd.io.files.arrays import Array, ArrayFile, ArrayWriter, sample
 from acsgd.io.files.entry import Entry
 
@@ -42,6 +43,8 @@ class Corpus(NamedTuple):
     """Number of tokens of the source before these, if this is a segment of it."""
     notes: tuple[str, ...] = ()
     """Sentences for the user: on the format of the records, and on those skipped as unreadable."""
+    ends: TextEnds = TextEnds()
+    """How its learned texts end."""
 
     def spans(self) -> tuple[Ints, Ints]:
         """Return the position of the first token of each document, and that after the last one."""

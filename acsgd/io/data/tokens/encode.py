@@ -12,12 +12,19 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from acsgd.io.data.formats.base import Example, FormatError
-from acsgd.io.data.tokens.text_tokens import PlainSpecials, TextTokens, with_targets
-from acsgd.shards.tokenizer import DocumentTokens
+from acsgd.io.data.tokens.text_tokens import (
+    QUIET,
+    PlainSpecials,
+    PlainTokens,
+    TextTokens,
+    answers_of,
+    prompt_tokens,
+    with_targets,
+)
+from acsgd.shards.tokenizer import DocumentTokens, added_tokens
 
 
 class Encoded(NamedTuple):
@@ -102,6 +109,10 @@ class DocumentEncoder:
     def _plain_specials(self) -> PlainSpecials:
         return PlainSpecials(self._tokenizer)
 
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(added_tokens(self._tokenizer))
+
     def tokenize(self, examples: Sequence[Example]) -> Sequence[TextTokens | FormatError]:
         """Return the tokens of the text of each example, or why it is refused.
 
@@ -113,23 +124,33 @@ class DocumentEncoder:
                 f"the tokenizer {self._tokenizer.name_or_path} does not report which characters a token covers, "
                 "which masks of prompts need; give a model with a fast tokenizer, tokenizer.json"
             )
-        # verbose=False: no warning if a document is longer than the model's maximum sequence
-        options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
         with self._lock:
-            encoded = self._tokenizer([example.text for example in examples], add_special_tokens=False, **options)
+            encoded = self._tokenizer([example.text for example in examples], add_special_tokens=False, **QUIET)
         ids: list[list[int]] = encoded["input_ids"]
         has_control = [example.control_token is not None for example in examples]
         if not is_masked and not (self._tokenizer.is_fast and any(has_control)):
             return [TextTokens(each, [(0, len(each))], has) for each, has in zip(ids, has_control, strict=True)]
-        return [self._with_targets(*each) for each in zip(examples, ids, encoded.encodings, strict=True)]
+        return self._with_targets(examples, [PlainTokens(*each) for each in zip(ids, encoded.encodings, strict=True)])
 
-    def _with_targets(self, example: Example, ids: list[int], encoding: Encoding) -> TextTokens | FormatError:
-        """Return the tokens of an example. ids, encoding: by the tokenizer, with all special tokens recognized."""
-        if example.plain and (found := self._plain_specials.encode(example.text, example.plain, ids)):
-            return with_targets(example, found.ids, found.encoding)
-        tokens = with_targets(example, ids, encoding)
-        has_control = example.control_token is not None
-        return tokens._replace(has_control=has_control) if isinstance(tokens, TextTokens) else tokens
+    def _with_targets(
+        self, examples: Sequence[Example], usual: Sequence[PlainTokens]
+    ) -> Sequence[TextTokens | FormatError]:
+        """Return the tokens of examples. usual: by the tokenizer, with all special tokens recognized."""
+        found = [
+            (example.plain and self._plain_specials.encode(example.text, example.plain, tokens.ids)) or None
+            for example, tokens in zip(examples, usual, strict=True)
+        ]
+        texts = [plain or tokens for plain, tokens in zip(found, usual, strict=True)]
+        answers = [answers_of(example, *text, self._added) for example, text in zip(examples, texts, strict=True)]
+        names = list(dict.fromkeys(answer.prompt for each in answers for answer in each))
+        prompts = dict(zip(names, prompt_tokens(self._tokenizer, names), strict=True))
+        results = []
+        for example, text, plain, each in zip(examples, texts, found, answers, strict=True):
+            tokens = with_targets(example, *text, each, prompts, self._tokenizer)
+            if isinstance(tokens, TextTokens):
+                tokens = tokens._replace(has_control=plain is None and example.control_token is not None)
+            results.append(tokens)
+        return results
 
     def encode(self, examples: Sequence[Example], tokenized: Sequence[TextTokens | FormatError]) -> Encoded:
         """Return the tokens of examples. A special token around a document is a target if the text beside it is."""

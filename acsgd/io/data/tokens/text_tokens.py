@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from tokenizers import AddedToken, Encoding, Tokenizer
@@ -14,6 +14,12 @@ from acsgd.io.data.formats.base import Example, FormatError, TextSpan
 
 FIRST_STAND_IN = 0xF0000
 """First character that stands for a special token: private use, so that no text has a meaning for it."""
+
+
+FOLLOWING = "a"
+"""Word after a prompt that ends in blanks, to find those that the tokenizer merges with a word."""
+QUIET = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+"""Options of a tokenizer: ids alone, and no warning if a text is longer than the model's maximum sequence."""
 
 
 class TextTokens(NamedTuple):
@@ -26,26 +32,134 @@ class TextTokens(NamedTuple):
     """Whether messages of a chat have special tokens in their text that are control tokens."""
 
 
-def with_targets(example: Example, ids: Sequence[int], encoding: Encoding) -> TextTokens | FormatError:
-    """Return tokens with those as targets that stand for a character of a target, or why the example is refused.
+class PromptTokens(NamedTuple):
+    """Tokens of a prompt."""
 
-    encoding: of the tokens, which are in the order of their characters, so that few of them are looked at: a list of
-    the characters of all tokens takes a fifth of the time of tokenizing.
+    ids: list[int]
+    end: int
+    """Number of characters of the prompt that they stand for."""
+
+
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[PromptTokens]:
+    """Return the tokens of prompts, in training and in generation, without special tokens around them.
+
+    Blanks at the end of a prompt that the tokenizer merges with a word after them are left to the answer: texts have
+    the token " yes", so that an answer to "Answer: " begins after "Answer:".
     """
-    targets = []
+    is_followed = [tokenizer.is_fast and prompt[-1:].isspace() for prompt in prompts]
+    texts = [f"{prompt}{FOLLOWING}" if each else prompt for prompt, each in zip(prompts, is_followed, strict=True)]
+    found = list[PromptTokens]()
+    if not prompts:
+        return found
+    encoded = tokenizer(texts, add_special_tokens=False, **QUIET)
+    for index, (prompt, ids) in enumerate(zip(prompts, encoded["input_ids"], strict=True)):
+        end = len(prompt)
+        if is_followed[index]:
+            encoding = encoded.encodings[index]
+            ids = ids[: _token_beyond(encoding, len(ids), end)]
+            end = _span(encoding, len(ids) - 1)[1] if ids else 0
+        found.append(PromptTokens(ids, end))
+    return found
+
+
+class Answer(NamedTuple):
+    """A learned part of a text, and the prompt before it, from the last added token of the tokenizer on.
+
+    Nothing before an added token has an effect on the tokens after it.
+    """
+
+    begin: int
+    """First character."""
+    end: int
+    """Character after the last one."""
+    prompt: str
+    at: int
+    """First token of the prompt."""
+
+
+def answers_of(example: Example, ids: Sequence[int], encoding: Encoding, added: Collection[int]) -> list[Answer]:
+    """Return the answers in an example. ids, encoding: of its text; added: the added tokens of the tokenizer."""
+    spans: list[TextSpan] = []
     begin = 0
     for text, is_target in example.segments:
         end = begin + len(text)
         if is_target and text:
-            first = bisect_right(range(len(ids)), begin, key=lambda token: _span(encoding, token)[1])
-            last = bisect_left(range(len(ids)), end, key=lambda token: _span(encoding, token)[0])
-            targets.append((first, last))
-            if example.answers_begin_tokens and first < last:
-                start = _span(encoding, first)[0]
-                if example.text[start:begin].strip():
-                    return _begins_within(example.text[slice(*_span(encoding, first))])
+            first = spans.pop()[0] if spans and spans[-1][1] == begin else begin
+            spans.append((first, end))
         begin = end
-    return TextTokens(ids, targets)
+    places = [token for token, id_ in enumerate(ids) if id_ in added] if spans else []
+    answers = []
+    for begin, end in spans:
+        before = bisect_right(places, begin, key=lambda token: _span(encoding, token)[1])
+        at = places[before - 1] if before else 0
+        start = _span(encoding, at)[0] if before else 0
+        answers.append(Answer(begin, end, example.text[start:begin], at))
+    return answers
+
+
+def with_targets(
+    example: Example,
+    ids: Sequence[int],
+    encoding: Encoding,
+    answers: Sequence[Answer],
+    prompts: Mapping[str, PromptTokens],
+    tokenizer: PreTrainedTokenizerBase,
+) -> TextTokens | FormatError:
+    """Return tokens with those after each prompt as targets, up to the end of the answer.
+
+    The tokens of a prompt are those with which generation begins. A text whose tokens begin otherwise, since the
+    tokenizer merges characters across the border, is divided there; if that cannot be exact, it is refused. encoding:
+    of the tokens, which are in the order of their characters, so that few of them are looked at: a list of the
+    characters of all tokens takes a fifth of the time of tokenizing. prompts: tokens by the prompts of the answers.
+    """
+    found = list[int]()
+    done = 0
+    targets = []
+    for begin, end, text, at in answers:
+        prompt = prompts[text]
+        first, last = at + len(prompt.ids), _token_from(encoding, len(ids), end)
+        if ids[at:first] != prompt.ids and example.plain:  # special tokens in the prompt may be ordinary text
+            first = max(at, _token_beyond(encoding, len(ids), begin))
+        elif ids[at:first] != prompt.ids:
+            stop = _token_from(encoding, len(ids), begin)
+            until = _span(encoding, stop)[0] if stop < len(ids) else len(example.text)
+            part = example.text[begin - len(text) + prompt.end : until]
+            rest = _continuation(tokenizer, prompt.ids, part, ids[at:stop])
+            if rest is None or at < done:
+                return _begins_within(example.text[begin : begin + 20])
+            found += [*ids[done:at], *prompt.ids, *rest]
+            first, done = stop - len(rest), stop
+        targets.append((len(found) + first - done, len(found) + max(last, done) - done))
+    return TextTokens([*found, *ids[done:]], targets)
+
+
+def _continuation(
+    tokenizer: PreTrainedTokenizerBase, prompt: list[int], text: str, usual: Sequence[int]
+) -> list[int] | None:
+    """Return tokens of a text that continues a prompt within a word; None if there are none.
+
+    usual: tokens of both together.
+    """
+    for before in ("", "\n"):  # tokenizers may put a blank before a text, which it has not after a newline
+        head, whole = tokenizer([before, f"{before}{text}"], add_special_tokens=False, **QUIET)["input_ids"]
+        rest: list[int] = whole[len(head) :]
+        texts = [
+            tokenizer.decode([id_ for id_ in ids if id_ != tokenizer.unk_token_id], clean_up_tokenization_spaces=False)
+            for ids in ([*prompt, *rest], usual)
+        ]
+        if whole[: len(head)] == head and texts[0] == texts[1]:
+            return rest
+    return None
+
+
+def _token_from(encoding: Encoding, tokens: int, char: int) -> int:
+    """Return the first of a number of tokens that begins at a character or after it."""
+    return bisect_left(range(tokens), char, key=lambda token: _span(encoding, token)[0])
+
+
+def _token_beyond(encoding: Encoding, tokens: int, char: int) -> int:
+    """Return the first of a number of tokens that stands for something at a character or after it."""
+    return bisect_right(range(tokens), char, key=lambda token: _span(encoding, token)[1])
 
 
 def _span(encoding: Encoding, token: int) -> tuple[int, int]:
@@ -58,10 +172,10 @@ def _span(encoding: Encoding, token: int) -> tuple[int, int]:
     return min(start, end - 1), end
 
 
-def _begins_within(token: str) -> FormatError:
+def _begins_within(answer: str) -> FormatError:
     return FormatError(
-        f"has an answer that begins within a token, {token!r}",
-        "end the prompt of the chat template with a special token or a newline",
+        f"has an answer that begins within a token, at {answer!r}",
+        "end the prompt, or the prompt of the chat template, with a special token or a newline",
     )
 
 

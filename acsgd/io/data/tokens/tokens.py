@@ -14,6 +14,7 @@ from acsgd.io.data.row_spec import RowSpec, RowStage
 from acsgd.io.data.sources.base import TEXT, RecordCounts, Source
 from acsgd.io.data.tokens.corpus import Corpus, CorpusWriter, open_arrays
 from acsgd.io.data.tokens.encode import Encoder
+from acsgd.io.data.tokens.ends import EndFinder, TextEnds
 from acsgd.io.data.tokens.pipeline import encode_source, progress, stop_or_skip
 from acsgd.io.files.cache import open_cached
 from acsgd.io.files.entry import Entry, seal
@@ -45,6 +46,8 @@ class TokenStats(NamedTuple):
     """Name of the format of the records."""
     long: str | None
     """Clause that describes the examples that are too long."""
+    ends: TextEnds
+    """How the learned texts end."""
 
     def notes(self, source: Source) -> tuple[str, ...]:
         """Return sentences on a format that was detected, and on skipped records."""
@@ -98,7 +101,9 @@ def _read_entry(path: Path, source: Source) -> tuple[Corpus, int]:
     entry = Entry(path)
     arrays, about = open_arrays(entry), entry.file(ABOUT)
     arrays["tokens"].verify_sample()
-    stats = TokenStats(**json.loads(about.read(0, about.size)))
+    fields = json.loads(about.read(0, about.size))
+    ids, *counts = fields["ends"]
+    stats = TokenStats(**{**fields, "ends": TextEnds(tuple(ids), *counts)})
     fraction = stats.targets / len(arrays["tokens"])
     corpus = Corpus(
         source.name,
@@ -107,6 +112,7 @@ def _read_entry(path: Path, source: Source) -> tuple[Corpus, int]:
         overlap=stats.overlap,
         target_fraction=fraction,
         notes=stats.notes(source),
+        ends=stats.ends,
     )
     return corpus, stats.largest
 
@@ -120,7 +126,7 @@ def tokenize(
     cuts, about one in ten thousand. Raises ValueError if the text cannot be read, has no token, or has a token of
     `vocab_size` or above.
     """
-    counts, started = RecordCounts(), time.monotonic()
+    counts, started, finder, ends = RecordCounts(), time.monotonic(), EndFinder(tokenizer), TextEnds()
 
     def describe() -> str:
         return progress("tokenizing", source, counts, writer.num_tokens, time.monotonic() - started)
@@ -130,11 +136,12 @@ def tokenize(
             for record in bad:
                 stop_or_skip(record, source, counts)
             writer.append(encoded)
+            ends = TextEnds.union([ends, finder.find(encoded.tokens, encoded.targets, encoded.ends)])
             check_token(writer.largest, source, tokenizer, vocab_size)
     skipped, too_long = counts.summary(), encoder.note
     if not writer.num_of_text:
         raise ValueError(_no_token(source, tokenizer, [clause for clause in (skipped, too_long) if clause]))
-    return TokenStats(writer.largest, writer.num_targets, encoder.overlap, skipped, counts.format, too_long)
+    return TokenStats(writer.largest, writer.num_targets, encoder.overlap, skipped, counts.format, too_long, ends)
 
 
 def token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype[np.unsignedinteger]:
