@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 
 from acsgd.config.options import AdapterConfig, Config
 from acsgd.groups import connect
-from acsgd.io.data.formats.base import Example, OptionsOfFormat, TextSegment, has_strings, string_of
+from acsgd.io.data.formats.base import DeclaredFormat, Example, TextSegment, string_of
 from acsgd.io.data.formats.formats import FORMATS
 from acsgd.io.data.rows.base import INPUT_IDS, LABELS, LENGTHS, Row, read_window
 from acsgd.io.data.rows.layout import RowLayout
@@ -54,14 +54,13 @@ STEPS, PAIRS, SEQUENCE = 6, 10, 48
 # ---- the task
 
 
-class PreferenceFormat(OptionsOfFormat):
+class PreferenceFormat(DeclaredFormat):
     """A "prompt", the answer "chosen", and the answer "rejected"."""
 
-    def detect(self, fields: Mapping[str, Any]) -> bool:
-        return has_strings(fields, "prompt", "chosen", "rejected")
+    required = ("prompt", "chosen", "rejected")
 
     def example(self, record: SourceRecord) -> Example:
-        prompt, *answers = (string_of(record.fields, name) for name in ("prompt", "chosen", "rejected"))
+        prompt, *answers = (string_of(record.fields, name) for name in self.required)
         return Example((TextSegment(prompt, is_target=False), *map(TextSegment, answers)))
 
 

@@ -92,7 +92,7 @@ def test_check_counts_everything(run: Run, tmp_path: Path, monkeypatch: pytest.M
     *head, findings = out.split("malformed: ")
     assert findings == (
         f"2\n  {path}, line 2 is not JSON (Expecting value at column 1): bad\n"
-        f'  {path}, line 5 has no string under "text"; its fields: "txt"\n'
+        f'  {path}, line 5 has no string under "text"; its fields: "txt" (a number)\n'
         f"empty: 1\n  {path}, line 3\nrepeated: 1\n  {path}, line 4 repeats {path}, line 1\n"
         f"too long: 1\n  {path}, line 6: {re.search('([0-9]+) tokens', findings)[1]} tokens\n"
         "special tokens in messages: 0\n"

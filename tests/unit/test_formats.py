@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 from lib.corpora import encoded_of, examples_of, tokenize_all
 from transformers import PreTrainedTokenizerFast
@@ -154,12 +157,29 @@ BAD: list[tuple[dict[str, Any], dict[str, str], str]] = [
     (
         {"txt": "a", "n": 1},
         {},
-        'has no string under "text"; its fields: "txt", "n"; name the fields that a format needs',
+        'has no string under "text"; its fields: "txt", "n" (a number); name the fields that a format needs',
     ),
     (
-        {"text": {"body": {"en": "a", "de": 1}}, "tags": ["x"], "n": None},
+        {"txt": {"body": {"en": "a", "de": 1}}, "tags": ["x"], "n": None},
         {},
-        'has no string under "text"; its fields: "text.body.en", "text.body.de", "tags" (a list), "n" (null); name the',
+        'has no string under "text"; its fields: "txt.body.en", "txt.body.de" (a number), "tags" (a list), "n" (null); '
+        "name the",
+    ),
+    (
+        {"text": 7},
+        {},
+        'has no string under "text"; its fields: "text" (a number); write a string, or read the value as text, '
+        '--data.fields "text=text:text"',
+    ),
+    (
+        {"input": "a", "output": True, "text": "a"},
+        {"format": "auto"},
+        'has no string under "output"; its fields: "input", "output" (true or false), "text"; write a string, or read',
+    ),
+    (
+        {"text": float("nan"), "n": None},
+        {"format": "text"},
+        'has no string under "text"; its fields: "text" (NaN), "n" (null); write {"text": "..."} or name',
     ),
     (
         {"text": "a"},
@@ -189,8 +209,6 @@ BAD: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ),
     ({"messages": [{"role": "boss", "content": "a"}]}, {}, "has no known \"role\" in message 1 ('boss')"),
     ({"messages": [{"role": "user"}]}, {}, 'has no string under "content" in message 1'),
-    ({"messages": CHAT[1:]}, {}, "has roles out of order: message 1 is of the assistant, and the first one; let user"),
-    ({"messages": [CHAT[0], *CHAT]}, {}, "has roles out of order: message 2 is of the user, after one of the user"),
     ({"messages": CHAT[:1]}, {}, "has no message of the assistant"),
     ({"messages": [CHAT[0], {"role": "assistant", "content": " "}]}, {}, "has an empty answer in message 2"),
     (
@@ -198,6 +216,20 @@ BAD: list[tuple[dict[str, Any], dict[str, str], str]] = [
         {},
         "is refused by the chat template of the tokenizer (no system)",
     ),
+    (
+        {"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]},
+        {},
+        'has "weight": 0.5 in message 2; an answer is learned (1',
+    ),
+    (
+        {"messages": [CHAT[0], {**CHAT[1], "weight": 1, "train": False}]},
+        {},
+        'has "weight": 1, "train": false in message 2',
+    ),
+    ({"messages": CHAT, "tools": "[{]"}, {}, 'has no JSON list under "tools": [{]; correct it'),
+    ({"messages": [CHAT[0], {"role": "assistant", "tool_calls": [{}]}]}, {}, "has tool calls in message 2, which the"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}, CHAT[1]]}, {}, "has a part in message 1 that is"),
+    ({"prompt": "a", "completion": "b", "history": [["c"]]}, {}, 'has no list of pairs under "history"; write'),
 ]
 """Record, options, and the message."""
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TURNS
@@ -228,6 +260,61 @@ def test_bad_options_are_refused(options: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError) as refused:
         read_options(DataConfig(sources="demo", sequence=1, batch=1, **options))
     assert message in str(refused.value)
+
+
+HISTORY = {"history": [["three", "four"]], "system": "Be kind."}
+MEANT: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": "one", "input": "two", "completion": "3"}, "one\ntwo{3}"),
+    ({"prompt": "one", "input": "two", "output": "3"}, "one\ntwo{3}"),
+    ({"prompt": "one", "completion": "2", **HISTORY}, "Be kind.\n\nthree{four}\n\none{2}"),
+    ({"prompt": "one", "completion": "2", "system": None, "history": [], "input": ""}, "one{2}"),
+    ({"inputs": "one", "targets": "2", "system": "Be kind."}, "Be kind.\n\none{2}"),
+    (
+        {"instruction": "one", "output": "2", **HISTORY},
+        "Be kind.\n\n### Instruction:\nthree\n\n### Response:\n{four}\n\n### Instruction:\none\n\n### Response:\n{2}",
+    ),
+    (
+        {"instruction": "one", "input": "two", "response": "3", "system": "S"},
+        "S\n\n### Instruction:\none\n\n### Input:\ntwo\n\n### Response:\n{3}",
+    ),
+]
+"""Record with fields that other tools give a meaning, and its text."""
+
+
+@pytest.mark.parametrize(("record", "expected"), MEANT)
+def test_fields_with_a_meaning_are_read(tmp_path: Path, record: dict[str, Any], expected: str) -> None:
+    assert [marked(example) for example in read(tmp_path, record)] == [expected]
+
+
+def test_numbers_are_text_when_asked(tmp_path: Path) -> None:
+    records = [{"q": "a", "n": value} for value in (4, 4.5, True, [1, "é"], "four")]
+    found = [marked(example) for example in read(tmp_path, *records, fields="input=q,output=n:text")]
+    assert found == ["a{4}", "a{4.5}", "a{true}", 'a{[1, "é"]}', "a{four}"]
+
+
+def unread(directory: Path, *records: dict[str, Any], tokenizer: Any = None, **options: str) -> dict[str, int]:
+    """Return what a run says of fields without effect."""
+    counts = RecordCounts()
+    (directory / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = DataConfig(sources=str(directory / "a.jsonl"), sequence=1, batch=1, **options)
+    [part] = parse_sources(data.sources, options=read_options(data))
+    assert list(examples_of(part.source, counts, tokenizer))
+    return dict(counts.unread)
+
+
+def test_fields_without_effect_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    records = [{"input": "a", "output": "b", "id": 0, "tags": [], "note": None}, {"input": "a", "output": "b"}]
+    assert unread(tmp_path, *records) == {"id": 1}
+    assert unread(tmp_path, {"text": "a", "body": {"t": "b"}, "m": 1}, fields="text=body.t") == {"text": 1, "m": 1}
+    assert unread(tmp_path, {"text": "a", "n": 1, "label": 1}, fields="text=n:text") == {"text": 1, "label": 1}
+    chat = with_template(tokenizer, TURNS + "{% if add_generation_prompt %}A:{% endif %}")
+    messages = [{**CHAT[0], "name": "x", "train": True}, {**CHAT[1], "weight": 1, "name": None}]
+    found = unread(tmp_path, {"messages": messages, "tools": [{"name": "f"}], "id": 1}, tokenizer=chat)
+    assert found == {"messages.name": 1, "messages.train": 1, "tools": 1, "id": 1}
+    path = tmp_path / "b.jsonl"
+    path.write_text('{"text": "one", "id": 3}\n' * 2)
+    [corpus] = tokenize_all(parse_sources(str(path)), tokenizer, tmp_path / "cache", vocab_size=512)
+    assert corpus.notes == (f'data.sources: {path}: fields that are not read (records with them): "id" (2)',)
 
 
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -347,6 +434,119 @@ def test_a_token_is_divided_where_an_answer_begins(tmp_path: Path, tokenizer: Pr
         parts = [template(part, add_special_tokens=False)["input_ids"] for part in (text[:cut], text[cut:])]
         assert corpus.tokens[:].tolist() == [*parts[0], *parts[1]]
         assert corpus.targets[:].tolist() == [0] * len(parts[0]) + [1] * len(parts[1])
+
+
+# ---- what other tools give a meaning: the oracle is apply_chat_template
+
+CALLS = (
+    "{% if tools %}{{ '<|im_start|>tools' }}{% for t in tools %}{{ t | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}"
+    "{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name + ARGUMENTS }}{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+OBJECTS, TEXTS = (
+    CALLS.replace("ARGUMENTS", how) for how in ("(c.function.arguments | tojson)", "c.function.arguments")
+)
+PARTS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+PORT = {"type": "object", "properties": {"port": {"type": "string"}}}
+FUNCTION = {"type": "function", "function": {"name": "tide", "parameters": PORT}}
+ARGUMENTS = {"port": "Brest", "hour": 7}
+
+
+def calling(arguments: Any) -> list[dict[str, Any]]:
+    """Return a chat in which a tool is called."""
+    call = {"type": "function", "function": {"name": "tide", "arguments": arguments}}
+    answer, result = {"role": "assistant", "content": "4 m."}, {"role": "tool", "content": "4"}
+    return [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call]}, result, answer]
+
+
+def parts_of(content: str) -> list[dict[str, str]]:
+    """Return a text and another one as the parts of a message."""
+    return [{"type": "text", "text": word} for word in (content, " more")]
+
+
+USER, ANSWER = CHAT
+DEVELOPER, SYSTEM = ({"role": role, "content": "Be kind."} for role in ("developer", "system"))
+MORE = [{**each, "content": f"{each['content']} more"} for each in CHAT]
+CHATS: list[tuple[str, dict[str, Any], list[dict[str, Any]], dict[str, Any]]] = [
+    (OBJECTS, {"messages": calling(ARGUMENTS), "tools": [FUNCTION]}, calling(ARGUMENTS), {"tools": [FUNCTION]}),
+    (OBJECTS, {"messages": CHAT, "tools": json.dumps([FUNCTION])}, CHAT, {"tools": [FUNCTION]}),
+    (OBJECTS, {"messages": calling(json.dumps(ARGUMENTS))}, calling(ARGUMENTS), {}),
+    (OBJECTS, {"messages": calling("{}")}, calling({}), {}),
+    (TEXTS, {"messages": calling(json.dumps(ARGUMENTS))}, calling(json.dumps(ARGUMENTS)), {}),
+    (CHATML, {"messages": CHAT, "system": "Be kind."}, [SYSTEM, *CHAT], {}),
+    (CHATML, {"messages": [DEVELOPER, *CHAT]}, [DEVELOPER, *CHAT], {}),
+    (CHATML, {"messages": [USER, USER, ANSWER, ANSWER, USER]}, [USER, USER, ANSWER, ANSWER, USER], {}),
+    (CHATML, {"messages": [ANSWER, *CHAT]}, [ANSWER, *CHAT], {}),
+    (CHATML, {"messages": [{**each, "content": parts_of(each["content"])} for each in CHAT]}, MORE, {}),
+    (PARTS, {"messages": [{**each, "content": parts_of(each["content"])} for each in CHAT]}, MORE, {}),
+    (CHATML, {"prompt": [SYSTEM, *CHAT, USER], "completion": [ANSWER]}, [SYSTEM, *CHAT, *CHAT], {}),
+    (CHATML, {"prompt": "hi", "completion": [ANSWER]}, CHAT, {}),
+    (
+        "{{ mode }}" + CHATML,
+        {"messages": CHAT, "chat_template_kwargs": {"mode": "fast"}},
+        CHAT,
+        {"mode": "fast"},
+    ),
+]
+"""Chat template, record, and the messages and variables that its authors would give to transformers."""
+
+
+@pytest.mark.parametrize(("template", "record", "messages", "variables"), CHATS)
+def test_a_chat_is_written_as_transformers_writes_it(
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    template: str,
+    record: dict[str, Any],
+    messages: list[dict[str, Any]],
+    variables: dict[str, Any],
+) -> None:
+    chat = with_template(tokenizer, template)
+    [example] = read(tmp_path, record, tokenizer=chat)
+    assert example.text == chat.apply_chat_template(messages, tokenize=False, **variables)
+    learned = [text for text, is_target in example.segments if is_target]
+    answers = [each for each in messages if each["role"] == "assistant"]
+    assert len(learned) == (1 if "prompt" in record else len(answers))
+    table = pyarrow.Table.from_pylist([record, dict.fromkeys(record)])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    [part] = parse_sources(str(tmp_path / "a.parquet"), options=ReadOptions(on_error="skip"))
+    assert next(examples_of(part.source, tokenizer=chat)) == example
+
+
+def test_nulls_that_arrow_adds_are_not_written(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = with_template(tokenizer, OBJECTS)
+    chats = [calling(ARGUMENTS), calling({"port": "Lorient", "day": "Monday"}), CHAT]
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"messages": each} for each in chats]), tmp_path / "a.parquet"
+    )
+    datasets.Dataset.from_list([{"messages": each} for each in chats]).save_to_disk(tmp_path / "saved")
+    for source in ("a.parquet", "saved", "saved:hub"):
+        name = f"hf:{tmp_path / 'saved'}" if source == "saved:hub" else str(tmp_path / source)
+        for prefix in ("", "stream:"):
+            [part] = parse_sources(prefix + name)
+            found = [example.text for example in examples_of(part.source, tokenizer=chat)]
+            assert found == [chat.apply_chat_template(each, tokenize=False) for each in chats]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize("flag", ["weight", "train", "loss"])
+def test_an_answer_with_weight_0_is_not_learned(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, template: str, flag: str
+) -> None:
+    turns = [{**turn, flag: int(turn["content"] == "four")} for turn in TWO_TURNS]
+    [example] = read(tmp_path, {"messages": turns}, tokenizer=with_template(tokenizer, template))
+    assert example.text == with_template(tokenizer, template).apply_chat_template(TWO_TURNS, tokenize=False)
+    assert [text for text, is_target in example.segments if is_target] == ["four<|im_end|>"]
+
+
+def test_a_message_that_the_template_leaves_out_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    known = TURNS.replace("{% for m in messages %}", "{% for m in messages if m.role in ('user', 'assistant') %}")
+    with pytest.raises(ValueError, match="has a message of the developer, number 1, which the chat template does not"):
+        read(tmp_path, {"messages": [DEVELOPER, *CHAT]}, tokenizer=with_template(tokenizer, known))
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"no {SHARED}")

@@ -163,6 +163,8 @@ def _print(report: SourceReport, console: Console) -> None:
         f'{report.name}: format "{report.counts.format}"',
         f"{report.counts.records:,} records, {report.documents:,} documents, {report.tokens:,} tokens{learned}",
     ]
+    if unread := report.counts.unread_summary():
+        lines.append(unread)
     console.print(Text("\n".join(lines), style="bold"))
     table = Table("tokens", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("documents", justify="right")

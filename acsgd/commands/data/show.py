@@ -82,6 +82,8 @@ def show_records(data: DataConfig, model: str, number: int) -> None:
             learned = int(encoded.targets.sum())
             console.print(Text(f"\n{where}: {len(encoded.tokens)} tokens, {learned} of them learned", style="bold"))
             console.print(decoded(encoded.tokens, encoded.targets, tokenizer, marks=not console.is_terminal))
+        if unread := counts.unread_summary():
+            console.print(Text(f"\n{unread}", style="bold"))
         known = ends_of(read_generation_config(find_model(model, option="--model", weights=False)), tokenizer)
         console.print(Text("\n".join(["", ends.describe(tokenizer), *ends.notes(tokenizer, known)])))
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from acsgd.io.data.sources.base import Label, ReadOptions, SourceRecord
 from acsgd.io.data.sources.text import excerpt
+
+AS_TEXT = ":text"
+"""End of the name of a field in data.fields whose value is read as text."""
 
 TextSpan = tuple[int, int]
 """First character of a part of a text, and its end."""
@@ -68,18 +73,41 @@ class Format(Protocol):
         """Make an example of a record. Raises FormatError; ValueError if no record can have this format."""
         ...
 
+    def unread(self, fields: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the names of the fields of a record that have a value and no effect on the example."""
+        ...
+
 
 @dataclass(frozen=True)
-class OptionsOfFormat:
-    """What every format is created with."""
+class DeclaredFormat:
+    """A format that declares the fields that it reads. Formats are created with `options` and `tokenizer`."""
 
     options: ReadOptions
     tokenizer: PreTrainedTokenizerBase
 
+    required: ClassVar[Sequence[str]]
+    """Fields that a record must have. A record with all of them has the format."""
+    optional: ClassVar[Sequence[str]] = ()
+    """Fields that are read if a record has them."""
 
-def has_strings(fields: Mapping[str, Any], *names: str) -> bool:
-    """Return whether a record has strings under all names."""
-    return all(isinstance(fields.get(name), str) for name in names)
+    def detect(self, fields: Mapping[str, Any]) -> bool:
+        """Return whether a record has a value in all required fields."""
+        return not any(is_null(fields.get(name)) for name in self.required)
+
+    def unread(self, fields: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the names of fields that have a value and are not declared."""
+        declared = (*self.required, *self.optional)
+        yield from (name for name, value in fields.items() if name not in declared and has_value(value))
+
+
+def is_null(value: Any) -> bool:
+    """Return whether a value is missing: null, or NaN as tables have it."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def has_value(value: Any) -> bool:
+    """Return whether a value is neither missing nor an empty string, list or object."""
+    return not is_null(value) and not (isinstance(value, str | list | Mapping) and not value)
 
 
 def string_of(fields: Mapping[str, Any], name: str, default: str | None = None) -> str:
@@ -88,14 +116,14 @@ def string_of(fields: Mapping[str, Any], name: str, default: str | None = None) 
     default: value of a field that is missing or null.
     """
     value = fields.get(name)
-    if value is None and default is not None:
+    if default is not None and is_null(value):
         return default
-    if not isinstance(value, str):
-        raise FormatError(
-            f'has no string under "{name}"; its fields: {names_of(fields)}',
-            f'write {{"{name}": "..."}} or name another field, --data.fields "{name}=FIELD"',
-        )
-    return value
+    if isinstance(value, str):
+        return value
+    remedy = f'write {{"{name}": "..."}} or name another field, --data.fields "{name}=FIELD"'
+    if not is_null(value):
+        remedy = f'write a string, or read the value as text, --data.fields "{name}={name}{AS_TEXT}"'
+    raise FormatError(f'has no string under "{name}"; its fields: {names_of(fields)}', remedy)
 
 
 def names_of(fields: Mapping[str, Any]) -> str:
@@ -108,13 +136,28 @@ def _names(fields: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         if isinstance(value, Mapping) and value:
             yield from _names(value, f"{prefix}{name}.")
         else:
-            kind = " (null)" if value is None else " (a list)" if isinstance(value, list) else ""
-            yield f'"{prefix}{name}"{kind}'
+            yield f'"{prefix}{name}"{_kind(value)}'
+
+
+def _kind(value: Any) -> str:
+    """Return what a value is that is no string: " (null)"."""
+    if isinstance(value, str):
+        return ""
+    if is_null(value):
+        return " (null)" if value is None else " (NaN)"
+    kinds = {list: "a list", bool: "true or false", int: "a number", float: "a number"}
+    return f" ({kinds.get(type(value), type(value).__name__)})"
 
 
 def field_of(fields: Mapping[str, Any], path: str) -> Any:
-    """Return a field by its name, or by the names of objects within objects: "meta.text". Raises FormatError."""
+    """Return a field by its name, or by the names of objects within objects: "meta.text".
+
+    With AS_TEXT after it, "meta.score:text", the text of its value, as JSON has it. Raises FormatError.
+    """
     value: Any = fields
+    if path not in fields and path.endswith(AS_TEXT):
+        found = field_of(fields, path.removesuffix(AS_TEXT))
+        return found if isinstance(found, str) or is_null(found) else json.dumps(found, ensure_ascii=False, default=str)
     for name in [path] if path in fields else path.split("."):
         if not isinstance(value, Mapping) or name not in value:
             raise FormatError(f'has no field "{path}"; its fields: {names_of(fields)}', "correct --data.fields")

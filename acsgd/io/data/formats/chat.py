@@ -1,59 +1,99 @@
-"""Chats, written with the chat template of the tokenizer. The answers of the assistant are learned."""
+"""Chats, written with the chat template of the tokenizer. The answers of the assistant are learned.
+
+What a template is given is what `apply_chat_template` of transformers would be given: messages, tools and variables.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from acsgd.io.data.formats.base import Example, FormatError, OptionsOfFormat, TextSegment, TextSpan, names_of
+from acsgd.io.data.formats.base import (
+    DeclaredFormat,
+    Example,
+    FormatError,
+    TextSegment,
+    TextSpan,
+    has_value,
+    is_null,
+    names_of,
+    string_of,
+)
 from acsgd.io.data.sources.base import SourceRecord
 from acsgd.io.data.sources.text import excerpt
 
 ChatMessage = dict[str, Any]
 
-SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
+SYSTEM, USER, ASSISTANT, TOOL, DEVELOPER = "system", "user", "assistant", "tool", "developer"
 SPEAKERS = {
+    **{role: role for role in (SYSTEM, USER, ASSISTANT, TOOL, DEVELOPER)},
     "human": USER,
-    "user": USER,
     "gpt": ASSISTANT,
-    "assistant": ASSISTANT,
     "chatgpt": ASSISTANT,
     "bot": ASSISTANT,
-    "system": SYSTEM,
-    "tool": TOOL,
     "observation": TOOL,
 }
 """Speakers of ShareGPT and their roles."""
-FOLLOWS = {
-    None: (SYSTEM, USER),
-    SYSTEM: (USER,),
-    USER: (ASSISTANT,),
-    ASSISTANT: (USER, TOOL),
-    TOOL: (TOOL, ASSISTANT),
-}
-"""Role -> roles that may follow it; None = at the beginning."""
+FLAGS = ("weight", "train", "loss")
+"""Fields of a message that say whether it is learned: 1 or true, 0 or false. They are those of OpenAI, axolotl and
+ms-swift."""
+TOOLS, TOOL_CALLS, VARIABLES = "tools", "tool_calls", "chat_template_kwargs"
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Tag with which a chat template marks what the assistant writes."""
 NOTHING = "(?!)"
 """Pattern that is found nowhere."""
+ITERATES_CONTENT = re.compile(r"\bfor\s+\w+\s+in\s+[^%]*content")
+"""Loop of a chat template over the parts of a message; other templates take its text alone."""
+TESTS_CONTENT = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")
+"""Question of a chat template whether a message has content; others take an empty text for none."""
+PROBE = '{"probe": "text"}'
+"""Arguments of a tool call, which a template that takes text writes as they are."""
 PLACEHOLDER = "\U00100000"
 """Character that stands for those of a special token in a message, to find where the template puts it."""
 
 
-class Messages(OptionsOfFormat):
-    """A list under "messages" of objects with "role" and "content"."""
+class Chat(NamedTuple):
+    """Messages in the form in which chat templates take them."""
+
+    messages: list[ChatMessage]
+    answers: list[int]
+    """Indices of the messages that are learned."""
+    variables: dict[str, Any]
+    """Tools, and variables of the template."""
+
+
+class Messages(DeclaredFormat):
+    """A list under "messages" of objects with "role" and "content"; maybe "system", and the "tools" that may be called.
+
+    Messages may have "tool_calls", and one of FLAGS. "chat_template_kwargs" are variables of the template.
+    """
 
     field, speaker, content = "messages", "role", "content"
-    roles: Mapping[str, str] = {role: role for role in (SYSTEM, USER, ASSISTANT, TOOL)}
+    required: ClassVar[Sequence[str]] = (field,)
+    optional = (SYSTEM, TOOLS, VARIABLES)
+    roles: Mapping[str, str] = {role: role for role in (SYSTEM, USER, ASSISTANT, TOOL, DEVELOPER)}
 
     def detect(self, fields: Mapping[str, Any]) -> bool:
         """Return whether there is a list of such objects."""
         turns: Any = fields.get(self.field)
         return _is_list(turns) and all(isinstance(each, Mapping) and self.speaker in each for each in turns)
+
+    def unread(self, fields: Mapping[str, Any]) -> Iterator[str]:
+        yield from super().unread(fields)
+        known = (self.speaker, self.content)
+        template = self._template(fields)
+        if has_value(fields.get(TOOLS)) and not _names(template, TOOLS):
+            yield TOOLS
+        for turn, _ in self._turns(fields):
+            for name, value in turn.items() if isinstance(turn, Mapping) else ():
+                is_flag = name in FLAGS and self.roles.get(turn.get(self.speaker, "")) == ASSISTANT
+                if name not in known and has_value(value) and not is_flag and not _names(template, name):
+                    yield f"{self.field}.{name}"
 
     def example(self, record: SourceRecord) -> Example:
         """Return the text of the chat template, with the answers as targets."""
@@ -62,29 +102,31 @@ class Messages(OptionsOfFormat):
                 f"the tokenizer {self.tokenizer.name_or_path} has no chat template, which chats need; put one into the "
                 "directory of the model as chat_template.jinja, or give a model that was trained for chats"
             )
-        messages = self._messages(record.fields)
-        text, spans = self._marked(messages) if MARKS.search(self._template) else self._derived(messages)
-        control_token = self._control_token(messages)
+        chat, template = self._chat(record.fields), self._template(record.fields)
+        text, spans = self._marked(chat, template) if MARKS.search(template) else self._derived(chat)
+        _check_written(chat.messages, text)
+        control_token = self._control_token(chat)
         return Example(
             _segments(text, spans),
             has_special_tokens=True,
             control_token=control_token,
-            plain=self._plain(messages, text) if control_token and self.options.split_special_tokens else (),
+            plain=self._plain(chat, text) if control_token and self.options.split_special_tokens else (),
         )
 
-    def _control_token(self, messages: Sequence[ChatMessage]) -> str | None:
-        """Return a special token that the text of a message contains, None if there is none."""
-        texts = (message["content"] for message in messages if isinstance(message["content"], str))
-        return next((found[0] for text in texts if (found := self._special_tokens.search(text))), None)
+    def _control_token(self, chat: Chat) -> str | None:
+        """Return a special token that a text of a chat contains, None if there is none."""
+        found: list[str] = []
+        _map_strings([chat.messages, chat.variables], lambda text: found.extend(self._special_tokens.findall(text)))
+        return found[0] if found else None
 
-    def _plain(self, messages: Sequence[ChatMessage], text: str) -> tuple[TextSpan, ...]:
+    def _plain(self, chat: Chat, text: str) -> tuple[TextSpan, ...]:
         """Return where the text of a chat has special tokens of its messages; nothing if that cannot be known.
 
         The template writes the chat again, with placeholders of the same length in the messages.
         """
-        masked = [{**message, "content": self._masked(message["content"])} for message in messages]
+        messages, variables = _map_strings([chat.messages, chat.variables], self._masked)
         try:
-            [found] = self._rendered([masked])
+            [found] = self._rendered([messages], variables)
         except FormatError:
             return ()
         if len(found) != len(text) or PLACEHOLDER in text:
@@ -94,7 +136,7 @@ class Messages(OptionsOfFormat):
         return tuple(run.span() for run in re.finditer(f"{PLACEHOLDER}+", found))
 
     def _masked(self, content: str) -> str:
-        """Return the text of a message with placeholders in place of special tokens."""
+        """Return a text of a chat with placeholders in place of special tokens."""
         return self._special_tokens.sub(lambda token: PLACEHOLDER * len(token[0]), content)
 
     @cached_property
@@ -104,69 +146,108 @@ class Messages(OptionsOfFormat):
         special = sorted((token.content for token in added if token.special), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, special)) or NOTHING)
 
-    def _messages(self, fields: Mapping[str, Any]) -> list[ChatMessage]:
-        """Return the messages, in the form in which chat templates take them. Raises FormatError."""
+    def _turns(self, fields: Mapping[str, Any]) -> list[tuple[Any, bool]]:
+        """Return the messages of a record, and whether each is learned unless a flag says so. Raises FormatError."""
         turns: Any = fields.get(self.field)
         if not _is_list(turns) or not turns:
             raise FormatError(
                 f'has no list of messages under "{self.field}"; its fields: {names_of(fields)}',
                 f'write {{"{self.field}": [{{"{self.speaker}": ..., "{self.content}": ...}}]}}',
             )
-        messages: list[ChatMessage] = []
-        before = None
-        for number, turn in enumerate(turns, start=1):
-            message = self._message(turn, f"message {number}")
-            role = message["role"]
-            if role not in FOLLOWS[before]:
-                raise FormatError(
-                    f"has roles out of order: message {number} is of the {role}, "
-                    + (f"after one of the {before}" if before else "and the first one"),
-                    "let user and assistant take turns, after at most one message of the system",
-                )
+        return [(turn, True) for turn in turns]
+
+    def _chat(self, fields: Mapping[str, Any]) -> Chat:
+        """Return the chat of a record. Raises FormatError."""
+        template, messages, answers = self._template(fields), list[ChatMessage](), list[int]()
+        system, turns = string_of(fields, SYSTEM, default=""), self._turns(fields)
+        variables = _parsed(fields.get(VARIABLES), dict, f'"{VARIABLES}"') or {}
+        if tools := _parsed(fields.get(TOOLS), list, f'"{TOOLS}"'):
+            variables[TOOLS] = tools
+        if system:
+            messages.append({"role": SYSTEM, "content": system})
+        for number, (turn, is_learned) in enumerate(turns, start=1):
+            message, is_learned = self._message(turn, f"message {number}", template, is_learned=is_learned)
+            if system and message["role"] == SYSTEM:
+                raise FormatError(f'has two system prompts, "{SYSTEM}" and message {number}', "remove one of them")
+            answers += [len(messages)] * (is_learned and message["role"] == ASSISTANT)
             messages.append(message)
-            before = role
         if not any(message["role"] == ASSISTANT for message in messages):
             raise FormatError("has no message of the assistant", "write an answer, or remove the record")
-        return messages
+        return Chat(self._with_arguments(messages, variables), answers, variables)
 
-    def _message(self, turn: Any, place: str) -> ChatMessage:
+    def _message(self, turn: Any, place: str, template: str, *, is_learned: bool) -> tuple[ChatMessage, bool]:
+        """Return a message for the template, and whether it is learned. Raises FormatError."""
         speaker = turn.get(self.speaker) if isinstance(turn, Mapping) else None
-        if not isinstance(speaker, str) or speaker not in self.roles:
+        if not isinstance(speaker, str) or not (speaker in self.roles or re.search(rf"['\"]{speaker}['\"]", template)):
             known = ", ".join(f'"{role}"' for role in self.roles)
             raise FormatError(
                 f'has no known "{self.speaker}" in {place} ({excerpt(repr(speaker))})', f"use one of {known}"
             )
         assert isinstance(turn, Mapping)
-        role, content = self.roles[speaker], turn.get(self.content)
-        rest = {name: value for name, value in turn.items() if name not in (self.speaker, self.content)}
-        if not isinstance(content, str) and not rest.get("tool_calls"):
+        is_learned = _is_learned(turn, place, default=is_learned)
+        role, content = self.roles.get(speaker, speaker), turn.get(self.content)
+        kept = {name: value for name, value in turn.items() if name not in (self.speaker, self.content, *FLAGS)}
+        rest = {name: value for name, value in kept.items() if value is not None}  # nulls that tables of rows add
+        calls = rest.get(TOOL_CALLS)
+        if calls and not _names(template, TOOL_CALLS):
+            raise FormatError(
+                f"has tool calls in {place}, which the chat template does not write",
+                "give a model whose template does, or remove the record",
+            )
+        if _is_list(content):
+            content = content if ITERATES_CONTENT.search(template) else "".join(_texts(content, place))
+        elif not isinstance(content, str) and not (calls and is_null(content)):
             raise FormatError(f'has no string under "{self.content}" in {place}', f'write "{self.content}": "..."')
-        if role == ASSISTANT and not (content or "").strip() and not rest.get("tool_calls"):
+        if role == ASSISTANT and is_learned and not calls and isinstance(content, str) and not content.strip():
             raise FormatError(f"has an empty answer in {place}", "write an answer, or remove the record")
-        return {"role": role, "content": content or "", **rest}
+        if content is None and not TESTS_CONTENT.search(template):
+            content = ""
+        return {"role": role, "content": content, **rest}, is_learned
 
-    @property
-    def _template(self) -> str:
-        template = self.tokenizer.get_chat_template()
+    def _with_arguments(self, messages: list[ChatMessage], variables: Mapping[str, Any]) -> list[ChatMessage]:
+        """Return messages with arguments that are JSON text as objects, unless the template writes text as it is."""
+        if not any(isinstance(each, str) for message in messages for each in _arguments(message)):
+            return messages
+        probes = [_map_arguments(message, lambda _: PROBE) for message in messages]
+        try:
+            if PROBE in self._rendered([probes], variables)[0]:
+                return messages
+        except FormatError:
+            pass
+        return [
+            _map_arguments(message, lambda text: _parsed(text, dict, "the arguments of a tool call"))
+            for message in messages
+        ]
+
+    def _template(self, fields: Mapping[str, Any]) -> str:
+        template = self.tokenizer.get_chat_template(tools=fields.get(TOOLS) or None)
         assert isinstance(template, str)
         return template
 
-    def _marked(self, messages: list[ChatMessage]) -> tuple[str, list[TextSpan]]:
-        """Return the text of a chat, and the spans that the template marks."""
-        options: dict[str, Any] = {"chat_template": self._template, **self.tokenizer.special_tokens_map}
+    def _marked(self, chat: Chat, template: str) -> tuple[str, list[TextSpan]]:
+        """Return the text of a chat, and the spans of answers that the template marks."""
+        options: dict[str, Any] = {"chat_template": template, **self.tokenizer.special_tokens_map, **chat.variables}
         try:
-            rendered: Any = render_jinja_template([messages], return_assistant_tokens_mask=True, **options)
+            rendered: Any = render_jinja_template([chat.messages], return_assistant_tokens_mask=True, **options)
         except Exception as error:  # templates raise errors of every class
             raise _refused(error) from None
         [text], [spans] = rendered
+        answers = [number for number, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
+        if answers != chat.answers:
+            if len(spans) != len(answers):
+                raise FormatError(
+                    "has answers that are not learned, and the chat template does not mark each answer once",
+                    "mark each message of the assistant with one {% generation %} and {% endgeneration %}",
+                )
+            spans = [span for span, number in zip(spans, answers, strict=True) if number in chat.answers]
         return text, [(start, end) for start, end in spans if end > start]
 
-    def _derived(self, messages: list[ChatMessage]) -> tuple[str, list[TextSpan]]:
+    def _derived(self, chat: Chat) -> tuple[str, list[TextSpan]]:
         """Return the text of a chat, and what each answer adds to the prompt before it."""
-        answers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
-        prompts = self._rendered([messages[:number] for number in answers], add_generation_prompt=True)
+        messages, answers = chat.messages, chat.answers
+        prompts = self._rendered([messages[:end] for end in answers], chat.variables, add_generation_prompt=True)
         ends = sorted({*(number + 1 for number in answers), len(messages)})
-        answered = self._rendered([messages[:end] for end in ends])
+        answered = self._rendered([messages[:end] for end in ends], chat.variables)
         text = answered[-1]
         spans = []
         for number, prompt, end in zip(answers, prompts, answered, strict=False):
@@ -179,10 +260,12 @@ class Messages(OptionsOfFormat):
             spans.append((len(prompt), _end(end, len(prompt), messages[number]["content"])))
         return text, spans
 
-    def _rendered(self, chats: list[list[ChatMessage]], **options: bool) -> list[str]:
+    def _rendered(self, chats: list[list[ChatMessage]], variables: Mapping[str, Any], **options: bool) -> list[str]:
         """Return the texts of chats: together, which takes less time than one by one."""
+        if not chats:
+            return []
         try:
-            texts: Any = self.tokenizer.apply_chat_template(chats, tokenize=False, **options)  # type: ignore[arg-type]
+            texts: Any = self.tokenizer.apply_chat_template(chats, tokenize=False, **variables, **options)  # type: ignore[arg-type]
         except Exception as error:  # templates raise errors of every class
             raise _refused(error) from None
         return list(texts)
@@ -192,11 +275,119 @@ class ShareGpt(Messages):
     """A list under "conversations" of objects with "from" and "value"."""
 
     field, speaker, content = "conversations", "from", "value"
+    required = (field,)
     roles = SPEAKERS
 
 
-def _is_list(value: Any) -> bool:
+class PromptMessages(Messages):
+    """Lists of messages under "prompt" and "completion", of which one may be a text. Only the completion is learned."""
+
+    required = ("prompt", "completion")
+
+    def detect(self, fields: Mapping[str, Any]) -> bool:
+        """Return whether one of them is a list."""
+        return any(_is_list(fields.get(name)) for name in self.required)
+
+    def _turns(self, fields: Mapping[str, Any]) -> list[tuple[Any, bool]]:
+        turns = []
+        for name, role in zip(self.required, (USER, ASSISTANT), strict=True):
+            value: Any = fields.get(name)
+            part = value if _is_list(value) else [{"role": role, "content": string_of(fields, name)}]
+            turns += [(turn, name == "completion") for turn in part]
+        return turns
+
+
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+@lru_cache(maxsize=256)
+def _names(template: str, name: str) -> bool:
+    """Return whether a template has a name in it."""
+    return bool(re.search(rf"\b{re.escape(name)}\b", template))
+
+
+def _is_learned(turn: Mapping[str, Any], place: str, *, default: bool) -> bool:
+    """Return what the flag of a message says, `default` if it has none. Raises FormatError."""
+    flags = {name: turn[name] for name in FLAGS if not is_null(turn.get(name))}
+    if any(flag not in (0, 1) for flag in flags.values()) or len({*flags.values()}) > 1:
+        found = ", ".join(f'"{name}": {json.dumps(flag, default=str)}' for name, flag in flags.items())
+        raise FormatError(f"has {found} in {place}", "an answer is learned (1, true) or not (0, false)")
+    return bool(next(iter(flags.values()), default))
+
+
+def _texts(parts: Sequence[Any], place: str) -> Iterator[str]:
+    """Yield the texts of the parts of a message. Raises FormatError if one is no text."""
+    for part in parts:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            raise FormatError(f"has a part in {place} that is no text ({excerpt(repr(kind))})", "remove the record")
+        yield text
+
+
+def _parsed(value: Any, kind: type, name: str) -> Any:
+    """Return a value of a kind, which may be given as JSON text, as tables do; None if there is none.
+
+    Raises FormatError.
+    """
+    if not has_value(value):
+        return None
+    found = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value)
+        except ValueError:
+            found = None
+    if not isinstance(found, kind):
+        what = "list" if kind is list else "object"
+        raise FormatError(f"has no JSON {what} under {name}: {excerpt(str(value))}", "correct it, or remove the record")
+    return found
+
+
+def _arguments(message: ChatMessage) -> Iterator[Any]:
+    """Yield the arguments of each tool call of a message."""
+    _map_arguments(message, (found := list[Any]()).append)
+    yield from found
+
+
+def _map_arguments(message: ChatMessage, change: Callable[[Any], Any]) -> ChatMessage:
+    """Return a message with changed arguments of its tool calls."""
+
+    def changed(call: Any) -> Any:
+        if not isinstance(call, Mapping):
+            return call
+        if isinstance(call.get("function"), Mapping):
+            return {**call, "function": changed(call["function"])}
+        return {**call, "arguments": change(call["arguments"])} if "arguments" in call else call
+
+    calls = message.get(TOOL_CALLS)
+    return {**message, TOOL_CALLS: [changed(call) for call in calls]} if _is_list(calls) else message
+
+
+def _map_strings(value: Any, change: Callable[[str], Any]) -> Any:
+    """Return a JSON value with changed strings."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _map_strings(each, change) for name, each in value.items()}
+    return [_map_strings(each, change) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _check_written(messages: Sequence[ChatMessage], text: str) -> None:
+    """Raise FormatError if the template leaves out what somebody else than the assistant says."""
+    for number, message in enumerate(messages, start=1):
+        content = message["content"]
+        if message["role"] == ASSISTANT or not isinstance(content, str) or content.strip() in text:
+            continue
+        # templates may change white space, or write JSON
+        if json.dumps(content, ensure_ascii=False)[1:-1] not in text and "".join(content.split()) not in "".join(
+            text.split()
+        ):
+            raise FormatError(
+                f"has a message of the {message['role']}, number {number}, which the chat template does not write",
+                "remove it, or give its text to a message that the template writes",
+            )
 
 
 def _refused(error: Exception) -> FormatError:
@@ -204,9 +395,9 @@ def _refused(error: Exception) -> FormatError:
     return FormatError(f"is refused by the chat template of the tokenizer ({reason})", "correct the messages")
 
 
-def _end(text: str, begin: int, content: str) -> int:
+def _end(text: str, begin: int, content: Any) -> int:
     """Return the end of an answer that begins at a character: without white space after the end of the turn."""
-    if text.endswith(content):
+    if content and isinstance(content, str) and text.endswith(content):
         return len(text)
     return max(begin, len(text.rstrip()))
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from acsgd.config.options import DataConfig
 from acsgd.config.spec import suggest
-from acsgd.io.data.formats.base import Example, Format, FormatError, TextSegment, field_of, names_of
+from acsgd.io.data.formats.base import AS_TEXT, Example, Format, FormatError, TextSegment, field_of, has_value, names_of
 from acsgd.io.data.formats.chat import Messages, ShareGpt
 from acsgd.io.data.formats.labelled import Labelled
 from acsgd.io.data.formats.prompts import P3, Alpaca, Dolly, InputOutput, OigChat, PromptCompletion
@@ -57,34 +57,36 @@ def read_each(
     counts: updated in place, but for `skipped`. A format that it names is that of all records. Raises ValueError if no
     record can have the format.
     """
-    reader = _Reader(source.options, tokenizer, counts.format)
+    reader = _Reader(source.options, tokenizer, counts)
     for record in source.records(counts):
         try:
             example = reader.example(record)
         except ValueError as error:
             raise ValueError(f"{source.key}: {record.where}: {error}") from None
-        counts.format = reader.format
         yield record.where, example
 
 
 class _Reader:
-    """Makes examples of records, all in one format. known: its name; empty = the first record decides."""
+    """Makes examples of records, all in one format: that of `counts`, else the one that the first record has."""
 
-    def __init__(self, options: ReadOptions, tokenizer: PreTrainedTokenizerBase, known: str) -> None:
+    def __init__(self, options: ReadOptions, tokenizer: PreTrainedTokenizerBase, counts: RecordCounts) -> None:
         self._options = options
         self._formats = {name: make(options, tokenizer) for name, make in FORMATS.items()}
-        self.format = known if options.format == "auto" else options.format
-        """Name of the format; empty until it is detected."""
+        self._counts = counts
+        if options.format != "auto":
+            counts.format = options.format
 
     def example(self, record: SourceRecord | BadRecord) -> Example | BadRecord:
         """Return the example of a record, or why there is none."""
         if isinstance(record, BadRecord):
             return record
         try:
-            record = record._replace(fields=self._renamed(record.fields))
-            self.format = self.format or self._detected(record.fields)
-            example = self._formats[self.format].example(record)
+            renamed = record._replace(fields=self._renamed(record.fields))
+            self._counts.format = self._counts.format or self._detected(renamed.fields)
+            form = self._formats[self._counts.format]
+            example = form.example(renamed)
             example.text.encode()
+            self._counts.unread.update(self._unread(form, record.fields))
         except FormatError as error:
             return BadRecord(record.where, error.reason, error.remedy)
         except UnicodeEncodeError:
@@ -98,6 +100,16 @@ class _Reader:
         if not self._options.fields:
             return fields
         return {**fields, **{name: field_of(fields, path) for name, path in self._options.fields}}
+
+    def _unread(self, form: Format, fields: Mapping[str, Any]) -> set[str]:
+        """Return the names of the fields of a record that its example does not depend on."""
+        if not self._options.fields:
+            return {*form.unread(fields)}
+        names = {name for name, _ in self._options.fields}
+        paths = {path.removesuffix(AS_TEXT) for _, path in self._options.fields}
+        read = paths | {path.split(".")[0] for path in paths}
+        replaced = {name for name in names & fields.keys() - read if has_value(fields[name])}
+        return replaced | ({*form.unread(self._renamed(fields))} - read)
 
     def _detected(self, fields: Mapping[str, Any]) -> str:
         for name, form in self._formats.items():

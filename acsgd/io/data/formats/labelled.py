@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from acsgd.io.data.formats.base import Example, FormatError, OptionsOfFormat, TextSegment, has_strings, names_of
+from acsgd.io.data.formats.base import DeclaredFormat, Example, FormatError, TextSegment, is_null, names_of, string_of
 from acsgd.io.data.sources.base import Label, SourceRecord
 
 TEXTS = (
@@ -22,8 +22,10 @@ TEXTS = (
 LABEL = "label"
 
 
-class Labelled(OptionsOfFormat):
+class Labelled(DeclaredFormat):
     """A "text", or texts under names of TEXTS, and a "label": a class, by number or name, or a number."""
+
+    required = (LABEL,)
 
     def detect(self, fields: Mapping[str, Any]) -> bool:
         """Return False: labels are read only for tasks that need them."""
@@ -31,13 +33,23 @@ class Labelled(OptionsOfFormat):
 
     def example(self, record: SourceRecord) -> Example:
         """Return a segment per text, and the label."""
-        names = next((names for names in TEXTS if has_strings(record.fields, *names)), None)
-        if names is None:
+        names = _texts(record.fields)
+        if not names:
             raise FormatError(
                 f'has no string under "text"; its fields: {names_of(record.fields)}',
                 'name the fields with the text and the label, --data.fields "text=FIELD,label=FIELD"',
             )
-        return Example(tuple(TextSegment(record.fields[name]) for name in names), label=_label(record.fields))
+        texts = tuple(TextSegment(string_of(record.fields, name)) for name in names)
+        return Example(texts, label=_label(record.fields))
+
+    def unread(self, fields: Mapping[str, Any]) -> Iterator[str]:
+        texts = _texts(fields)
+        yield from (name for name in super().unread(fields) if name not in texts)
+
+
+def _texts(fields: Mapping[str, Any]) -> Sequence[str]:
+    """Return the names of the fields with the texts, none if there are none."""
+    return next((names for names in TEXTS if not any(is_null(fields.get(name)) for name in names)), ())
 
 
 def _label(fields: Mapping[str, Any]) -> Label:

@@ -3,97 +3,165 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
-from acsgd.io.data.formats.base import Example, FormatError, OptionsOfFormat, TextSegment, has_strings, string_of
+from acsgd.io.data.formats.base import DeclaredFormat, Example, FormatError, TextSegment, has_value, string_of
+from acsgd.io.data.formats.chat import PromptMessages
 from acsgd.io.data.sources.base import TEXT, SourceRecord
 
-INSTRUCTION = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:\n"
-)
-INSTRUCTION_WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
-    "response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
-)
-"""Prompts of Stanford Alpaca (Taori et al. 2023)."""
+DESCRIBED = "Below is an instruction that describes a task"
+REQUEST = "Write a response that appropriately completes the request."
+PREAMBLES = {
+    False: f"{DESCRIBED}. {REQUEST}",
+    True: f"{DESCRIBED}, paired with an input that provides further context. {REQUEST}",
+}
+"""First lines of a prompt of Stanford Alpaca (Taori et al. 2023), by whether the instruction has an input."""
+SYSTEM, HISTORY = "system", "history"
 
 HUMAN, BOT = "<human>:", "<bot>:"
 _TURN = re.compile(rf"(?:^|(?<=\n))({HUMAN}|{BOT})")
 
 
-class _Pair(OptionsOfFormat):
-    """A prompt and an answer, which data.input_format and data.output_format put into a text."""
+class _PromptFormat(DeclaredFormat):
+    """A prompt and its answer. "system" is a text before them, "history" a list of earlier pairs of prompt and answer.
 
-    prompt: ClassVar[str]
+    The answers of the history are learned, too, as LLaMA-Factory does.
+    """
+
+    optional: ClassVar[Sequence[str]] = (SYSTEM, HISTORY)
     answer: ClassVar[str]
 
-    def detect(self, fields: Mapping[str, Any]) -> bool:
-        """Return whether both fields are strings."""
-        return has_strings(fields, self.prompt, self.answer)
-
     def example(self, record: SourceRecord) -> Example:
-        """Return the prompt, and the answer as the target."""
-        prompt = string_of(record.fields, self.prompt)
-        answer = _answer(record.fields, self.answer)
-        return _pair(
-            self.options.input_format.replace("__input__", prompt),
-            self.options.output_format.replace("__output__", answer),
-        )
+        """Return the prompts, and the answers as targets."""
+        fields = record.fields
+        prompt, answer = self._prompt(fields), string_of(fields, self.answer)
+        if not answer.strip():
+            raise FormatError(f'has an empty answer under "{self.answer}"', "write an answer, or remove the record")
+        before = self._opening(fields)
+        segments: list[TextSegment] = []
+        for earlier, its_answer in _history(fields):
+            segments += self._turn(before, self._asked(earlier), its_answer)
+            before = "\n\n"
+        segments += self._turn(before, prompt, answer)
+        return Example(tuple(segments))
+
+    def _turn(self, before: str, prompt: str, answer: str) -> tuple[TextSegment, TextSegment]:
+        return TextSegment(before + prompt, is_target=False), TextSegment(self._answered(answer))
+
+    @abstractmethod
+    def _opening(self, fields: Mapping[str, Any]) -> str:
+        """Return what the text of a record begins with."""
+
+    @abstractmethod
+    def _prompt(self, fields: Mapping[str, Any]) -> str:
+        """Return the prompt of a record, as it is written."""
+
+    @abstractmethod
+    def _asked(self, prompt: str, context: str = "") -> str:
+        """Return a prompt as it is written. context: further input, which not all formats have."""
+
+    def _answered(self, answer: str) -> str:
+        """Return an answer as it is written."""
+        return answer
+
+
+class _Pair(_PromptFormat):
+    """A prompt and an answer, which data.input_format and data.output_format put into a text."""
+
+    prompts: ClassVar[Sequence[str]]
+    """Fields with the parts of the prompt, of which records may have some; they are joined by newlines."""
+
+    def _opening(self, fields: Mapping[str, Any]) -> str:
+        system = string_of(fields, SYSTEM, default="")
+        return f"{system}\n\n" if system else ""
+
+    def _prompt(self, fields: Mapping[str, Any]) -> str:
+        parts = [string_of(fields, name, default=None if name in self.required else "") for name in self.prompts]
+        return self._asked("\n".join(part for part in parts if part))
+
+    def _asked(self, prompt: str, context: str = "") -> str:
+        return self.options.input_format.replace("__input__", prompt)
+
+    def _answered(self, answer: str) -> str:
+        return self.options.output_format.replace("__output__", answer)
 
 
 class PromptCompletion(_Pair):
-    """A "prompt" and its "completion"."""
+    """A "prompt", maybe an "input", and the "completion"; texts, or lists of messages as in a chat."""
 
-    prompt, answer = "prompt", "completion"
+    required, answer = ("prompt", "completion"), "completion"
+    optional = ("input", *_Pair.optional)
+    prompts = ("prompt", "input")
+
+    def example(self, record: SourceRecord) -> Example:
+        return self._messages.example(record) if self._messages.detect(record.fields) else super().example(record)
+
+    def unread(self, fields: Mapping[str, Any]) -> Iterator[str]:
+        return self._messages.unread(fields) if self._messages.detect(fields) else super().unread(fields)
+
+    @cached_property
+    def _messages(self) -> PromptMessages:
+        return PromptMessages(self.options, self.tokenizer)
 
 
 class P3(_Pair):
     """ "inputs" and "targets", as in the Public Pool of Prompts (Sanh et al. 2022)."""
 
-    prompt, answer = "inputs", "targets"
+    required, answer = ("inputs", "targets"), "targets"
+    prompts = ("inputs",)
 
 
 class InputOutput(_Pair):
-    """An "input" and its "output"."""
+    """An "input", maybe a "prompt" before it, and its "output"."""
 
-    prompt, answer = "input", "output"
+    required, answer = ("input", "output"), "output"
+    optional = ("prompt", *_Pair.optional)
+    prompts = ("prompt", "input")
 
 
-class _Instruction(OptionsOfFormat):
-    """An instruction, maybe with an input, and the answer, in the prompt of Stanford Alpaca."""
+class _Instruction(_PromptFormat):
+    """An instruction, maybe with an input, and the answer, in the prompt of Stanford Alpaca.
 
-    context: ClassVar[str]
-    answer: ClassVar[str]
+    A system prompt stands in place of its first lines.
+    """
 
-    def detect(self, fields: Mapping[str, Any]) -> bool:
-        """Return whether instruction and answer are strings."""
-        return has_strings(fields, "instruction", self.answer)
+    contexts: ClassVar[Sequence[str]] = ("input", "context")
+    """Fields with the input; they are joined by newlines."""
+    optional = (*contexts, *_PromptFormat.optional)
 
-    def example(self, record: SourceRecord) -> Example:
-        """Return the prompt, and the answer as the target."""
-        instruction = string_of(record.fields, "instruction")
-        context = string_of(record.fields, self.context, default="")
-        prompt = INSTRUCTION_WITH_INPUT if context else INSTRUCTION
-        return _pair(prompt.format(instruction=instruction, input=context), _answer(record.fields, self.answer))
+    def _opening(self, fields: Mapping[str, Any]) -> str:
+        return f"{string_of(fields, SYSTEM, default='') or PREAMBLES[bool(self._context(fields))]}\n\n"
+
+    def _prompt(self, fields: Mapping[str, Any]) -> str:
+        return self._asked(string_of(fields, "instruction"), self._context(fields))
+
+    def _context(self, fields: Mapping[str, Any]) -> str:
+        return "\n".join(part for name in self.contexts if (part := string_of(fields, name, default="")))
+
+    def _asked(self, prompt: str, context: str = "") -> str:
+        middle = f"### Input:\n{context}\n\n" if context else ""
+        return f"### Instruction:\n{prompt}\n\n{middle}### Response:\n"
 
 
 class Alpaca(_Instruction):
     """An "instruction", maybe an "input", and the "output"."""
 
-    context, answer = "input", "output"
+    required, answer = ("instruction", "output"), "output"
 
 
 class Dolly(_Instruction):
     """An "instruction", maybe a "context", and the "response"."""
 
-    context, answer = "context", "response"
+    required, answer = ("instruction", "response"), "response"
 
 
-class OigChat(OptionsOfFormat):
+class OigChat(DeclaredFormat):
     """A text of turns that begin with "<human>:" and "<bot>:". Each answer is learned up to the next turn."""
+
+    required = (TEXT,)
 
     def detect(self, fields: Mapping[str, Any]) -> bool:
         """Return False: such a text is learned as a whole unless this format is asked for."""
@@ -116,12 +184,18 @@ class OigChat(OptionsOfFormat):
         return Example(tuple(segments))
 
 
-def _answer(fields: Mapping[str, Any], name: str) -> str:
-    answer = string_of(fields, name)
-    if not answer.strip():
-        raise FormatError(f'has an empty answer under "{name}"', "write an answer, or remove the record")
-    return answer
-
-
-def _pair(prompt: str, answer: str) -> Example:
-    return Example((TextSegment(prompt, is_target=False), TextSegment(answer)))
+def _history(fields: Mapping[str, Any]) -> Sequence[Sequence[str]]:
+    """Return the pairs of prompt and answer before those of a record. Raises FormatError."""
+    history: Any = fields.get(HISTORY)
+    if not has_value(history):
+        return ()
+    is_valid = isinstance(history, list) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+        for pair in history
+    )
+    if not is_valid:
+        raise FormatError(
+            f'has no list of pairs under "{HISTORY}"', f'write {{"{HISTORY}": [["PROMPT", "ANSWER"]]}}, or remove it'
+        )
+    pairs: Sequence[Sequence[str]] = history
+    return pairs

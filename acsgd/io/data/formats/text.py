@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from acsgd.io.data.formats.base import Example, OptionsOfFormat, TextSegment, has_strings, string_of
+from acsgd.io.data.formats.base import DeclaredFormat, Example, TextSegment, string_of
 from acsgd.io.data.sources.base import TEXT, SourceRecord
 
 
-class Text(OptionsOfFormat):
+class Text(DeclaredFormat):
     """A document under "text", all of which is learned."""
 
-    def detect(self, fields: Mapping[str, Any]) -> bool:
-        """Return whether there is a text."""
-        return has_strings(fields, TEXT)
+    required = (TEXT,)
 
     def example(self, record: SourceRecord) -> Example:
         """Return the text as one segment."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
@@ -14,6 +15,9 @@ Label = int | float | str
 
 TEXT = "text"
 """Field of a record that holds a plain text."""
+
+MAX_FIELDS = 20
+"""Number of fields without effect that are named."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ class RecordCounts:
     """First skipped record."""
     format: str = ""
     """Name of the format of the records, once it is known."""
+    unread: Counter[str] = field(default_factory=Counter)
+    """Number of records with a field that has no effect on their examples, by its name."""
     cursor: Any = None
     """Where the next record of a streamed source begins, a JSON value; None = at its beginning, or not streamed.
 
@@ -87,6 +93,12 @@ class RecordCounts:
             return None
         first = self.first
         return f"skipped {self.skipped} of {self.records} records; the first, {first.where}, {first.reason}"
+
+    def unread_summary(self) -> str | None:
+        """Return a clause that names the fields without effect, None if there are none."""
+        names = [f'"{name}" ({count:,})' for name, count in self.unread.most_common(MAX_FIELDS)]
+        more = f", and {rest:,} more" if (rest := len(self.unread) - len(names)) > 0 else ""
+        return f"fields that are not read (records with them): {', '.join(names)}{more}" if names else None
 
 
 class Source(Protocol):

@@ -21,6 +21,7 @@ from acsgd.io.data.sources.hub import PREFIX as HUB
 from acsgd.io.data.sources.hub import first_line, from_hub_or_cache, is_saved, load_dataset, loading, parse_name
 from acsgd.io.data.sources.remote import RemoteFile
 from acsgd.io.data.sources.seekable import SEEKABLE, FilePlace
+from acsgd.io.data.sources.tables import row_of
 from acsgd.io.data.sources.text import reading
 from acsgd.io.data.sources.url import Url
 from acsgd.notes import print_note
@@ -189,11 +190,12 @@ class HubStream:
         if counts.cursor is not None:
             dataset.load_state_dict(counts.cursor)
         try:
+            schema = dataset.features and dataset.features.arrow_schema
             # not in batches of Arrow: their states may lead to files that were read long before
             for fields in dataset:
                 counts.records += 1
                 counts.cursor = dataset.state_dict()
-                yield SourceRecord(fields, f"{self._name}, row {counts.records}")
+                yield SourceRecord(row_of(fields, schema), f"{self._name}, row {counts.records}")
         except Exception as error:  # `datasets` and the libraries under it raise errors of every class
             if not (self._is_local or isinstance(error, ValueError)):  # an error of the network is none of these
                 raise

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -126,7 +127,7 @@ def _fields_of(batch: Any) -> Iterator[dict[str, Any] | None]:
     """Yield the fields of each row of a record batch, None for a row that is not UTF-8. Raises ArrowException."""
     try:
         batch.validate(full=True)  # offsets of a corrupt file lead out of its buffers
-        yield from batch.to_pylist()
+        yield from (row_of(fields, batch.schema) for fields in batch.to_pylist())
     except ValueError as error:
         if not _is_not_utf8(error):
             raise
@@ -135,6 +136,25 @@ def _fields_of(batch: Any) -> Iterator[dict[str, Any] | None]:
         else:
             for index in range(batch.num_rows):
                 yield from _fields_of(batch.slice(index, 1))
+
+
+def row_of(fields: Mapping[str, Any], schema: Any | None) -> dict[str, Any]:
+    """Return the fields of a row as they were before Arrow stored them. schema: None = not known.
+
+    Arrow adds a null to a struct for each field that others have, and `datasets` stores what differs in type as JSON.
+    """
+    return {name: _restored(value, schema and schema.field(name).type) for name, value in fields.items()}
+
+
+def _restored(value: Any, kind: Any) -> Any:
+    import pyarrow as pa
+
+    if isinstance(value, dict):
+        kinds = {field.name: field.type for field in kind} if kind and pa.types.is_struct(kind) else {}
+        return {name: _restored(each, kinds.get(name)) for name, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [_restored(each, getattr(kind, "value_type", None)) for each in value]
+    return json.loads(value) if isinstance(value, str) and isinstance(kind, pa.JsonType) else value
 
 
 def _is_not_utf8(error: ValueError) -> bool:

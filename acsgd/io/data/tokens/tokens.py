@@ -46,14 +46,16 @@ class TokenStats(NamedTuple):
     """Name of the format of the records."""
     long: str | None
     """Clause that describes the examples that are too long."""
+    unread: str | None
+    """Clause that names the fields without effect."""
     ends: TextEnds
     """How the learned texts end."""
 
     def notes(self, source: Source) -> tuple[str, ...]:
-        """Return sentences on a format that was detected, and on skipped records."""
+        """Return sentences on a format that was detected, on fields that are not read, and on skipped records."""
         is_detected = source.options.format == "auto" and self.format != TEXT
         clauses = [f'format "{self.format}", detected from the first record'] if is_detected else []
-        clauses += [clause for clause in (self.skipped, self.long) if clause]
+        clauses += [clause for clause in (self.unread, self.skipped, self.long) if clause]
         return tuple(f"{source.key}: {source.name}: {clause}" for clause in clauses)
 
 
@@ -141,7 +143,10 @@ def tokenize(
     skipped, too_long = counts.summary(), encoder.note
     if not writer.num_of_text:
         raise ValueError(_no_token(source, tokenizer, [clause for clause in (skipped, too_long) if clause]))
-    return TokenStats(writer.largest, writer.num_targets, encoder.overlap, skipped, counts.format, too_long, ends)
+    unread = counts.unread_summary()
+    return TokenStats(
+        writer.largest, writer.num_targets, encoder.overlap, skipped, counts.format, too_long, unread, ends
+    )
 
 
 def token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype[np.unsignedinteger]:
