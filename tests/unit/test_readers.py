@@ -231,12 +231,64 @@ def test_files_of_a_directory_change_its_fingerprint(parts: Path) -> None:
     assert source_of(parts).fingerprint != before
 
 
-def test_splits_are_not_read_together(parts: Path) -> None:
-    (parts / "train-00000-of-00001.csv").write_text("text\ntrain\n")
-    assert "train" in texts(source_of(parts))
-    (parts / "test").mkdir()
-    with pytest.raises(ValueError, match=f"has the splits test, train; give one of them, such as {parts}/test"):
-        source_of(parts)
+LAYOUTS: dict[str, tuple[list[str], str]] = {
+    "directories": (["train/a.csv", "train/b.csv", "test/a.csv"], "train: {}/train; test: {}/test"),
+    "the Hub": (
+        ["data/train-00000-of-00002.csv", "data/train-00001-of-00002.csv", "data/test-00000-of-00001.csv"],
+        "train: {}/data/*train*; test: {}/data/test-00000-of-00001.csv",
+    ),
+    "names of files": (["quiz_test.csv", "quiz_train.csv"], "train: {}/quiz_train.csv; test: {}/quiz_test.csv"),
+    "upper case": (["Train.csv", "Dev.csv"], "train: {}/Train.csv; validation: {}/Dev.csv"),
+    "configs": (["de/train.csv", "de/test.csv", "en/train.csv"], "train: {}/**/train.csv; test: {}/de/test.csv"),
+    "some files": (["train.csv", "more.csv", "most.csv"], "train: {}/train.csv; others: {}/more.csv,{}/most.csv"),
+    "pattern": (["a_test.csv", "b_val.csv", "c_test.csv"], "validation: {}/b_val.csv; test: {}/*test*"),
+}
+"""Files of a directory, and what is advised to give."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_splits_are_never_read_together(layout: str, tmp_path: Path) -> None:
+    """What is advised reads the files of the split, as `datasets` divides them, and nothing else."""
+    files, advice = LAYOUTS[layout]
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(f"text\n{file}\n")
+    with pytest.raises(ValueError) as refused:
+        source_of(tmp_path)
+    choices = advice.format(*[tmp_path] * 3)
+    assert str(refused.value).endswith(f"{tmp_path} has several splits; give one of them: {choices}")
+    read = [
+        {text for part in parse_sources(choice.split(": ")[1]) for text in texts(part.source)}
+        for choice in choices.split("; ")
+    ]
+    assert sorted(text for each in read for text in each) == sorted(files)
+    if layout == "upper case":  # which `datasets` does not divide
+        return
+    oracle = datasets.load_dataset(str(tmp_path), cache_dir=str(tmp_path / ".cache"))
+    splits = {choice.split(": ")[0]: each for choice, each in zip(choices.split("; "), read, strict=True)}
+    assert {split: {*rows["text"]} for split, rows in oracle.items()} == {
+        split: each for split, each in splits.items() if split != "others"
+    }
+
+
+def test_caches_and_hidden_files_are_no_data(parts: Path) -> None:
+    expected = texts(source_of(parts))
+    for name in (
+        ".ipynb_checkpoints/a-checkpoint.jsonl",
+        "__MACOSX/a.jsonl",
+        ".git/a.jsonl",
+        ".a.jsonl",
+        "cache-12ab.arrow",
+        "dataset_info.json",
+    ):
+        (parts / name).parent.mkdir(exist_ok=True)
+        (parts / name).write_text('{"text": "no data"}')
+    assert texts(source_of(parts)) == expected
+
+
+def test_a_repository_with_configs_is_left_to_datasets(hub: Path) -> None:
+    with pytest.raises(ValueError, match=f"{hub} is a dataset with several parts, see .*; give hf:{hub}:train or "):
+        source_of(hub)
 
 
 def test_a_saved_dataset_is_read_as_datasets_reads_it(tmp_path: Path) -> None:
@@ -244,6 +296,13 @@ def test_a_saved_dataset_is_read_as_datasets_reads_it(tmp_path: Path) -> None:
     saved.save_to_disk(tmp_path / "saved", num_shards=3)
     (tmp_path / "saved" / "cache-of-a-map.arrow").write_bytes(b"not part of it")
     assert texts(source_of(tmp_path / "saved")) == datasets.load_from_disk(str(tmp_path / "saved"))["text"][:]
+    datasets.DatasetDict({"train": saved}).save_to_disk(tmp_path / "splits")
+    datasets.load_from_disk(str(tmp_path / "splits"))["train"].map(lambda row: {"text": row["text"].upper()})
+    assert list((tmp_path / "splits" / "train").glob("cache-*.arrow"))
+    assert texts(source_of(tmp_path / "splits")) == saved["text"][:]
+    datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(tmp_path / "both")
+    with pytest.raises(ValueError, match=f"give one of them: train: {tmp_path}/both/train; test: {tmp_path}/both/test"):
+        source_of(tmp_path / "both")
 
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
@@ -251,10 +310,12 @@ SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"no {SHARED}")
 def test_splits_of_real_data_are_found() -> None:
-    with pytest.raises(ValueError, match="has the splits test, train, val; give one of them"):
-        source_of(SHARED / "gsm8k-io")
-    with pytest.raises(ValueError, match="has the splits dev, train, val; give one of them"):
-        source_of(SHARED / "glue" / "CoLA")
+    for name, splits in (
+        ("gsm8k-io", "train: .*; validation: .*; test: .*"),
+        ("glue/CoLA", "train: .*; validation: .*"),
+    ):
+        with pytest.raises(ValueError, match=f"has several splits; give one of them: {splits}"):
+            source_of(SHARED / name)
 
 
 # ---- datasets of the Hub, and the web

@@ -328,7 +328,7 @@ UNREADABLE_LINES: list[tuple[bytes, str]] = [
     (b"plain words", "is not JSON (Expecting value at column 1): plain words"),
     (b"[1]", "is not a JSON object: [1]"),
     (b"{}", 'has no string under "text"; its fields: none'),
-    (b'{"txt": 1, "n": 2}', 'has no string under "text"; its fields: "txt", "n"'),
+    (b'{"txt": 1, "n": 2}', 'has no string under "text"; its fields: "txt" (a number), "n" (a number)'),
     (b'{"text": null}', 'has no string under "text"; its fields: "text" (null)'),
     (b'{"text": ["a"]}', 'has no string under "text"; its fields: "text" (a list)'),
     (b'{"text": "\\ud800"}', "has a lone surrogate, which is not valid text"),

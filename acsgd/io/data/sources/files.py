@@ -9,7 +9,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -75,10 +75,20 @@ READERS: Mapping[str, Reader] = {
 }
 """Ending of a file name -> reader."""
 
-SPLITS = ("train", "training", "val", "valid", "validation", "dev", "eval", "test")
-"""Names of directories that divide a dataset: they are never read together."""
+SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+"""Word in the name of a file or directory -> split that it belongs to, as `datasets` divides files."""
+MAX_NAMED = 5
+"""Number of files of a split that are named."""
 STATE = "state.json"
 """File in which `datasets` lists the Arrow files of a directory that it saved."""
+NO_RECORDS = re.compile(r"(\.|__).*|cache-.*\.arrow|(dataset_infos?|dataset_dict|state)\.json")
+"""Names of hidden files and directories, and of the caches and descriptions that `datasets` writes beside records."""
+CONFIGS = re.compile(r"---\n(?:(?!---).*\n)*?configs:")
+"""Beginning of a README.md that divides the files of a repository of the Hub into datasets and splits."""
 
 
 def reader_of(name: str) -> Reader | None:
@@ -133,23 +143,58 @@ class Files(NamedSource):
 
 def _names_in(name: str, directory: Path) -> list[str]:
     """Return the names of the files below a directory. Raises ValueError if there are none, or of several splits."""
-    if (directory / STATE).is_file():
-        with blame(directory / STATE, "is not the state of a dataset", "save the dataset again"):
-            files = [file["filename"] for file in json.loads((directory / STATE).read_bytes())["_data_files"]]
-        return [str(directory / file) for file in files]
-    found = sorted({split for each in directory.iterdir() if (split := split_of(each.name)) in SPLITS})
-    if len(found) > 1:
-        raise ValueError(f"{name} has the splits {', '.join(found)}; give one of them, such as {directory / found[0]}")
-    paths = [path for path in sorted(directory.rglob("[!.]*")) if reader_of(path.name) and path.is_file()]
+    readme = directory / "README.md"
+    if readme.is_file() and CONFIGS.match(readme.read_text(errors="replace")):
+        raise ValueError(
+            f"{name} is a dataset with several parts, see {readme}; give hf:{name}:train or hf:{name}:CONFIG:train"
+        )
+    paths = list(files_below(directory))
     paths = [path for path in paths if path.suffix != ".txt"] or paths  # beside records, texts are licenses and notes
     if not paths:
         raise ValueError(f"{name} is a directory without files that can be read, {_endings()}")
+    found = [SPLITS.get(split_of(path.relative_to(directory)), "") for path in paths]
+    splits = {split: [path for path, its in zip(paths, found, strict=True) if its == split] for split in found}
+    if len(splits) > 1:
+        choices = [f"{split or 'others'}: {_typed(splits[split], directory)}" for split in _in_order(splits)]
+        raise ValueError(f"{name} has several splits; give one of them: {'; '.join(choices)}")
     return [str(path) for path in paths]
 
 
-def split_of(name: str) -> str:
-    """Return the part of a file name that may name a split: "train" of train-00000-of-00001.parquet."""
-    return re.split(r"[-_.]", name)[0]
+def files_below(directory: Path) -> Iterator[Path]:
+    """Yield the files of records below a directory, in the order of their names; of a saved dataset those it lists."""
+    if (directory / STATE).is_file():
+        with blame(directory / STATE, "is not the state of a dataset", "save the dataset again"):
+            files = [file["filename"] for file in json.loads((directory / STATE).read_bytes())["_data_files"]]
+        yield from (directory / file for file in files)
+        return
+    for path in sorted(directory.iterdir()):
+        if NO_RECORDS.fullmatch(path.name):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            yield from files_below(path)
+        elif path.is_file() and reader_of(path.name):
+            yield path
+
+
+def split_of(path: Path) -> str:
+    """Return the first word of a path that names a split, "train" of data/train-00000-of-00001.parquet; "" if none."""
+    return next((word for word in re.split(r"[-_. 0-9/]+", str(path).lower()) if word in SPLITS), "")
+
+
+def _in_order(splits: Iterable[str]) -> list[str]:
+    """Return splits in the order of SPLITS, then others."""
+    return sorted(splits, key=[*SPLITS.values(), ""].index)
+
+
+def _typed(paths: Sequence[Path], directory: Path) -> str:
+    """Return sources of just these files, or the first of them: a directory, a pattern, or their names."""
+    parent = Path(os.path.commonpath([path.parent for path in paths]))
+    if parent != directory and list(files_below(parent)) == list(paths):
+        return str(parent)
+    for pattern in (f"{parent}/*{split_of(Path(paths[0].name))}*", f"{directory}/**/{paths[0].name}"):
+        if len(paths) > 1 and sorted(glob.glob(pattern, recursive=True)) == [*map(str, paths)]:
+            return pattern
+    return ",".join(map(str, paths[:MAX_NAMED])) + ",..." * (len(paths) > MAX_NAMED)
 
 
 def _endings() -> str:

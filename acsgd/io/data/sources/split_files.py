@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from acsgd.io.data.sources.base import TEXT, BadRecord, RecordCounts, SourceRecord
-from acsgd.io.data.sources.files import SPLITS, STATE, Files, reader_of, split_of
+from acsgd.io.data.sources.files import SPLITS, STATE, Files, files_below, split_of
 from acsgd.io.data.sources.natural_instructions import SEPARATORS, STYLES
 from acsgd.io.data.sources.sets import LocalSet
 
@@ -36,9 +36,9 @@ class _SplitFiles(LocalSet):
                 return self._files_in(each)
         if not directory.is_dir() or (directory / STATE).is_file():
             return self._files_in(directory)
-        found = [path for path in sorted(directory.rglob("[!.]*")) if reader_of(path.name) and path.is_file()]
-        named = {path: split_of(path.name) for path in found if split_of(path.name) in SPLITS}
-        chosen = [path for path in found if named.get(path, "train" if not named else "") == split]
+        found = list(files_below(directory))
+        named = {path: SPLITS[word] for path in found if (word := split_of(path.relative_to(directory)))}
+        chosen = [path for path in found if named.get(path, "" if named else "train") == SPLITS.get(split, split)]
         if not chosen:
             splits = ", ".join(sorted({*named.values()})) or "files of no split"
             raise ValueError(f"{self.name}: {directory} has no files of the split {split} ({splits}); give another one")
