@@ -59,13 +59,14 @@ class PromptTuning:
 
     dropout: ClassVar[float] = 0.0
     modules_to_save: ClassVar[str] = ""
+    FREE_TEXT: ClassVar[str] = "text"
 
     tokens: Annotated[int, Range(1, 2**16)] = 20
     """Number of virtual tokens. They count towards data.sequence."""
     init: Literal["random", "text"] = "random"
     """Initial embeddings: drawn from the standard normal distribution, or those of a text."""
     text: str = ""
-    """Text of init=text, without commas; repeated or cut to the number of tokens."""
+    """Text of init=text; repeated or cut to the number of tokens."""
 
     def __post_init__(self) -> None:
         if (self.init == "text") != bool(self.text):

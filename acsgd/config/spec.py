@@ -2,13 +2,14 @@
 
 The options of a plug-in are the fields of its dataclass; they add no command-line flags. A class that renames an
 option lists it in `RENAMED: ClassVar[dict[str, str]]` (former name -> present name), so that errors give the new name.
+An option whose text may have commas is named by `FREE_TEXT: ClassVar[str]`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from acsgd.config.ranges import out_of_range
@@ -31,17 +32,17 @@ def from_spec(spec: str, table: Mapping[str, type], *, key: str) -> Any:
     """
     name, _, rest = spec.strip().partition(":")
     if name not in table:
-        raise ValueError(f'{key}="{spec}": unknown name "{name}"; use {_one_of(table)}{_nearest(name, table)}')
+        raise ValueError(f'{key}="{spec}": unknown name "{name}"; use {_one_of(table)}{nearest(name, table)}')
     plugin = table[name]
     types = typing.get_type_hints(plugin)
     fields = {field.name: types[field.name] for field in dataclasses.fields(plugin)}
     values: dict[str, Any] = {}
-    for part in filter(None, rest.split(",")):
+    for part in _parts(rest, getattr(plugin, "FREE_TEXT", None), fields):
         option, equals, text = (piece.strip() for piece in part.partition("="))
         if option not in fields:
             if present := getattr(plugin, "RENAMED", {}).get(option):
                 raise ValueError(f'{key}="{spec}": option "{option}" is now called "{present}"')
-            known = f"{_one_of(fields)}{_nearest(option, fields)}" if fields else "no options"
+            known = f"{_one_of(fields)}{nearest(option, fields)}" if fields else "no options"
             raise ValueError(f'{key}="{spec}": "{name}" has no option "{option}"; it takes {known}')
         if not equals or not text:
             raise ValueError(f'{key}="{spec}": "{part}" has no value; write {option}=VALUE')
@@ -68,9 +69,22 @@ def to_spec(plugin: Any, table: Mapping[str, type]) -> str:
     return f"{name}:{','.join(options)}" if options else name
 
 
+def _parts(rest: str, text: str | None, options: Mapping[str, Any]) -> list[str]:
+    """Return the parts of a spec between commas. text: option of which a part without an option's name goes on."""
+    parts: list[str] = []
+    for part in rest.split(","):
+        name, equals, _ = part.partition("=")
+        is_option = bool(equals) and (name.strip() in options or bool(nearest(name.strip(), options)))
+        if parts and parts[-1].partition("=")[0].strip() == text and not is_option:
+            parts[-1] += f",{part}"
+        elif part:
+            parts.append(part)
+    return parts
+
+
 def suggest(name: str, known: Mapping[str, Any]) -> str:
     """Return "; use a, b or c (did you mean b?)", the end of an error message about an unknown name."""
-    return f"; use {_one_of(known)}{_nearest(name, known)}"
+    return f"; use {_one_of(known)}{nearest(name, known)}"
 
 
 def _convert(text: str, kind: Any, *, where: str) -> Any:
@@ -104,6 +118,7 @@ def _one_of(names: Mapping[str, Any]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def _nearest(name: str, names: Mapping[str, Any]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return ' (did you mean "b"?)' with the name of which another one is a misspelling, "" if there is none."""
     close = similar(name, names)
     return f' (did you mean "{close[0]}"?)' if close else ""

@@ -102,7 +102,7 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("--data.sources blank.jsonl", 1, "blank.jsonl has no token"),
         ("--data.sources short.txt", 1, "less than one sequence"),
         ("--data.sources broken.jsonl", 1, "broken.jsonl, line 2"),
-        ("--data.sources text.xml", 1, 'unknown source "text.xml"'),
+        ("--data.sources text.xml", 1, "text.xml does not exist in"),
         ("--log.dir loop", 1, "loop is a symbolic link to nothing, or to itself; remove it"),
         ("--log.dir empty.jsonl/run", 1, "empty.jsonl is a file; give a directory"),
         ("--checkpoint.dir empty.jsonl", 1, "checkpoint.dir=empty.jsonl"),

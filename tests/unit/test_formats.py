@@ -252,6 +252,14 @@ def test_a_bad_record_is_named_or_skipped(
         ({"format": "mesages"}, 'data.format="mesages": unknown format; use "auto", "messages", '),
         ({"fields": "text"}, 'data.fields="text" is not a list of fields; write, for example, "text=content"'),
         ({"fields": "text=,a=b"}, 'data.fields="text=,a=b" is not a list of fields'),
+        (
+            {"fields": "input=q output=a"},
+            'data.fields="input=q output=a" is not a list of fields; write, for example, "input=q,output=a"',
+        ),
+        (
+            {"input_format": "Q: __input__\\nA:"},
+            "has a backslash and the letter n, as a shell",
+        ),
         ({"input_format": "Q: "}, 'data.input_format="Q: " must contain __input__ once'),
         ({"output_format": "__output____output__"}, "must contain __output__ once"),
     ],

@@ -90,7 +90,7 @@ UNREADABLE: dict[str, tuple[bytes, str]] = {
     "c.json": (b'{"data": [', ", line 1 is not JSON (Expecting value)"),
     "d.json": (b"[" * 10**5, " is not JSON (it exceeds the limits of the parser)"),
     "a.csv": (b"text,text\n1,2\n", ", line 1 must name the columns, each once, but has: text, text; write a header"),
-    "b.csv": (b",b\n1,2\n", ", line 1 must name the columns, each once"),
+    "b.csv": (b"a,,b\n1,2,3\n", ", line 1 must name the columns, each once"),
     "blank.csv": (b"\n\n", ", line 1 must name the columns, each once, but has: nothing"),
     "a.parquet": (b"PAR1 nothing", " is not valid Parquet ("),
     "a.arrow": (b"nothing at all", " is not valid Arrow ("),

@@ -141,6 +141,13 @@ def test_the_same_texts_are_read_from_files_of_any_kind(sample: dict[str, str], 
     assert read(sample[pattern]) == TABLE
 
 
+def test_the_index_of_pandas_is_a_column(tmp_path: Path) -> None:
+    write(tmp_path / "a.csv", ",text\n0,one\n1,two\n")
+    counts = RecordCounts()
+    assert [example.text for example in examples_of(only(str(tmp_path / "a.csv")), counts)] == ["one", "two"]
+    assert counts.unread == {"Unnamed: 0": 2}
+
+
 def test_cells_of_tsv_are_not_quoted(sample: dict[str, str]) -> None:
     assert read(sample["*.tsv"]) == ["one\\ntwo", *TABLE[1:]]
 
@@ -250,8 +257,15 @@ KNOWN = suggest("", SOURCES)
         ("", f'unknown source ""{KNOWN}'),
         ("demo,", f'unknown source ""{KNOWN}'),
         ("dmeo", f'unknown source "dmeo"{KNOWN} (did you mean "demo"?)'),
-        ("x/a.jso", f'unknown source "x/a.jso"{KNOWN} (did you mean "*.json"?)'),
-        ("a.xml:0.5", f'unknown source "a.xml"{KNOWN}'),
+        ("x/a/b", "x/a/b does not exist in {cwd}; give the path of an existing file"),
+        ("x/a", "x/a does not exist in {cwd}; give the path of an existing file, or hf:x/a for a dataset of the Hub"),
+        (
+            "emptey.jsonl",
+            'emptey.jsonl does not exist in {cwd}; give the path of an existing file (did you mean "empty.',
+        ),
+        ("a.xml:0.5", "a.xml does not exist in {cwd}; give the path of an existing file"),
+        ("notes.md", "notes.md has none of the endings of files that can be read, *.jsonl"),
+        ("a.jsonl:0.7 demo:0.3", 'sources are separated by commas; write "a.jsonl:0.7,demo:0.3"'),
         ("demo:0", 'weight "0" of demo is not a number greater than 0; write, for example, demo:0.5'),
         ("demo:-1", 'weight "-1" of demo is not a number greater than 0'),
         ("demo:nan", 'weight "nan" of demo is not a number greater than 0'),
@@ -285,6 +299,7 @@ def test_errors_in_a_spec_are_found_without_reading(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dir.txt").mkdir()
     (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "notes.md").touch()
     (tmp_path / "dangling.txt").symlink_to("gone.txt")
     (tmp_path / "loop.txt").symlink_to("loop.txt")
     os.mkfifo("fifo.txt")

@@ -21,6 +21,8 @@ class Plugin:
     bits: int = 8
     signed: bool = True
     kind: Literal["max", "l2"] = "max"
+    FREE_TEXT: ClassVar[str] = "text"
+    text: str = ""
 
     def __post_init__(self) -> None:
         if self.bits > 8:
@@ -35,6 +37,7 @@ TABLE = {"plain": Plugin, "other": Plugin}
     [
         ("plain", Plugin()),
         ("plain:fraction=0.25,bits=4", Plugin(fraction=0.25, bits=4)),
+        ("plain:text=think, step by step, x=1,bits=4", Plugin(text="think, step by step, x=1", bits=4)),
         (" plain: signed=false , kind=l2 ", Plugin(signed=False, kind="l2")),
     ],
 )
@@ -54,7 +57,9 @@ def test_every_plugin_has_defaults_and_round_trips(table: dict[str, type[Any]]) 
     ("spec", "message"),
     [
         ("plian", 'k="plian": unknown name "plian"; use "plain" or "other" (did you mean "plain"?)'),
-        ("plain:bit=4", '"plain" has no option "bit"; it takes "fraction", "bits", "signed" or "kind"'),
+        ("plain:bit=4", '"plain" has no option "bit"; it takes "fraction", "bits", "signed", "kind" or "text"'),
+        ("plain:text=a,bitz=4", '"plain" has no option "bitz"'),
+        ("plain8", 'unknown name "plain8"; use "plain" or "other"'),
         ("plain:share=0.5", 'k="plain:share=0.5": option "share" is now called "fraction"'),
         ("plain:bits", '"bits" has no value; write bits=VALUE'),
         ("plain:bits=x", 'bits="x" is not of type int'),

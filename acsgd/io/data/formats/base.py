@@ -121,7 +121,7 @@ def string_of(fields: Mapping[str, Any], name: str, default: str | None = None) 
     if isinstance(value, str):
         return value
     remedy = f'write {{"{name}": "..."}} or name another field, --data.fields "{name}=FIELD"'
-    if not is_null(value):
+    if isinstance(value, bool | int | float) and not is_null(value):
         remedy = f'write a string, or read the value as text, --data.fields "{name}={name}{AS_TEXT}"'
     raise FormatError(f'has no string under "{name}"; its fields: {names_of(fields)}', remedy)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
@@ -45,6 +46,11 @@ def read_options(data: DataConfig, *, has_labels: bool = False) -> ReadOptions:
     for name, option in (("input", data.input_format), ("output", data.output_format)):
         if option.count(f"__{name}__") != 1:
             raise ValueError(f'data.{name}_format="{option}" must contain __{name}__ once')
+        if escape := re.search(r"\\[nt]", option):
+            raise ValueError(
+                f'data.{name}_format="{option}" has a backslash and the letter {escape[0][1]}, as a shell leaves '
+                f"them in quotes; for a newline or tab type $'{option}', or give the option in the TOML file"
+            )
     given = {each.name: getattr(data, each.name) for each in fields(ReadOptions)}
     return ReadOptions(**{**given, "format": form, "fields": _parse_fields(data.fields)})
 
@@ -125,7 +131,10 @@ def _parse_fields(text: str | None) -> tuple[tuple[str, str], ...]:
     """Parse data.fields. Raises ValueError."""
     pairs = [tuple(part.strip() for part in pair.split("=")) for pair in text.split(",")] if text is not None else []
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
-        raise ValueError(f'data.fields="{text}" is not a list of fields; write, for example, "text=content"')
+        words = (text or "").split()
+        is_list = len(words) > 1 and all(re.fullmatch("[^=,]+=[^=,]+", word) for word in words)
+        example = ",".join(words) if is_list else "text=content"
+        raise ValueError(f'data.fields="{text}" is not a list of fields; write, for example, "{example}"')
     return tuple((pair[0], pair[1]) for pair in pairs)
 
 

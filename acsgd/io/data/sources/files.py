@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
+from acsgd.config.spec import nearest
 from acsgd.errors import kind_of_file
 from acsgd.io.data.sources.base import BadRecord, NamedSource, RecordCounts, SourceRecord
 from acsgd.io.data.sources.json_records import read_json, read_json_lines
@@ -137,7 +139,7 @@ class Files(NamedSource):
             return [self.name]
         names = [name for name in sorted(glob.glob(path, recursive=True)) if reader_of(name)]
         if not names:
-            raise ValueError(f"{self.name} matches no file in {Path.cwd()} that can be read, {_endings()}")
+            raise ValueError(f"{self.name} matches no file in {Path.cwd()} that can be read, {readable_endings()}")
         return names
 
 
@@ -151,7 +153,7 @@ def _names_in(name: str, directory: Path) -> list[str]:
     paths = list(files_below(directory))
     paths = [path for path in paths if path.suffix != ".txt"] or paths  # beside records, texts are licenses and notes
     if not paths:
-        raise ValueError(f"{name} is a directory without files that can be read, {_endings()}")
+        raise ValueError(f"{name} is a directory without files that can be read, {readable_endings()}")
     found = [SPLITS.get(split_of(path.relative_to(directory)), "") for path in paths]
     splits = {split: [path for path, its in zip(paths, found, strict=True) if its == split] for split in found}
     if len(splits) > 1:
@@ -197,7 +199,8 @@ def _typed(paths: Sequence[Path], directory: Path) -> str:
     return ",".join(map(str, paths[:MAX_NAMED])) + ",..." * (len(paths) > MAX_NAMED)
 
 
-def _endings() -> str:
+def readable_endings() -> str:
+    """Return the endings of files that can be read, for messages."""
     return ", ".join(f"*{ending}" for ending in READERS)
 
 
@@ -213,6 +216,18 @@ def _fraction(sizes: Sequence[int], number: int, part: RecordCounts) -> float:
     return (sum(sizes[:number]) + within * sizes[number]) / max(1, sum(sizes))
 
 
+def refuse_missing(name: str, other: str = "") -> NoReturn:
+    """Raise ValueError for a path that does not exist. other: what else may be given."""
+    path = Path(name).expanduser()
+    target, near = "", ""
+    with contextlib.suppress(OSError):
+        target = f", a link to {os.readlink(path)}," if path.is_symlink() else ""
+        near = nearest(path.name, os.listdir(path.parent))
+    raise ValueError(
+        f"{name}{target} does not exist in {Path.cwd()}; give the path of an existing file{near}{other}"
+    ) from None
+
+
 def check_file(name: str) -> None:
     """Raise ValueError unless a path is a readable, non-empty file."""
     try:
@@ -222,8 +237,7 @@ def check_file(name: str) -> None:
     except UnicodeEncodeError:
         raise ValueError(f"{name!a} is not a UTF-8 name; rename the file") from None
     except FileNotFoundError:
-        target = f", a link to {os.readlink(path)}," if path.is_symlink() else ""
-        raise ValueError(f"{name}{target} does not exist in {Path.cwd()}; give the path of an existing file") from None
+        refuse_missing(name)
     except (OSError, RuntimeError, ValueError) as error:  # ~user of an unknown user, a null byte
         cause = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"{name} cannot be opened ({cause}); give the path of an existing file") from None

@@ -11,16 +11,16 @@ import hashlib
 import math
 import os
 import platform
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import has_magic
-from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from acsgd.config.spec import suggest
 from acsgd.io.data.sources.base import TEXT, NamedSource, ReadOptions, RecordCounts, Source, SourceRecord
-from acsgd.io.data.sources.files import READERS, Files
+from acsgd.io.data.sources.files import READERS, Files, readable_endings, refuse_missing
 from acsgd.io.data.sources.glue import Glue
 from acsgd.io.data.sources.hub import HubDataset
 from acsgd.io.data.sources.natural_instructions import NaturalInstructions
@@ -109,12 +109,13 @@ def check_weights(sources: Sequence[WeightedSource], unit: str) -> None:
 
 def _parse(part: str, key: str, options: ReadOptions) -> WeightedSource:
     name, weight = part, None
+    if len(words := part.split()) > 1 and not _exists(part) and all(_kind(word.partition(":")[0]) for word in words):
+        raise ValueError(f'sources are separated by commas; write "{",".join(words)}"')
     if ":" in part and (_kind(part) is None or _ends_with_weight(part)):
         name, _, weight = (text.strip() for text in part.rpartition(":"))
     kind = _kind(name)
     if kind is None:
-        ending = "*" + "".join(Path(name).suffixes) if "." in name else name
-        raise ValueError(f'unknown source "{name}"{suggest(ending, SOURCES)}')
+        _refuse_unknown(name)
     source = kind(name, key, options)
     source.check()
     return WeightedSource(source, None if weight is None else _weight(weight, name))
@@ -125,11 +126,25 @@ def _kind(name: str) -> Callable[[str, str, ReadOptions], Source] | None:
     return found or (Files if has_magic(name) or os.path.isdir(os.path.expanduser(name)) else None)
 
 
+def _exists(name: str) -> bool:
+    return os.path.lexists(os.path.expanduser(name))
+
+
+def _refuse_unknown(name: str) -> NoReturn:
+    """Raise ValueError for a name that is of no source."""
+    if _exists(name):
+        raise ValueError(f"{name} has none of the endings of files that can be read, {readable_endings()}; convert it")
+    if "/" not in name and "." not in name:
+        raise ValueError(f'unknown source "{name}"{suggest(name, SOURCES)}')
+    is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+    refuse_missing(name, f", or hf:{name} for a dataset of the Hub" if is_id else "")
+
+
 def _ends_with_weight(part: str) -> bool:
     """Whether a number follows the last colon, and it does not belong to the name of a file."""
     with contextlib.suppress(ValueError):
         float(part.rpartition(":")[2])
-        return not os.path.lexists(os.path.expanduser(part))
+        return not _exists(part)
     return False
 
 

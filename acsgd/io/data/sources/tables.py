@@ -89,8 +89,13 @@ def _read_delimited(
 
 
 def _header(rows: Iterator[tuple[int, list[str] | str]], name: str, key: str) -> list[str]:
-    """Return the first row. Raises ValueError unless it names the columns, each once."""
+    """Return the first row. Raises ValueError unless it names the columns, each once.
+
+    A first column without a name is the index that pandas writes, and called as pandas calls it.
+    """
     _, header = next(rows, (1, []))
+    if isinstance(header, list) and len(header) > 1 and not header[0]:
+        header = ["Unnamed: 0", *header[1:]]
     if isinstance(header, str) or not header or not all(header) or max(Counter(header).values()) > 1:
         found = header if isinstance(header, str) else excerpt(", ".join(header)) or "nothing"
         raise ValueError(f"{key}: {name}, line 1 must name the columns, each once, but has: {found}; write a header")
