@@ -178,19 +178,30 @@ class ToPEFT:
 
 @dataclass(frozen=True)
 class MergeCommand:
-    """Convert a checkpoint with an adapter into layer shards of a model that contains it."""
+    """Convert a checkpoint with an adapter, or an adapter directory of PEFT, into layer shards of a model with it."""
 
     source: tyro.conf.Positional[Path]
-    """Checkpoint, or run directory (its newest checkpoint), of a run with adapter.spec."""
+    """Checkpoint, or run directory (its newest checkpoint), of a run with adapter.spec; adapter directory of PEFT."""
     target: tyro.conf.Positional[Path]
     """Directory to create; must not exist."""
+    model: str | None = None
+    """Model that an adapter directory of PEFT was trained on. Default: the one that its adapter_config.json names."""
 
     def run(self) -> None:
         """Run the conversion."""
         from acsgd.adapters.export import merge
+        from acsgd.commands.merge import merge_peft
         from acsgd.shards.convert import describe_shards
+        from acsgd.shards.files import ADAPTER_CONFIG
+        from acsgd.shards.manifest import MANIFEST
 
         source = _checkpoint(self.source)
+        if (source / ADAPTER_CONFIG).exists() and not (source / MANIFEST).exists():
+            _create(self.target, lambda path: merge_peft(source, self.model, path))
+            print(describe_shards(self.target))
+            return
+        if self.model is not None:
+            raise ValueError(f"--model is for adapter directories of PEFT, but {source} holds its base; remove --model")
         with progress_bar() as report:
             _create(self.target, lambda path: merge(source, path, report=report))
         print(describe_shards(self.target))

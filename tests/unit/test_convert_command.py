@@ -11,13 +11,16 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from lib.commands import acsgd
 from lib.processes import CONTEXT, WAIT_S, started, wait_for_a_signal
 from lib.saved import SMALL
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from acsgd import cli
 from acsgd.shards import convert, export
@@ -221,3 +224,31 @@ def test_a_taken_target_is_named(tiny_model: TinyModel, tmp_path: Path) -> None:
     target.symlink_to("nowhere")
     code, printed = acsgd("convert", "from-hf", tiny_model("gpt2", **SMALL), target)
     assert (code, printed) == (2, f"error: {target} exists already; give a directory that does not, or remove it\n")
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gpt2", {"target_modules": ["c_attn"], "r": 4, "rank_pattern": {"h.1.attn.c_attn": 2}}),
+        ("llama", {"target_modules": "all-linear", "use_dora": True, "modules_to_save": ["lm_head"]}),
+        ("llama", {"target_modules": ["q_proj", "embed_tokens"], "use_rslora": True}),
+    ],
+)
+def test_an_adapter_that_peft_has_written_is_merged_as_peft_merges_it(
+    family: str, options: dict[str, Any], tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    model, ids = tiny_model(family), torch.arange(24).view(2, 12)
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    adapted = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options))
+    for name, param in adapted.named_parameters():
+        if "modules_to_save" in name:
+            param.data.normal_(std=0.02)
+    adapted.save_pretrained(str(tmp_path / "peft"))
+    code, printed = acsgd("convert", "merge", tmp_path / "peft", tmp_path / "merged")
+    assert code == 0, printed
+    expected = adapted.merge_and_unload().eval()
+    assert acsgd("convert", "to-hf", tmp_path / "merged", tmp_path / "hf")[0] == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.allclose(merged(ids).logits, expected(ids).logits, atol=1e-5)

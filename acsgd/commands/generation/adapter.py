@@ -98,6 +98,9 @@ class PEFTAdapter:
         with blame(self.directory / ADAPTER_CONFIG, f"does not fit {type(model).__name__}", _ADVICE), _quiet():
             adapted: Any = get_peft_model(model, self.config, adapter_name=NAME)
         expected = get_peft_model_state_dict(adapted, adapter_name=NAME, save_embedding_layers=False)
+        # PEFT also saves tables of the base that were resized or are targets, and replaces those of the base by them
+        tables = adapted.state_dict()
+        expected |= {name: tables[name] for name in self.tensors.keys() - expected.keys() if name in tables}
         differing = [
             name
             for name in sorted({*expected, *self.tensors})
