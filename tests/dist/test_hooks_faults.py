@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lib.hooked import TIMEOUT, Run, batch, net, on_plain_ranks
 from lib.patience import stretched
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from acsgd.dp.hooks.hooks import CocktailState, MeanState
@@ -50,6 +51,35 @@ def test_a_failure_reaches_backward_and_names_the_replica(how: str, tmp_path: Pa
     assert ("replica 1: gradients are not finite, of " in second) == (how == "nan")
 
 
+def report_of_torch(rank: int, form: str | None) -> str:
+    """Leave a branch out without find_unused_parameters; return what DDP says."""
+    model = Run(form).model if form else DistributedDataParallel(net())
+    model(batch(rank, 0), [0]).backward()
+    with pytest.raises(RuntimeError) as failed:
+        model(batch(rank, 1), [0])
+    return str(failed.value)
+
+
+def join(rank: int, form: str | None) -> list[torch.Tensor]:
+    """Train on more batches on rank 1 than on rank 0; return the gradients of the last."""
+    model = Run(form).model if form else DistributedDataParallel(net())
+    with model.join():
+        for step in range(2 + rank):
+            model.zero_grad()
+            model(batch(rank, step)).backward()
+    return [param.grad.clone() for param in model.parameters()]
+
+
+def torchs_own(rank: int) -> bool:
+    """Return whether what torch reports, and its join, are those without a hook."""
+    gradients = [join(rank, form) for form in (None, "all")]
+    return report_of_torch(rank, None) == report_of_torch(rank, "all") and all(map(torch.allclose, *gradients))
+
+
+def test_what_torch_says_of_unused_parameters_and_its_join_are_those_without_a_hook(tmp_path: Path) -> None:
+    assert on_plain_ranks(2, torchs_own, tmp_path / "store") == [True, True]
+
+
 def train_alone(rank: int) -> tuple[bool, list[str]]:
     """Return whether gradients are as they were, and what was logged."""
     messages: list[str] = []
@@ -79,6 +109,7 @@ def refuse(rank: int) -> list[str]:
         *(partial(CocktailState, model, **{key: value}) for key, value in (("topk", 0), ("topk", 1.5), ("bits", 9))),
         *(partial(CocktailState, model, precondition=value) for value in (0.0, 1.0)),
         partial(MeanState, model, bits=12),
+        partial(MeanState, DistributedDataParallel(nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2)))),
         partial(state.load_state_dict, {**good, "replica": torch.tensor([0, 2])}),
         partial(state.load_state_dict, {**good, "residual/other": torch.zeros(1)}),
         partial(CocktailState(model, precondition=0.9).load_state_dict, good),
@@ -93,6 +124,7 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     messages = on_plain_ranks(1, refuse, tmp_path / "store")[0]
     expected = ["must lie in (0, 1]"] * 2 + ["bits=9 ", "precondition=0.0 ", "precondition=1.0 ", "bits=12 "]
     expected += [
+        "0.weight has sparse gradients, which the hook does not exchange; build it with sparse=False",
         "the state of replica 0 of 2 cannot be loaded by replica 0 of 1",
         "the saved state is of another model or",
         "precondition=0.9 differs from that of the saved state",

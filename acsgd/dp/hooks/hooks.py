@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -76,6 +76,10 @@ class HookState:
             raise ValueError(f"precondition={precondition} must lie between 0 and 1, or be None; 0.999 is usual")
         if getattr(model, "skip_all_reduce_unused_params", False):
             raise ValueError("skip_all_reduce_unused_params=True keeps gradients from the hook; leave it out")
+        if (sparse := _sparse_parameter(model)) is not None:
+            raise ValueError(
+                f"{sparse} has sparse gradients, which the hook does not exchange; build it with sparse=False"
+            )
         self.meter = Meter()
         """Bytes sent by this replica since `meter.reset()`."""
         self._precondition = precondition
@@ -201,6 +205,16 @@ class MeanState(HookState):
         unquantized: dict[int, Codec] = {32: Identity("fp32"), 16: Identity("bf16")}
         codec = PackedCodec(unquantized.get(bits) or FixPoint(bits, dims="group", group=GROUP))
         super().__init__(model, codec, precondition=precondition, moment_correction=moment_correction, timeout=timeout)
+
+
+def _sparse_parameter(model: DistributedDataParallel) -> str | None:
+    """Return the name of a parameter of which DDP expects sparse gradients, None if there is none."""
+    tables = (
+        (f"{path}.weight".lstrip("."), module.weight)
+        for path, module in model.module.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    )
+    return next((name for name, x in tables if x.requires_grad and name not in model.parameters_to_ignore), None)
 
 
 def _new_group(model: DistributedDataParallel, timeout: timedelta) -> Group:
