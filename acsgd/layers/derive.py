@@ -24,6 +24,7 @@ from acsgd.layers.description import (
     layer_names,
 )
 from acsgd.layers.skeleton import parameter_names
+from acsgd.layers.small_config import maximum_length
 from acsgd.layers.stand_ins import relative_bias
 from acsgd.layers.trace import Trace, on_fake_tensors, trace
 
@@ -62,12 +63,20 @@ def derive(build: Callable[[], PreTrainedModel], inputs: Mapping[str, Sequence[s
     model = build()
     check_config(model.config)
     with on_fake_tensors(model):
-        first, second = (trace(model, inputs, sizes) for sizes in PROBES)
+        first, second = (trace(model, inputs, sizes) for sizes in _probes_within(maximum_length(model.config)))
         if (length := _constant_length(first, second)) is not None:
             first, second = (trace(model, inputs, sizes) for sizes in _probes_around(length))
         layers = _describe(first, second)
     _check_batch_axes(layers)
     return layers
+
+
+def _probes_within(longest: int | None) -> Sequence[Mapping[str, int]]:
+    """Return sizes of batches whose sequences a model of a maximum length takes."""
+    if longest is None or longest >= max(max(sizes.values()) for sizes in PROBES):
+        return PROBES
+    short, long = max(1, longest // 4), longest - 1 + longest % 2
+    return {"batch": 2, "sequence": short, "target": short}, {"batch": 3, "sequence": long, "target": max(1, long - 2)}
 
 
 def _constant_length(first: Trace, second: Trace) -> int | None:

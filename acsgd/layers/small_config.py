@@ -54,6 +54,19 @@ def small_configs(config: PreTrainedConfig, model: PreTrainedModel) -> Iterator[
             yield _narrow(short, factor)
 
 
+def maximum_length(config: PreTrainedConfig) -> int | None:
+    """Return the length of the longest sequences that all parts of a model take; None if it has no limit."""
+    return min(
+        (
+            value
+            for part in _parts(config)
+            for name, value in vars(part).items()
+            if _IS_MAXIMUM.search(name) and _is_size(value)
+        ),
+        default=None,
+    )
+
+
 def _shorten(config: PreTrainedConfig, depths: Mapping[int, int]) -> PreTrainedConfig:
     """Return the config with other numbers of blocks, by their present number, and smaller sizes besides widths."""
     small = copy.deepcopy(config)

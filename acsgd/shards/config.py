@@ -160,7 +160,7 @@ def _check_sizes(config: PreTrainedConfig, path: Path) -> None:
 def _run_one_block(config: PreTrainedConfig, model_class: ModelClass) -> None:
     """Run a model with stacks of one block on fake tensors; of a few blocks, if it cannot be shortened.
 
-    Raises what transformers and torch do, except for a model that cannot be divided into layers.
+    Raises what transformers and torch do, except for a model of a type that cannot be divided into layers.
     """
     try:
         _run(_shortened(config, 1), model_class)
@@ -171,10 +171,27 @@ def _run_one_block(config: PreTrainedConfig, model_class: ModelClass) -> None:
 
 
 def _run(config: PreTrainedConfig, model_class: ModelClass) -> None:
-    with contextlib.suppress(LayersError), _no_logs():  # raised again, with the reason, where the layers are derived
-        model = model_class.build(config)
-        with on_fake_tensors(model):
-            trace(model, model_class.inputs_of(config), PROBE)
+    with _no_logs():
+        try:
+            _trace(config, model_class)
+        except LayersError as error:  # raised again, with the reason, where the layers are derived
+            if error.__cause__ is not None and _default_runs(config, model_class):
+                raise error.__cause__ from None
+
+
+def _default_runs(config: PreTrainedConfig, model_class: ModelClass) -> bool:
+    """Whether a model of the same type with the default config runs, so that the config is the cause of an error."""
+    try:
+        _trace(_shortened(type(config)(), 1), model_class)
+    except Exception:  # as in blame
+        return False
+    return True
+
+
+def _trace(config: PreTrainedConfig, model_class: ModelClass) -> None:
+    model = model_class.build(config)
+    with on_fake_tensors(model):
+        trace(model, model_class.inputs_of(config), PROBE)
 
 
 @contextlib.contextmanager

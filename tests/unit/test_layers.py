@@ -11,7 +11,7 @@ import pytest
 import torch
 from lib.model_types import CAUSAL, SHAPE, TYPES, small_config, task_of
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, BertConfig, PreTrainedModel
 
 from acsgd.failures.report import report_startup_error
 from acsgd.launch import Launch
@@ -268,6 +268,13 @@ def test_a_large_model_is_verified_with_few_blocks_of_every_kind() -> None:
 def test_a_model_for_short_sequences_is_verified_with_longer_ones() -> None:
     task, config = MODEL_CLASSES["lm"], small_config("gpt2", n_positions=16)
     assert task.verify(config, task.layers(config)).difference == 0
+
+
+@pytest.mark.parametrize("longest", [8, 16, 32])
+def test_the_layers_of_a_model_for_short_sequences_are_those_of_one_for_long_ones(longest: int) -> None:
+    task, shape = MODEL_CLASSES["classification"], {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    short, long = (BertConfig(num_attention_heads=4, max_position_embeddings=each, **shape) for each in (longest, 64))
+    assert task.layers(short) == task.layers(long)
 
 
 def test_the_blocks_of_a_vision_tower_are_no_layers() -> None:
