@@ -163,12 +163,13 @@ def apply_step(session: Session, batch: Batch | None, progress: Progress, summar
 
     finite = math.isfinite(loss) and math.isfinite(grad_norm)
     overflowed = progress.loss_scale.dynamic and math.isfinite(loss) and not finite
-    if not (finite or overflowed) and config.optim.on_nan == "stop":
+    if not (finite or overflowed) and summary[TARGETS] and config.optim.on_nan == "stop":
         assert batch is not None
         explanation = session.explain_non_finite(batch, step, scale.loss_scale, loss=loss, grad_norm=grad_norm)
         raise NonFiniteError(explanation)
 
-    # Commit, clip, step. Nothing has changed weights or residuals before all ranks reported.
+    # Commit, clip, step. Nothing has changed weights or residuals before all ranks reported. A step without target
+    # tokens has no loss, and changes no weights.
     session.commit()
     updated = finite and not summary[SKIP]
     if updated:

@@ -94,8 +94,8 @@ class GradientScale:
         return cls(loss_scale.value, max_targets)
 
     def mean_loss(self, loss: float, targets: float) -> float:
-        """Return the mean over `targets` tokens of a loss that was divided by `max_targets`."""
-        return loss * (self.max_targets / max(1.0, targets))
+        """Return the mean over `targets` tokens of a loss that was divided by `max_targets`; NaN over none."""
+        return loss * (self.max_targets / targets) if targets else math.nan
 
     def factors(self, targets: float, replica_targets: Sequence[float], *, local: bool) -> list[float]:
         """Return for each replica the factor from its gradients to those of a mean over target tokens.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -44,10 +45,13 @@ class Evaluation:
             self._examples.append(torch.stack([part.predictions[is_counted], labels[is_counted].double()]))
 
     def compute(self) -> dict[str, float]:
-        """Return the metrics by name, equal on all ranks. Raises RunError if a rank does not answer."""
+        """Return the metrics by name, equal on all ranks; the loss is NaN if there are no targets.
+
+        Raises RunError if a rank does not answer.
+        """
         sums = torch.stack(self._gather.rows(self._sums))
         loss, targets, num_examples = sums.sum(0).tolist()
-        loss /= max(1.0, targets)
+        loss = loss / targets if targets else math.nan
         if not num_examples:
             empty = torch.empty(0).numpy()
             return compute_metrics(self._metrics, Outcome(loss, empty, empty))

@@ -42,7 +42,7 @@ class StepResult(NamedTuple):
     """Result of one optimizer step, equal on all ranks."""
 
     loss: float
-    """Mean over the target tokens of the global batch, before the update."""
+    """Mean over the target tokens of the global batch, before the update; NaN if it has none."""
     grad_norm: float
     """Global gradient norm before clipping; in a local step, the largest of all replicas."""
     lr: float

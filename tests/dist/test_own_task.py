@@ -95,6 +95,9 @@ class PreferenceRows:
     mean_targets = 0.5
     ends = TextEnds()
 
+    def num_empty(self, rows: range) -> int:
+        return 0
+
     def __init__(self, corpus: Corpus, sequence: int, padding: int, reference: Path) -> None:
         self._corpus, self._sequence, self._padding = corpus, sequence, padding
         self._reference = np.load(reference) if reference.exists() else np.zeros(len(self))

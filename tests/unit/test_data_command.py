@@ -95,7 +95,7 @@ def test_check_counts_everything(run: Run, tmp_path: Path, monkeypatch: pytest.M
         f'  {path}, line 5 has no string under "text"; its fields: "txt" (a number)\n'
         f"empty: 1\n  {path}, line 3\nrepeated: 1\n  {path}, line 4 repeats {path}, line 1\n"
         f"too long: 1\n  {path}, line 6: {re.search('([0-9]+) tokens', findings)[1]} tokens\n"
-        "special tokens in messages: 0\n"
+        "special tokens in messages: 0\nnothing learned: 0\n"
     )
     assert head[0].startswith(f'{path}: format "text"\n6 records, 4 documents, ')
     [total] = re.findall(r"documents, ([0-9,]+) tokens, \1 of them learned", head[0])
@@ -118,7 +118,7 @@ def test_check_names_chats_with_special_tokens(run: Run, tiny_model: Callable[..
     path = write(tmp_path / "a.jsonl", *({"messages": chat} for chat in chats))
     code, out, _ = run("check", path, "--model", str(tmp_path / "chat"))
     assert code == 0
-    assert out.endswith(f"special tokens in messages: 1\n  {path}, line 2: <|endoftext|>\n")
+    assert out.endswith(f"special tokens in messages: 1\n  {path}, line 2: <|endoftext|>\nnothing learned: 0\n")
 
 
 def test_check_counts_the_labels_and_names_those_outside_the_classes(
@@ -251,3 +251,20 @@ def test_options_of_rows_need_their_length(run: Run, tmp_path: Path) -> None:
         assert "give --sequence, too" in err
     assert "--sequence=0 must" in run("show", path, "--sequence", "0")[2]
     assert "data.long" in run("show", path, "--sequence", "8", "--long", "skip")[2]
+
+
+@pytest.mark.parametrize("chars", [1, 2**20])
+def test_check_names_records_of_which_nothing_is_learned(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chars: int
+) -> None:
+    """With --sequence, what a row has of a record counts. Exits with 1 if nothing is learned at all."""
+    monkeypatch.setattr(pipeline, "BATCH_CHARS", chars)
+    monkeypatch.setattr("acsgd.io.data.sources.text.PIECE_CHARS", 64)
+    long, short = ({"input": "x y z\n" * count, "output": "a"} for count in (100, 1))
+    path = write(tmp_path / "a.jsonl", long, short, long)
+    code, out, _ = run("check", path, "--sequence", "100")
+    places = "".join(f"  {path}, line {line}: in its first 100 tokens\n" for line in (1, 3))
+    assert (code, out.partition("nothing learned: ")[2]) == (0, f"2\n{places}")
+    code, out, _ = run("check", path)
+    assert (code, out.partition("nothing learned: ")[2]) == (0, "0\n")
+    assert run("check", write(tmp_path / "b.jsonl", long), "--sequence", "100")[0] == 1

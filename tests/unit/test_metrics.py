@@ -274,7 +274,8 @@ def test_a_resumed_run_prints_its_first_step_and_the_same_later_ones(
 @pytest.mark.parametrize(
     ("dtype", "changed", "line"),
     [
-        ("fp32", {"loss": None}, "step 1/4  loss nan  32 tokens/s"),
+        ("fp32", {"loss": None}, "step 1/4  loss none, no target tokens  32 tokens/s"),
+        ("fp32", {"loss": None, "targets_per_s": 8.0}, "step 1/4  loss nan  32 tokens/s"),
         ("fp32", {"skipped": 2}, "step 1/4  loss 2.5000  32 tokens/s  skipped 2"),
         ("fp16", {"loss_scale": 2.0**24}, "step 1/4  loss 2.5000  32 tokens/s  scale 16777216"),
         ("fp16", {"loss_scale": 1.0}, "step 1/4  loss 2.5000  32 tokens/s  scale 1"),

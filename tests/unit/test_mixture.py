@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +20,8 @@ from acsgd.config.options import Config, PipelineConfig
 from acsgd.config.run_file import parse
 from acsgd.io.data.batches import BatchReader, Dataset
 from acsgd.io.data.row_spec import LongDocument
-from acsgd.io.data.rows import layout as layout_module
-from acsgd.io.data.rows.documents import DocumentRows
+from acsgd.io.data.rows import base as base_module
+from acsgd.io.data.rows.documents import ConcatRows, DocumentRows
 from acsgd.io.data.rows.layout import RowKind, make_layout
 from acsgd.io.data.sampler import BLOCK, Sampler, block_counts
 from acsgd.launch import Launch
@@ -28,6 +29,7 @@ from acsgd.layers.batch import Batch
 from acsgd.model_classes import IGNORED
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.setup.data import Data, open_data
+from acsgd.shards.disk import ShardDirectory
 
 TinyModel = Callable[..., Path]
 LENGTHS = {"a": [3, 5, 2, 4, 4, 1], "b": [30, 9, 22, 15, 8, 40, 11, 12, 9, 13]}
@@ -100,13 +102,58 @@ def test_the_number_of_targets_of_a_layout_is_that_of_its_labels(
     kind: RowKind, long: LongDocument, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths = [9, 2, 30, 5, 8, 9, 3, 17, 2, 3]
-    monkeypatch.setattr(layout_module, "CHUNK", 8)
+    monkeypatch.setattr(base_module, "CHUNK", 8)
     for targets in (None, np.random.default_rng(0).random(sum(lengths)) < 0.4):
         corpus = documents_of(lengths, targets=targets)
         rows = DocumentRows(corpus, make_layout(corpus, 8, kind, long), 8, padding=0)
         labels = np.concatenate([rows.read(row)["labels"] for row in range(len(rows))])
         assert rows.layout.num_targets == (labels != IGNORED).sum()
         assert rows.mean_targets == rows.layout.num_targets / len(rows)
+        concatenated = ConcatRows(corpus, 8)
+        for each in (rows, concatenated):
+            is_empty = [(each.read(row)["labels"] == IGNORED).all() for row in range(len(each))]
+            assert [each.num_empty(range(row, row + 1)) for row in range(len(each))] == is_empty
+            assert any("have no target tokens" in note for note in each.notes) == any(is_empty)
+
+
+@pytest.mark.parametrize("rows", ["concat", "pack", "single"])
+@pytest.mark.parametrize("option", ["sources", "eval_sources"])
+def test_a_source_without_targets_is_refused(rows: str, option: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Prompts longer than a row, of which the rest is left out."""
+    (tmp_path / "a.jsonl").write_text('{"input": "%s", "output": "a"}\n' % ("one two " * 40))
+    other = tmp_path / "b.jsonl"
+    other.write_text('{"text": "one two three four five six seven eight"}\n')
+    options = ["--data.rows", rows, *(["--data.long", "truncate"] if rows != "concat" else [])]
+    sources = [str(other), str(tmp_path / "a.jsonl")][:: 1 if option == "eval_sources" else -1]
+    options += ["--data.eval_sources", sources[1], "--data.sequence", "4"]
+    job = job_of(tiny_model(), tmp_path, sources[0], *options)
+    if rows == "concat":  # the rows with the answer have one
+        open_data(job)
+    else:
+        with pytest.raises(ValueError, match=rf"^data\.{option}: .*a\.jsonl has no target tokens in any row"):
+            open_data(job)
+
+
+def test_a_step_without_targets_has_no_loss_and_changes_nothing(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Three of four rows have no targets: the loss of the others is no spike, and the held-out loss is theirs."""
+    long, short = ({"input": "one two " * count, "output": "a"} for count in (40, 1))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (long, short, long, long) * 8))
+    run = small_run(tiny_model(), tmp_path / "run", steps=24, every="1", keep=100)
+    rows: dict[str, Any] = {"rows": "single", "long": "truncate", "sequence": 16, "batch": 1}
+    data = dataclasses.replace(run.data, sources=str(tmp_path / "a.jsonl"), eval_fraction=0.2, **rows)
+    optim = dataclasses.replace(run.optim, spike=2.0, weight_decay=0.1)
+    run = dataclasses.replace(run, data=data, optim=optim, pp=PipelineConfig(micro=1))
+    checkpoints = train_alone(run)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "step" in line]
+    assert [line["step"] for line in steps] == [*range(1, 25)]
+    assert len(steps) == len(lines), "a step was repeated"
+    assert [line["loss"] is None for line in steps] == [not line["targets_per_s"] for line in steps]
+    assert 12 < sum(line["loss"] is None for line in steps) < 24, "not few"
+    files = [ShardDirectory(checkpoints / f"step-{step:08d}").manifest.layers for step in range(1, 25)]
+    for step, (before, after) in zip(steps[1:], itertools.pairwise(files), strict=True):
+        assert (before == after) == (step["loss"] is None)
+    assert steps[-1]["eval_loss"] > 0.5
 
 
 def test_weights_by_token_need_weights_and_targets(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -114,7 +161,7 @@ def test_weights_by_token_need_weights_and_targets(tiny_model: TinyModel, tmp_pa
     with pytest.raises(ValueError, match=r'^data\.weights=tokens, but data\.sources has no weights; .*b\.jsonl:0\.5"$'):
         job_of(tiny_model(), tmp_path, ",".join(paths), "--data.weights", "tokens")
     options = [*SINGLE, "--data.weights", "tokens", "--data.sequence", "4"]
-    with pytest.raises(ValueError, match=r"^data\.weights=tokens: .*a\.jsonl has no target tokens; "):
+    with pytest.raises(ValueError, match=r"^data\.sources: .*a\.jsonl has no target tokens in any row"):
         open_data(job_of(tiny_model(), tmp_path, f"{paths[0]}:1,{paths[1]}:1", *options))
 
 

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +30,9 @@ from acsgd.tasks import find_task
 from acsgd.tasks.base import RowContext, Task
 
 BAR_CHARS = 40
+NOTHING = "nothing learned"
 INVALID = ("malformed", "empty")
-OTHER_FINDINGS = ("repeated", "too long", "special tokens in messages")
+OTHER_FINDINGS = ("repeated", "too long", "special tokens in messages", NOTHING)
 MAX_TOKENS = 2**24
 """Maximum number of tokens of an example with a label, or of a prompt or a target sequence."""
 
@@ -63,8 +65,9 @@ class SourceReport:
 
     @property
     def is_valid(self) -> bool:
-        """Whether no record is malformed or empty, or has a label that the model cannot learn."""
-        return not any(self.findings[name].count for name in self._invalid)
+        """Whether no record is malformed or empty, or has a label that the model cannot learn, and some are learned."""
+        is_learned = self.findings[NOTHING].count < self.documents or not self.documents
+        return is_learned and not any(self.findings[name].count for name in self._invalid)
 
     def add_bad(self, record: BadRecord) -> None:
         """Count a record that is left out."""
@@ -74,11 +77,20 @@ class SourceReport:
             self.labels.add_other(record.label)
         finding.add(f"{record.where} {record.reason}")
 
-    def add_documents(self, places: Sequence[str], lengths: NDArray[np.int64], encoded: Encoded) -> None:
-        """Count documents. places: of their last parts; lengths: numbers of tokens."""
-        in_rows = self.task.tokens_in_row(lengths, encoded)
-        for where, tokens, in_row in zip(places, lengths.tolist(), in_rows.tolist(), strict=True):
+    def add_documents(
+        self, places: Sequence[str], lengths: NDArray[np.int64], first_targets: Sequence[int | None], encoded: Encoded
+    ) -> None:
+        """Count documents.
+
+        places: of their last parts; lengths: numbers of tokens; first_targets: places of their first target tokens.
+        """
+        in_rows, limit = self.task.tokens_in_row(lengths, encoded), self.sequence if self.task.has_documents else None
+        for where, tokens, in_row, first in zip(places, lengths.tolist(), in_rows.tolist(), first_targets, strict=True):
             self.documents += 1
+            if first is None:
+                self.findings[NOTHING].add(where)
+            elif limit is not None and first > limit:  # a row has a token more than inputs, as its last label
+                self.findings[NOTHING].add(f"{where}: in its first {limit} tokens")
             self.lengths[tokens.bit_length()] += 1
             if self.sequence is not None and in_row > self.sequence:
                 self.findings["too long"].add(f"{where}: {in_row} tokens")
@@ -114,6 +126,7 @@ def _examine(
     """Read and tokenize a source; return the report, which is completed."""
     started, texts = time.monotonic(), _Texts(report)
     pending = 0  # tokens of a document whose end was not read yet
+    first: int | None = None  # place of its first target token
 
     def describe() -> str:
         return progress("checking", source, report.counts, report.tokens, time.monotonic() - started)
@@ -126,8 +139,15 @@ def _examine(
                 texts.add(part)
             ends = encoded.ends.tolist()
             places = [part.where for part in parts if part.example.ends_document]
-            report.add_documents(places, np.diff([-pending, *ends]), encoded)
-            pending = len(encoded.tokens) - ends[-1] if ends else pending + len(encoded.tokens)
+            starts, targets, firsts = [-pending, *ends], np.flatnonzero(encoded.targets), list[int | None]()
+            for start, stop in pairwise([*starts, len(encoded.tokens)]):
+                here = targets[np.searchsorted(targets, start) : np.searchsorted(targets, stop)]
+                if first is None and len(here):
+                    first = int(here[0]) - start
+                firsts, first = [*firsts, first], None
+            first = firsts.pop()
+            report.add_documents(places, np.diff(starts), firsts, encoded)
+            pending = len(encoded.tokens) - starts[-1]
             report.tokens += len(encoded.tokens)
             report.targets += int(encoded.targets.sum())
     return report

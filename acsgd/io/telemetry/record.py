@@ -16,7 +16,8 @@ class StepRecord(NamedTuple):
     step: int
     """Number of completed optimizer steps."""
     loss: float | None
-    """Mean over the target tokens of the global batch, before the update; None = not finite, update skipped."""
+    """Mean over the target tokens of the global batch, before the update; None = not finite, or no target tokens
+    (targets_per_s is 0): update skipped."""
     tokens: int
     """Number of target tokens trained on since the start of the run."""
     tokens_per_s: float

@@ -60,7 +60,8 @@ class TerminalSink:
 
 
 def _state(record: StepRecord, *, fp16: bool) -> str:
-    loss = "nan" if record.loss is None else f"{record.loss:.4f}"
+    nothing = "nan" if record.targets_per_s else "none, no target tokens"
+    loss = nothing if record.loss is None else f"{record.loss:.4f}"
     state = f"loss {loss}  {record.tokens_per_s:,.0f} tokens/s"
     if record.skipped:
         state += f"  skipped {record.skipped}"

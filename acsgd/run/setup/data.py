@@ -16,7 +16,7 @@ from acsgd.io.data.sampler import Sampler, block_counts
 from acsgd.io.data.sources.sources import WeightedSource
 from acsgd.io.files.cache import TIMEOUT_S
 from acsgd.run.plan.job import Job
-from acsgd.run.setup.rows import RowMaker
+from acsgd.run.setup.rows import RowMaker, no_targets
 
 ROWS = "properties of the rows"
 """Name of the text that rank 0 publishes."""
@@ -72,18 +72,12 @@ def open_held_out(job: Job, groups: Groups) -> HeldOut:
 
 
 def _slots(job: Job, rows: Sequence[Rows]) -> tuple[int, ...]:
-    """Return the number of slots of each source per block; (1,) if the sources have no weights.
-
-    Raises ValueError if weights are fractions of the target tokens and a source has none.
-    """
+    """Return the number of slots of each source per block; (1,) if the sources have no weights."""
     shares = []
-    for (source, weight), each in zip(job.sources, rows, strict=True):
+    for (_, weight), each in zip(job.sources, rows, strict=True):
         if weight is None:
             return (1,)
-        targets = each.mean_targets if job.config.data.weights == "tokens" else 1.0
-        if not targets:
-            raise ValueError(f"data.weights=tokens: {source.name} has no target tokens; remove it, or its prompts")
-        shares.append(weight / targets)
+        shares.append(weight / (each.mean_targets if job.config.data.weights == "tokens" else 1.0))
     return block_counts([share / math.fsum(shares) for share in shares])
 
 
@@ -123,6 +117,12 @@ def _open_or_receive_rows(
     if groups is not None and not (job.wants_inputs or _wants_labels(job)):
         return [*described(groups.published_text(ROWS, timeout_s=TIMEOUT_S))]
     rows = maker.open(sources)
+    for (source, _), each in zip(sources, rows, strict=True):
+        is_divided = source.key == "data.sources" and not each.is_streamed
+        known = split(len(each), maker.spec.eval_fraction, job.model.task.rows_per_example) if is_divided else len(each)
+        for part, where in ((range(known), "any row"), (range(known, len(each)), "the rows of data.eval_fraction")):
+            if part and each.num_empty(part) == len(part):
+                raise ValueError(no_targets(source, where))
     if groups is not None and job.topology.rank == 0:
         groups.publish_text(ROWS, describe(rows))
     return [*rows]

@@ -22,6 +22,14 @@ from acsgd.tasks import find_task
 from acsgd.tasks.base import RowContext, Task
 
 
+def no_targets(source: Source, where: str) -> str:
+    """Return why a source cannot be used. where: some of its rows."""
+    return (
+        f"{source.key}: {source.name} has no target tokens in {where}: there is no loss; use a longer "
+        "data.sequence, data.long=split, or data.targets=all to learn prompts, too"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowMaker(RowContext):
     """Makes the rows of sources."""
@@ -72,6 +80,8 @@ class RowMaker(RowContext):
 
         def make(segment: OpenSegment) -> Rows:
             corpus = segment.corpus
+            if corpus.targets is not None and not corpus.targets[:].any():
+                raise ValueError(no_targets(source, f"the {segment.about.rows:,} rows of a window"))
             corpus = corpus._replace(ends=finder.find(corpus.tokens, corpus.targets, corpus.offsets[1:]))
             return task.rows(corpus, self, layout_of(segment.layout) if segment.layout else None)
 

@@ -25,6 +25,9 @@ INPUT_IDS, LABELS, LENGTHS = "input_ids", "labels", "lengths"
 """Names of the tokens, of the labels, and of the numbers of input tokens without padding in a row: `Lengths`, int [2].
 """
 
+CHUNK = 2**20
+"""Number of tokens whose targets are counted at a time."""
+
 Row = Mapping[str, NDArray[Any]]
 """Inputs of the model, LABELS and LENGTHS of one sample by name. An array has the same shape in every row."""
 
@@ -49,6 +52,10 @@ class Rows(Protocol):
     @property
     def mean_targets(self) -> float:
         """Mean number of labels of a row that are not IGNORED."""
+        ...
+
+    def num_empty(self, rows: range) -> int:
+        """Return how many of some rows have no target; 0 if they are streamed."""
         ...
 
     @property
@@ -76,6 +83,25 @@ class RowTensors(NamedTuple):
     """Number of input tokens, without padding; 0 if neither is wanted."""
     longest_rows: Sequence[Lengths] | None
     """Longest row of each micro-batch, without padding; None if neither is wanted."""
+
+
+def count_targets(corpus: Corpus, starts: Ints, lengths: Ints) -> Ints:
+    """Return the number of targets among the labels of windows of a corpus with prompts, in its order, see
+    `read_window`."""
+    assert corpus.targets is not None
+    total, before = np.zeros(len(starts), np.int64), 0
+    for first in range(0, len(corpus.targets) + 1, CHUNK):
+        counts = before + np.cumsum([0, *corpus.targets[first : first + CHUNK]])
+        for positions, sign in ((starts + 1, -1), (starts + 1 + lengths, 1)):
+            here = slice(*np.searchsorted(positions, [first, first + CHUNK]))
+            total[here] += sign * counts[positions[here] - first]
+        before = counts[-1]
+    return total
+
+
+def describe_empty(name: str, empty: int, rows: int) -> tuple[str, ...]:
+    """Return a sentence on rows of a source without target tokens, if there are any."""
+    return (f"rows: {name}: {empty:,} of {rows:,} rows have no target tokens, and no loss",) if empty else ()
 
 
 def read_window(corpus: Corpus, start: int, stop: int) -> tuple[Ints, Ints]:
@@ -158,7 +184,11 @@ class DescribedRows:
     """Mean number of labels of a row that are not IGNORED."""
     is_streamed: bool = False
     ends: ClassVar[TextEnds] = TextEnds()
-    """Not known."""
+    """Not known, as is `num_empty`."""
+
+    def num_empty(self, rows: range) -> int:
+        """Return 0."""
+        return 0
 
     def fingerprint(self) -> tuple[object, ...]:
         """Return the fingerprint of the rows that were opened."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 
-from acsgd.io.data.rows.base import INPUT_IDS, LABELS, LENGTHS, Row, read_window
+from acsgd.io.data.rows.base import INPUT_IDS, LABELS, LENGTHS, Row, count_targets, describe_empty, read_window
 from acsgd.io.data.rows.layout import RowLayout
 from acsgd.io.data.rows.objectives import CAUSAL, Objective
+from acsgd.io.data.sampler import Ints
 from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.io.data.tokens.ends import TextEnds
 from acsgd.io.files.arrays import sample
@@ -35,8 +38,8 @@ class ConcatRows:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentence on what was skipped."""
-        return self.corpus.notes
+        """Sentences on what was skipped, and on rows without targets."""
+        return (*self.corpus.notes, *describe_empty(self.corpus.name, self.num_empty(range(len(self))), len(self)))
 
     def fingerprint(self) -> tuple[object, ...]:
         """Return values that differ between hosts with different texts."""
@@ -51,6 +54,15 @@ class ConcatRows:
     def mean_targets(self) -> float:
         """Mean number of target tokens of a row; as in the whole corpus, also if its end is dropped."""
         return self._sequence * self.corpus.target_fraction
+
+    @cached_property
+    def _targets(self) -> Ints:
+        """Number of targets of each row of a corpus with prompts."""
+        return count_targets(self.corpus, np.arange(len(self)) * self._sequence, np.full(len(self), self._sequence))
+
+    def num_empty(self, rows: range) -> int:
+        """Return how many of some rows have no target."""
+        return 0 if self.corpus.targets is None else int((self._targets[rows.start : rows.stop] == 0).sum())
 
     def __len__(self) -> int:
         return max(0, len(self.corpus.tokens) - 1) // self._sequence
@@ -90,8 +102,9 @@ class DocumentRows:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on what was skipped, on the number of rows and on padding."""
-        return (*self.corpus.notes, self.layout.note)
+        """Sentences on what was skipped, on the number of rows, on padding and on rows without targets."""
+        empty = describe_empty(self.corpus.name, self.num_empty(range(len(self))), len(self))
+        return (*self.corpus.notes, self.layout.note, *empty)
 
     def fingerprint(self) -> tuple[object, ...]:
         """Return values that differ between hosts with different texts."""
@@ -108,6 +121,10 @@ class DocumentRows:
     def mean_targets(self) -> float:
         """Mean number of target tokens of a row."""
         return self.layout.num_targets / len(self)
+
+    def num_empty(self, rows: range) -> int:
+        """Return how many of some rows have no target."""
+        return int((self.layout.targets[rows.start : rows.stop] == 0).sum())
 
     def __len__(self) -> int:
         return len(self.layout.offsets) - 1

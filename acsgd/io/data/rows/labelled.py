@@ -63,6 +63,10 @@ class _ExampleRows:
         """Mean number of labels of a row."""
         return 1.0
 
+    def num_empty(self, rows: range) -> int:
+        """Return 0: each row has a label, or an answer."""
+        return 0
+
     def __len__(self) -> int:
         return len(self.corpus.offsets) - 1
 

@@ -5,6 +5,7 @@ A layout is a cache entry, made once per host and read from disk, since a corpus
     starts.npy     of each part, position of its first token in the corpus
     lengths.npy    of each part, number of tokens
     offsets.npy    of each row, its first part; and the number of parts
+    targets.npy    of each row, number of its labels that are not ignored; empty if all rows have as many as fit
     about.json     "note" and "num_targets"
 """
 
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from acsgd.io.data.row_spec import LongDocument
+from acsgd.io.data.rows.base import count_targets
 from acsgd.io.data.rows.objectives import CAUSAL, Objective, longest_part
 from acsgd.io.data.sampler import Ints, shuffled
 from acsgd.io.data.tokens.corpus import Corpus
@@ -29,9 +31,8 @@ from acsgd.io.files.entry import Entry, seal
 
 RowKind = Literal["pack", "single"]
 
-CHUNK = 2**20
-"""Number of tokens whose targets are counted at a time."""
 ARRAYS = ("starts.npy", "lengths.npy", "offsets.npy")
+TARGETS = "targets.npy"
 ABOUT = "about.json"
 
 
@@ -48,6 +49,8 @@ class RowLayout(NamedTuple):
     """Sentence on the number of rows and on padding."""
     num_targets: int
     """Number of labels of all rows that are not ignored."""
+    targets: Array = np.empty(0, np.int64)
+    """Number of those of each row; empty if each has some, or if it is not known."""
 
 
 def open_layout(path: Path, make: Callable[[], RowLayout], *, reports_wait: bool = True) -> RowLayout:
@@ -59,7 +62,8 @@ def open_layout(path: Path, make: Callable[[], RowLayout], *, reports_wait: bool
     def build(unfinished: Path) -> None:
         unfinished.mkdir()
         layout = make()
-        for name, values in zip(ARRAYS, (layout.starts, layout.lengths, layout.offsets), strict=True):
+        arrays = (layout.starts, layout.lengths, layout.offsets, layout.targets)
+        for name, values in zip((*ARRAYS, TARGETS), arrays, strict=True):
             with ArrayWriter(unfinished / name, np.dtype("<i8")) as file:
                 file.append(values[:])
         (unfinished / ABOUT).write_text(json.dumps({"note": layout.note, "num_targets": layout.num_targets}))
@@ -67,11 +71,11 @@ def open_layout(path: Path, make: Callable[[], RowLayout], *, reports_wait: bool
 
     def open_built(path: Path) -> RowLayout:
         entry = Entry(path)
-        starts, lengths, offsets = (ArrayFile(entry, name) for name in ARRAYS)
-        for array in (starts, lengths, offsets):
+        starts, lengths, offsets, targets = arrays = [ArrayFile(entry, name) for name in (*ARRAYS, TARGETS)]
+        for array in arrays:
             array.verify_sample()
         about = entry.file(ABOUT)
-        return RowLayout(starts, lengths, offsets, **json.loads(about.read(0, about.size)))
+        return RowLayout(starts, lengths, offsets, **json.loads(about.read(0, about.size)), targets=targets)
 
     return open_cached(path, build, open_built, reports_wait=reports_wait)
 
@@ -92,14 +96,17 @@ def make_layout(
             f"data.rows={kind}: no document of {corpus.name} has at least 2 tokens and fits into a row of "
             f"data.sequence={sequence}; use another source, or data.long=split"
         )
-    num_targets = _count_targets(corpus, starts, lengths, objective)
+    is_masked = corpus.targets is not None
+    targets = count_targets(corpus, starts, lengths) if is_masked else np.empty(0, np.int64)
+    num_targets = int(targets.sum()) if is_masked else round(float(objective.learned(lengths).sum()))
     offsets = np.arange(len(starts) + 1)
     if kind == "pack":
         rows = best_fit(objective.sizes(lengths), sequence)
         rows = shuffled(rows, int(rows.max()) + 1, np.zeros(len(rows), np.uint64))
+        targets = np.bincount(rows, targets).astype(np.int64) if is_masked else targets
         starts, lengths, offsets = by_row(starts, lengths, rows)
     note = _describe(corpus, sequence, kind, long, objective.mean_sizes(lengths), len(offsets) - 1, num_long)
-    return RowLayout(starts, lengths, offsets, note, num_targets)
+    return RowLayout(starts, lengths, offsets, note, num_targets, targets)
 
 
 def parts_of(corpus: Corpus, sequence: int, long: LongDocument, objective: Objective) -> tuple[Ints, Ints, int]:
@@ -141,20 +148,6 @@ def _split(starts: Ints, lengths: Ints, longest: int) -> tuple[Ints, Ints]:
     first = np.repeat(np.cumsum(counts) - counts, counts)
     before = (np.arange(len(first)) - first) * longest
     return np.repeat(starts, counts) + before, np.minimum(np.repeat(lengths, counts) - before, longest)
-
-
-def _count_targets(corpus: Corpus, starts: Ints, lengths: Ints, objective: Objective) -> int:
-    """Return the number of targets among the labels of parts of documents, given in the order of the corpus."""
-    if corpus.targets is None:
-        return round(float(objective.learned(lengths).sum()))
-    total, before = 0, 0
-    for first in range(0, len(corpus.targets) + 1, CHUNK):
-        counts = before + np.cumsum([0, *corpus.targets[first : first + CHUNK]])
-        for positions, sign in ((starts + 1, -1), (starts + 1 + lengths, 1)):
-            here = slice(*np.searchsorted(positions, [first, first + CHUNK]))
-            total += sign * int(counts[positions[here] - first].sum())
-        before = counts[-1]
-    return total
 
 
 def _describe(

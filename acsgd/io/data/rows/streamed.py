@@ -95,6 +95,10 @@ class StreamedRows:
         """How the learned texts of the segments read last end."""
         return TextEnds.union(current.rows.ends for current in [*self._current.values()])
 
+    def num_empty(self, rows: range) -> int:
+        """Return 0."""
+        return 0
+
     def __len__(self) -> int:
         return 0
 
