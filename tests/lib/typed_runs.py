@@ -22,6 +22,7 @@ from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, Opt
 from acsgd.groups import connect
 from acsgd.io.checkpoint.identity import RunIdentity
 from acsgd.io.checkpoint.resume import find
+from acsgd.io.data.rows.base import RowReader
 from acsgd.launch import Launch
 from acsgd.layers.batch import Batch, Lengths
 from acsgd.model_classes import MODEL_CLASSES
@@ -70,6 +71,7 @@ class Drawn:
         self._micros = micros
         self._wants_inputs = wants_inputs
         self._wants_labels = wants_labels
+        self.rows = RowReader([], config.pp.micro)
 
     @classmethod
     def of(cls, job: Job) -> Drawn:
@@ -96,6 +98,9 @@ class Drawn:
     def batches(self, micros: int, idle: object = ()) -> Iterator[Batch]:
         """Yield the batches for evaluation. idle: not used, since no rank joins."""
         yield self._draw(SAMPLES, SAMPLES)
+
+    def most_batches(self, micros: int, idle: object = ()) -> int:
+        return 1
 
     def stream_states(self, step: int) -> tuple[()]:
         return ()
