@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import operator
 import os
 import re
 import socket
@@ -148,7 +149,11 @@ def similar(name: str, names: Iterable[str]) -> list[str]:
     digits = re.findall(r"\d+", name)
     near = difflib.get_close_matches(name, names)  # transposed letters count twice
     near = [
-        each for each in near if sorted(each) == sorted(name) or difflib.get_close_matches(name, [each], cutoff=0.8)
+        each
+        for each in near
+        if sorted(each) == sorted(name)
+        or difflib.get_close_matches(name, [each], cutoff=0.8)
+        or (len(each) == len(name) > 3 and sum(map(operator.ne, each, name)) == 1)
     ]
     return [each for each in near if re.findall(r"\d+", each) == digits]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from acsgd.adapters.initial import NewAdapter, check_base
 from acsgd.errors import CorruptFileError
-from acsgd.io.checkpoint.resume import Checkpoint, refusal
+from acsgd.io.checkpoint.resume import Checkpoint, refuse
 from acsgd.io.files.cache import open_cached
 from acsgd.run.plan.job import Job
 from acsgd.shards.convert import from_hf
@@ -58,7 +58,7 @@ def check_start_of(job: Job, checkpoint: Checkpoint) -> list[str]:
     config, origin = job.config.model, checkpoint.run.origin.get("model", "another model")
     ours = f"model.name={config.name} has" if config.init == "pretrained" else "model.init=scratch gives"
     started = f"the weights of {origin}" if not recorded.startswith("seed") else "new weights (model.init=scratch)"
-    raise ValueError(refusal(path, f"its run started from {started}, and {ours} others"))
+    refuse(path, f"its run started from {started}, and {ours} others")
 
 
 def check_base_of(job: Job, checkpoint: ShardDirectory) -> None:

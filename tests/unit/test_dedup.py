@@ -82,7 +82,7 @@ def test_named_fields_are_compared(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "out.jsonl").read_bytes() == LINES[0] + b"\n"
     code, out, err = run(tmp_path / "a.jsonl", tmp_path / "other.jsonl", "--on", "text,m")
     assert (code, out) == (2, "")
-    assert f'{tmp_path / "a.jsonl"}, line 1 has no field "m"; its fields: "text", "n"; correct --on' in err
+    assert f'{tmp_path / "a.jsonl"}, line 1 has no field "m"; its fields: "text", "n" (a number); correct --on' in err
     assert not (tmp_path / "other.jsonl").exists()
 
 

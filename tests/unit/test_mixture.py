@@ -359,5 +359,6 @@ def test_a_source_that_changed_since_the_checkpoint_is_named(tiny_model: TinyMod
     checkpoint = tmp_path / "runs" / "run" / "checkpoints" / "step-00000001"
     assert str(refused.value) == (
         f"cannot resume from {checkpoint}: the contents of b.jsonl changed; use what it was trained with, or start a "
-        f"new run from its weights: --model.name {checkpoint} --log.dir NEW"
+        "new run: --log.dir NEW or --checkpoint.resume never; from the weights of this checkpoint: "
+        f"--model.name {checkpoint} --log.dir NEW"
     )

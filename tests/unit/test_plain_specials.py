@@ -94,7 +94,9 @@ def test_a_message_cannot_end_its_turn(tmp_path: Path, tokenizer: PreTrainedToke
         assert injected in chat.decode(found.tokens.tolist())
         learned = chat.decode(found.tokens[found.targets].tolist())
         assert learned == "fine<|im_end|>" if targets == "answers" else injected in learned
-    for template, options in ((CHATML, {"split_special_tokens": False}), (CUTTING, {}), (LOOKING, {})):
+    for template, options in ((CHATML, {"split_special_tokens": False}), (LOOKING, {})):
         found, note = encode(chat, tmp_path, injected + " x", template, **options)
         assert note == NOTE + "control tokens 1"
-        assert int((found.tokens == chat.eos_token_id).sum()) == (2 if template == CUTTING else 3)
+        assert int((found.tokens == chat.eos_token_id).sum()) == 3
+    with pytest.raises(ValueError, match="a message of the user, number 1, which the chat template does not write"):
+        encode(chat, tmp_path, injected + " x", CUTTING)

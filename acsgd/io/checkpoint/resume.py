@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from acsgd.errors import CorruptFileError, RunError
 from acsgd.groups import Groups
@@ -118,9 +118,9 @@ class Candidates:
             self.directory.mark_best(best.shards.step)
 
 
-def refusal(path: Path, difference: str) -> str:
-    """Return the message of a run that differs from a checkpoint so that it cannot resume. difference: a clause."""
-    return (
+def refuse(path: Path, difference: str) -> NoReturn:
+    """Raise ValueError for a run that differs from a checkpoint so that it cannot resume. difference: a clause."""
+    raise ValueError(
         f"cannot resume from {path}: {difference}; use what it was trained with, or start a new run: --log.dir NEW or "
         f"--checkpoint.resume never; from the weights of this checkpoint: --model.name {path} --log.dir NEW"
     )
@@ -174,7 +174,7 @@ def _open(
             rejected.append(Rejected(path, str(error)))
             continue
         if (difference := identity.difference(checkpoint.run.identity)) is not None:
-            raise ValueError(refusal(path, difference))
+            refuse(path, difference)
         checkpoints.append(checkpoint)
     return Candidates(directory, requested, checkpoints, rejected)
 
