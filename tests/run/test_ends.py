@@ -210,8 +210,10 @@ def test_a_stop_signal_in_an_evaluation_is_saved_and_the_resumed_run_repeats_it(
 
 def fail_while_rank_0_acquires(rank: int) -> None:
     """Patch this process: rank 0 is slow to return from acquiring the run lock; rank 1 has failed by then."""
-    fail_in_set_up(rank, case=1)
     start = lock.RunLock.start
+
+    def fail(*_: Any) -> None:  # the first that rank 1 does after the lock
+        raise ValueError("a failure")
 
     def slow(self: lock.RunLock) -> None:
         start(self)
@@ -219,6 +221,8 @@ def fail_while_rank_0_acquires(rank: int) -> None:
 
     if rank == 0:
         lock.RunLock.start = slow  # type: ignore[method-assign]
+    else:
+        main.check_shared = fail  # type: ignore[attr-defined]
 
 
 def test_a_rank_that_is_ended_while_it_acquires_the_run_lock_releases_it(tmp_path: Path) -> None:
