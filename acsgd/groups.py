@@ -158,7 +158,7 @@ def collective_errors(purpose: str, group: Group) -> Iterator[None]:
 
 def open_store(launch: Launch, *, timeout_s: float = STORE_TIMEOUT_S) -> dist.Store:
     """Connect to the store of the run, torchrun's, which keeps what earlier attempts have written: their failures, and
-    the addresses of their groups. So each attempt has keys of its own.
+    the addresses of their groups. So the keys of each attempt have a prefix.
 
     Raises RunError if it does not answer in time, or if torchrun of another host has started its workers again more
     often: this process then ends, so that torchrun of this host does so, too.

@@ -116,12 +116,12 @@ _LAUNCHERS = (
 
 
 def _refuse_tasks_of_a_job() -> None:
-    """Raise SystemExit if this process is one of several without ranks, each of which would be a run of its own."""
+    """Raise SystemExit if this process is one of several without ranks, each of which would train a separate model."""
     for name, size, rank in _LAUNCHERS:
         if "RANK" not in os.environ and _number(size, 1) > 1:
             if _number(rank, 0) == 0:
                 print(
-                    f"error: {name} has started {os.environ[size]} processes, each of which would be a run of its own; "
+                    f"error: {name} has started {os.environ[size]} processes, each would train a separate model; "
                     f"let {name} start torchrun, once per host (slurm/train.sbatch does), or start one process",
                     file=sys.stderr,
                 )

@@ -44,7 +44,7 @@ class RunContext:
     is_training: bool = False
     """Whether all ranks have finished their set-up."""
     signals: StopSignals | None = None
-    """Stop signals of this rank. Until `end_set_up`, they end all ranks; from then on, the caller heeds them."""
+    """Stop signals of this rank. Until `end_set_up`, they end all ranks; from then on, the caller handles them."""
     decide: Callable[[str], str] = lambda outcome: outcome
     """Proposes the outcome of the set-up of all ranks, and returns that of the first rank that has proposed one."""
 

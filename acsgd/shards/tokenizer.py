@@ -85,7 +85,7 @@ class DocumentTokens(NamedTuple):
 def added_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the tokens that a tokenizer recognizes before it divides what is between them, such as eos_token.
 
-    Without that of unknown text, which is no text of its own.
+    Without unk_token, which stands for text that the tokenizer does not know.
     """
     unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}
     return {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids} - unknown

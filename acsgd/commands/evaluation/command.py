@@ -118,7 +118,9 @@ def _run_alone(options: EvalOptions) -> None:
         return
     data = data_of(options, model)
     if "eval_fraction" in data.values:
-        raise ValueError("--generate takes whole sources, but the run holds out rows of its own; give --data SOURCES")
+        raise ValueError(
+            "--generate evaluates whole sources, but the run held out a part of its training data; give --data SOURCES"
+        )
     if data.note:
         print_note(data.note)
     evaluate_answers(options, model, DataConfig(**{"sequence": 1, **data.values}, batch=1)).show(as_json=options.json)

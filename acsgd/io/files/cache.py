@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -47,15 +47,7 @@ def open_cached(
         with contextlib.suppress(CorruptFileError):
             return open_built(path)
     try:
-        with contextlib.ExitStack() as stack:
-            with report_if_slow(note, lambda: f"waiting until {_builder(path)} has built {path}", enabled=reports_wait):
-                lock = HostLock(path)
-                if not lock.acquire(timeout_s):
-                    raise RunError(
-                        f"waited {timeout_s:g} s for {_builder(path)} to build {path}; "
-                        "end that process if it hangs, or run again when it has finished"
-                    )
-                stack.callback(lock.release)
+        with _locked(path, note if reports_wait else None, timeout_s):
             if os.path.lexists(path):
                 try:
                     return open_built(path)
@@ -69,6 +61,26 @@ def open_cached(
             return open_built(path)
     except OSError as error:
         raise RunError(f"the cache beside log.dir cannot be written: {explain(error)}") from None
+
+
+@contextlib.contextmanager
+def _locked(path: Path, note: Callable[[str], None] | None, timeout_s: float) -> Iterator[None]:
+    """Hold the lock of a path. note: called from a thread during a long wait. Raises RunError after `timeout_s`."""
+
+    def waiting() -> str:
+        return f"waiting until {_builder(path)} has built {path}"
+
+    lock = HostLock(path)
+    with report_if_slow(note or print_note, waiting, enabled=note is not None):
+        if not lock.acquire(timeout_s):
+            raise RunError(
+                f"waited {timeout_s:g} s for {_builder(path)} to build {path}; "
+                "end that process if it hangs, or run again when it has finished"
+            )
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class HostLock:
@@ -94,7 +106,7 @@ class HostLock:
         """Release the lock if it is held. May be called by any thread."""
         if self._descriptor is not None:
             descriptor, self._descriptor = self._descriptor, None
-            with contextlib.suppress(OSError):  # it was removed, as by what cleans temporary directories
+            with contextlib.suppress(OSError):  # a cleaner of temporary files has removed it
                 if os.path.samestat(self._file.lstat(), os.fstat(descriptor)):
                     self._file.unlink()
             os.close(descriptor)

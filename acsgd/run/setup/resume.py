@@ -84,19 +84,26 @@ def start(job: Job, inputs: RunInputs, groups: Groups) -> Start:
     progress = restore(session, checkpoint)
     inputs.reader.restore(checkpoint.run.streams)
     notes.append(f"resuming from {checkpoint.path}: {progress}")
+    notes += _describe_changes(job, checkpoint, progress.loss_scale)
+    if progress.best and checkpoint.run.held_out not in ("", inputs.held_out_key):
+        progress = replace(progress, best={})
+        notes.append("the evaluation data are others than those of the checkpoint: its best metrics do not count")
+    left = checkpoint.run.unevaluated
+    return Start(session, progress, checkpoint.path, notes, source, StepRecord(**left) if left else None)
+
+
+def _describe_changes(job: Job, checkpoint: Checkpoint, loss_scale: LossScale) -> list[str]:
+    """Return sentences on options that differ from those of a checkpoint. loss_scale: with which the run resumes."""
+    notes = []
     if not _has_same_optimizer(job, checkpoint):
         saved, present = optimizer_spec(checkpoint.run), job.config.optim.name
         notes.append(f"the optimizer starts without state: the checkpoint has that of {saved}, not of {present}")
     if changed := changed_options(checkpoint.run.options, recorded_options(job.config)):
         notes.append(f"options that differ from those of the checkpoint: {'; '.join(changed)}")
     notes += _describe_rate(job, checkpoint.run)
-    if progress.loss_scale.dynamic and any(each.startswith("optim.loss_scale:") for each in changed):
-        notes.append(f"optim.loss_scale is that of a new run: this one resumes with {progress.loss_scale.value:g}")
-    if progress.best and checkpoint.run.held_out not in ("", inputs.held_out_key):
-        progress = replace(progress, best={})
-        notes.append("the evaluation data are others than those of the checkpoint: its best metrics do not count")
-    left = checkpoint.run.unevaluated
-    return Start(session, progress, checkpoint.path, notes, source, StepRecord(**left) if left else None)
+    if loss_scale.dynamic and any(each.startswith("optim.loss_scale:") for each in changed):
+        notes.append(f"optim.loss_scale is that of a new run: this one resumes with {loss_scale.value:g}")
+    return notes
 
 
 def _describe_rate(job: Job, run: RunState) -> list[str]:
