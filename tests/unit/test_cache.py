@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import time
@@ -219,3 +220,22 @@ def test_one_at_a_time_holds_a_lock_and_its_file_is_removed(tmp_path: Path) -> N
         list(pool.map(hold, range(4)))
     assert most == [1] * 80
     assert not lock_file(path).exists()
+
+
+def test_a_lock_whose_file_was_removed_before_it_was_locked_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The holder before removes the file, between the moments at which another process opens and locks it."""
+    lock, flock = HostLock(tmp_path / "a"), fcntl.flock
+
+    def removed_first(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        lock_file(tmp_path / "a").unlink()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", removed_first)
+    assert not lock.acquire(0.0)
+    assert lock.acquire(0.0)
+    assert lock_file(tmp_path / "a").exists()
+    lock.release()
+    assert not lock_file(tmp_path / "a").exists()
