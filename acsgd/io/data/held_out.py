@@ -111,7 +111,10 @@ class HeldOut:
             yield self._batch(range(first, first + micros), end=min(mine.stop * micro, len(self)))
 
     def most_batches(self, micros: int, idle: Collection[int] = ()) -> int:
-        """Return the highest number of batches of any replica. Arguments as `batches`."""
+        """Return the highest number of batches of any replica if each of them has M = `micros` micro-batches or more.
+
+        idle: see `batches`.
+        """
         return max(-(-len(share) // micros) for share in self._shares(idle))
 
     def _shares(self, idle: Collection[int]) -> Sequence[range]:

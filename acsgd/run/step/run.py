@@ -83,10 +83,11 @@ class Evaluations(StepHook):
 
     def _batches(self, state: LoopState) -> Iterator[Batch]:
         """Yield the batches of this replica. Raises _LeftError, after the same batch on all ranks, if the run ends."""
-        micros, vote = len(self._session.job.micro_ids), Vote(self._session.groups)
-        batches = self._held_out.batches(micros, state.idle)
+        job, vote = self._session.job, Vote(self._session.groups)
+        batches = self._held_out.batches(len(job.micro_ids), state.idle)
+        fewest = job.shapes.num_micros // job.topology.replicas  # micro-batches in a batch of any replica
         is_over = state.is_stopped
-        for _ in range(self._held_out.most_batches(micros, state.idle)):
+        for _ in range(self._held_out.most_batches(fewest, state.idle)):
             if is_over:
                 vote.settle()
                 raise _LeftError
