@@ -16,7 +16,8 @@ from acsgd.io.data.sources.sets import LocalSet
 class _SplitFiles(LocalSet):
     """Files of a split of a directory, "NAME:DIRECTORY:SPLIT", by default of "train", if it is divided into splits.
 
-    A split is a directory or files that are named after it: train/, train-00000-of-00001.parquet, val.jsonl.zst.
+    A split is a directory or files that are named after it: train/, train-00000-of-00001.parquet, val.jsonl.zst. Files
+    beside them, 00.jsonl.zst, are of "train" unless others are named so.
     """
 
     fields: ClassVar[Sequence[str]]
@@ -38,7 +39,8 @@ class _SplitFiles(LocalSet):
             return self._files_in(directory)
         found = list(files_below(directory))
         named = {path: SPLITS[word] for path in found if (word := split_of(path.relative_to(directory)))}
-        chosen = [path for path in found if named.get(path, "" if named else "train") == SPLITS.get(split, split)]
+        others = "" if "train" in named.values() else "train"
+        chosen = [path for path in found if named.get(path, others) == SPLITS.get(split, split)]
         if not chosen:
             splits = ", ".join(sorted({*named.values()})) or "files of no split"
             raise ValueError(f"{self.name}: {directory} has no files of the split {split} ({splits}); give another one")
