@@ -43,7 +43,6 @@ from acsgd.config.options import DataConfig
 from acsgd.config.run_file import parse_flags
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.data.formats.formats import read_options
-from acsgd.io.data.formats.prompts import INSTRUCTION_WITH_INPUT
 
 pytestmark = pytest.mark.usefixtures("known_models")
 
@@ -296,16 +295,21 @@ def test_a_file_of_something_else_is_kept(tiny_model: TinyModel, tmp_path: Path)
 
 
 IN = {"instruction": "Add.", "input": "1 2"}
+ALPACA = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n"
+)
+"""The prompt of IN, as Stanford Alpaca (Taori et al. 2023) writes it."""
 PROMPTS: list[tuple[str, dict[str, object], object]] = [
     ("", {"prompt": "a"}, "a"),
     ("", {"question": "a", "text": "b"}, "b"),
     ("", {"messages": [{"role": "user", "content": "a"}]}, [{"role": "user", "content": "a"}]),
-    ("", IN, INSTRUCTION_WITH_INPUT.format(**IN)),
-    ("", {**IN, "output": None}, INSTRUCTION_WITH_INPUT.format(**IN)),
+    ("", IN, ALPACA),
+    ("", {**IN, "output": None}, ALPACA),
     ("--input-format Q:__input__A:", {"input": "a"}, "Q:aA:"),
     ("--input-format Q:__input__A: --fields prompt=q,completion=a", {"q": "a"}, "Q:aA:"),
     ("--input-format Q:__input__A: --field q", {"q": "a", "prompt": "b"}, "Q:aA:"),
-    ("--input-format Q:__input__A: --format prompt", {"prompt": "a", "input": "b"}, "Q:aA:"),
+    ("--input-format Q:__input__A: --format prompt", {"prompt": "a", "input": "b"}, "Q:a\nbA:"),
     ("--input-format Q:__input__A:", {"text": "a"}, "a"),
     ("--chat", {"input": "a"}, [{"role": "user", "content": "a"}]),
 ]
@@ -349,7 +353,7 @@ def test_prompts_of_several_sources_are_read_in_their_order_and_not_from_the_out
             '{"question": "a", "id": 1}',
             "line 1, has no field prompt, text, input or messages; its fields: 'question', ",
         ),
-        ('{"prompt": 3}', "line 1: 'prompt' is neither a text nor a list of messages; write"),
+        ('{"prompt": 3}', 'line 1 has no string under "prompt"; its fields: "prompt" (a number); write'),
         ('{"prompt": ""}', "line 1: the prompt has no tokens; give a text"),
         ('{"prompt": "\\ud800"}', "line 1: the prompt is not valid UTF-8; correct it"),
         ('{"prompt": "a"}\n\n{"prompt": "' + "a b " * 64 + '"}', "line 3: the prompt has 128 tokens, the model takes"),
