@@ -108,6 +108,9 @@ def test_names_and_paths_exist() -> None:
         for path in re.findall(r"`((?:acsgd|benchmarks|tests|examples|slurm|docs)/[\w/.-]*)`", text):
             if not (ROOT / path).exists():
                 wrong.append((page, path))
+        for path in re.findall(r"`((?:\w+/)+\w+\.py)`", text):
+            if not (ROOT / path).exists() and not (ROOT / "acsgd" / path).exists():
+                wrong.append((page, path))
         for name in re.findall(r"(?:`|generated: \w+ )(acsgd\.[\w.]+)\b", text):
             if not _exists(name):
                 wrong.append((page, name))
