@@ -40,6 +40,7 @@ def layers_of(directory: Path) -> dict[str, bytes]:
 
 def convert_and_wait(source: Path, target: Path, layers: int, writing: Event, outcome: Connection) -> None:
     """Convert a model in a process that stops for a signal when some of its layers are written."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the tests were started with nohup
     write_layer, written = convert.write_layer, list[str]()
 
     def write(directory: Path, layer: str, tensors: Mapping[str, Tensor]) -> StoredFile:
