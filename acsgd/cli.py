@@ -1,4 +1,4 @@
-"""The `acsgd` command: train, evaluate, convert and inspect checkpoints, generate text, check data, inject faults.
+"""The `acsgd` command: train, evaluate, convert, inspect, generate text, check data and hosts, inject faults.
 
 Each subcommand imports what it needs when it runs: --help does not load torch, which takes seconds.
 """
@@ -23,6 +23,7 @@ from acsgd.__main__ import EVAL
 from acsgd.__main__ import main as start
 from acsgd.commands.chaos import Chaos
 from acsgd.commands.data.command import DataCommand
+from acsgd.commands.doctor.command import DoctorCommand
 from acsgd.commands.evaluation.options import EvalOptions
 from acsgd.commands.generation.options import GenerateOptions
 from acsgd.config.run_file import parse_flags
@@ -285,6 +286,7 @@ COMMANDS: dict[str, Any] = {
     "generate": Generate,
     "data": DataCommand,
     "chaos": Chaos,
+    "doctor": DoctorCommand,
 }
 
 

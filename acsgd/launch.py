@@ -86,6 +86,11 @@ def set_interface(interface: str | None) -> None:
         os.environ.setdefault(_INTERFACE, interface)
 
 
+def gloo_interface() -> str | None:
+    """Return the network interface that gloo was told to use; None if the choice is its own."""
+    return os.environ.get(_INTERFACE)
+
+
 def daemon_of(environment: Mapping[str, str]) -> str:
     """Return the socket of the daemon in the environment of a worker; empty if that of another process is given."""
     return environment.get(_DAEMON, "")

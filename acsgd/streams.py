@@ -1,6 +1,4 @@
-"""CUDA streams and events, and the seeds of random generators; the only file outside acsgd/codecs that names
-torch.cuda.
-"""
+"""CUDA streams and events, and the seeds of random generators; training names torch.cuda only here and in codecs."""
 
 from __future__ import annotations
 

@@ -136,6 +136,10 @@ def commands() -> str:
         "acsgd convert from-hf": lambda: cli.run(["convert", "from-hf", "--help"]),
         "acsgd convert from-legacy": lambda: cli.run(["convert", "from-legacy", "--help"]),
         "acsgd convert to-legacy": lambda: cli.run(["convert", "to-legacy", "--help"]),
+        "acsgd convert to-peft": lambda: cli.run(["convert", "to-peft", "--help"]),
+        "acsgd convert merge": lambda: cli.run(["convert", "merge", "--help"]),
+        "acsgd doctor": lambda: cli.run(["doctor", "--help"]),
+        "acsgd chaos": lambda: cli.run(["chaos", "--help"]),
     }
     parts = [
         "# Commands\n",

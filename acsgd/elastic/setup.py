@@ -52,7 +52,7 @@ def setup_of(job: Job, inputs: RunInputs) -> Setup:
         "model": job.model.config.to_json_string() + base_checksums(job),
         "data": inputs.reader.fingerprint(),
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
-        "code": _digest_of_code(),
+        "code": digest_of_code(),
     }
     digests = {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in parts.items()}
     elastic = job.config.elastic
@@ -105,7 +105,7 @@ def _options(job: Job) -> dict[str, str]:
     return {f"{name}.{key}": repr(value) for name, section in sections.items() for key, value in section.items()}
 
 
-def _digest_of_code() -> str:
+def digest_of_code() -> str:
     """Return a digest of the source files of this package."""
     digest, package = hashlib.sha256(), Path(__file__).parents[1]
     for path in sorted(package.rglob("*.py")):

@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from acsgd import cli
 from acsgd.codecs import CODECS
-from acsgd.commands.evaluation.options import EvalOptions
 from acsgd.config.adapters import ADAPTERS
 from acsgd.config.run_file import parse
 from acsgd.config.spec import from_spec
@@ -223,10 +222,8 @@ def check_acsgd(arguments: Sequence[str]) -> None:
     if arguments[0] == "train":
         check_training(arguments[1:])
         return
-    kinds = {"eval": EvalOptions, "convert": cli.Convert, "inspect": cli.Inspect, "generate": cli.Generate}
-    kinds |= {"data": cli.DataCommand, "chaos": cli.Chaos}
     if "--help" not in arguments:
-        tyro.extras.subcommand_cli_from_dict(kinds, prog="acsgd", args=list(arguments))
+        tyro.extras.subcommand_cli_from_dict(cli.COMMANDS, prog="acsgd", args=list(arguments))
 
 
 def check_sbatch(arguments: Sequence[str]) -> None:

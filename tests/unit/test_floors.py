@@ -55,7 +55,7 @@ RESERVED = {
         "acsgd.main",
         "acsgd.commands.evaluation.command",
     ),
-    "torch.cuda": ("acsgd.streams", "acsgd.codecs"),
+    "torch.cuda": ("acsgd.streams", "acsgd.codecs", "acsgd.commands.doctor.host"),
     "os.environ": ("acsgd.launch",),
     "os._exit": ("acsgd.__main__",),
 }

@@ -1,0 +1,1 @@
+"""`acsgd doctor`: what would keep this host, or its links to others, from training."""

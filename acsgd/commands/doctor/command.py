@@ -1,0 +1,143 @@
+"""The command `acsgd doctor`: what would keep this host, or its links to others, from training."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import tyro
+
+from acsgd.comm.addresses import join_address, parse_endpoints
+from acsgd.commands.doctor.host import Diagnosis, check_host
+from acsgd.commands.doctor.links import Doctor, Measured, Peer, PeerError, diagnose, measure
+from acsgd.launch import gloo_interface, run_secret
+
+MARKS = {"ok": "ok", "warning": "[yellow]warning[/]", "error": "[bold red]error[/]"}
+
+
+@dataclass(frozen=True)
+class DoctorCommand:
+    """Find what would keep this host, or its links to others, from training, and say what to type.
+
+    Start it with --listen on one host, and with --connect on the others, with the same ACSGD_SECRET. Exits with 1 if
+    training would fail.
+    """
+
+    run_file: tyro.conf.Positional[Path | None] = None
+    """RUN.toml, whose options are checked, and whose log.dir."""
+    listen: int | None = None
+    """Port on which the doctors of other hosts are answered, until Ctrl-C."""
+    connect: str | None = None
+    """Hosts on which a doctor listens, comma-separated: "hostA:29400,[fd00::2]:29400". Measures the links to them."""
+    announce: str | None = None
+    """Address host:port at which others reach --listen. Default: the address that they see, with that port."""
+    seconds: float = 2.0
+    """Time for which data is sent in each direction of a link."""
+    json: bool = False
+    """Print JSON in place of a table."""
+
+    def run(self) -> None:
+        """Run the command."""
+        if not 0 < self.seconds <= 10:
+            raise ValueError(f"--seconds {self.seconds} must be above 0 and at most 10")
+        if self.announce is not None and self.listen is None:
+            raise ValueError("--announce is the address of --listen; give --listen PORT, too")
+        with contextlib.ExitStack() as stack:
+            if self.listen is not None:
+                stack.enter_context(contextlib.closing(self._answer(self.listen)))
+            diagnoses, links = list(self._check_host()), []
+            for address in parse_endpoints(self.connect) if self.connect is not None else ():
+                found, link = self._check_link(address)
+                diagnoses += found
+                links += [link] if link else []
+            self._print(diagnoses, links)
+            if self.listen is not None:
+                print(f"answering other hosts on port {self.listen}, until Ctrl-C", file=sys.stderr, flush=True)
+                signal.pause()
+        sys.exit(any(each.level == "error" for each in diagnoses))
+
+    def _check_host(self) -> Iterator[Diagnosis]:
+        directory = Path.cwd()
+        if self.run_file is not None:
+            from acsgd.config.run_file import parse
+
+            try:
+                config = parse([str(self.run_file)], prog="acsgd doctor", is_main=False)
+            except ValueError as error:
+                yield Diagnosis("error", "run", f"{self.run_file}: {error}")
+            else:
+                directory = Path(config.log.dir)
+                yield Diagnosis("ok", "run", f"{self.run_file}: its options are valid")
+        yield from check_host(directory, gloo_interface())
+
+    def _check_link(self, address: str) -> tuple[Sequence[Diagnosis], Measured | None]:
+        """Measure a link; return what was found, and the figures if the host was reached."""
+        try:
+            link = measure(address, _secret(), self.seconds)
+            addresses = {each.address for some in psutil.net_if_addrs().values() for each in some}
+            return [*diagnose(link, facts(), addresses), *self._dial_back(address)], link
+        except PeerError as error:
+            return [Diagnosis("error", f"link to {address}", str(error), error.remedy)], None
+
+    def _dial_back(self, address: str) -> Iterator[Diagnosis]:
+        """Let a peer connect to this host, if it listens. Raises PeerError if the peer no longer answers."""
+        if self.listen is None:
+            return
+        with Peer(address, _secret()) as peer:
+            mine = self.announce or join_address(peer.facts["sees"], self.listen)
+            problem = peer.request("dial", address=mine)["problem"]
+        subject = f"link from {address}"
+        if problem:
+            remedy = (
+                f"let firewall and router pass TCP port {self.listen} to this host, give --announce, or let it dial"
+            )
+            yield Diagnosis("error", subject, f"it does not reach this host at {mine}: {problem}", remedy)
+        else:
+            yield Diagnosis("ok", subject, f"it reaches this host at {mine}")
+
+    def _answer(self, port: int) -> Doctor:
+        """Begin to answer other hosts. Raises ValueError if the port is taken."""
+        try:
+            return Doctor(port, _secret(), facts())
+        except OSError as error:
+            raise ValueError(f"port {port} cannot be listened on ({error.strerror}); give another --listen") from None
+
+    def _print(self, diagnoses: Sequence[Diagnosis], links: Sequence[Measured]) -> None:
+        if self.json:
+            report = {"diagnoses": [*map(dataclasses.asdict, diagnoses)], "links": [*map(dataclasses.asdict, links)]}
+            print(json.dumps(report))
+            return
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        for each in diagnoses:
+            table.add_row(MARKS[each.level], each.subject, escape(each.sentence()))
+        Console().print(table)
+
+
+def facts() -> dict[str, str]:
+    """Return what must be equal on all hosts of a run."""
+    from acsgd.elastic.setup import digest_of_code
+
+    versions = {name: importlib.metadata.version(name) for name in ("acsgd", "torch", "transformers")}
+    return {**versions, "code": digest_of_code()[:12]}
+
+
+def _secret() -> bytes:
+    """Return the secret of the run. Raises ValueError if there is none."""
+    if (secret := run_secret()) is None:
+        raise ValueError(
+            "doctors of several hosts need a secret: set ACSGD_SECRET to the same text on all hosts, such as one made "
+            "by: openssl rand -hex 32"
+        )
+    return secret.encode()

@@ -1,0 +1,360 @@
+"""What keeps a host or a link from training is found, and named with what to type."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from acsgd.commands.doctor import host, links
+from acsgd.commands.doctor.command import DoctorCommand, facts
+from acsgd.commands.doctor.host import Diagnosis, check_host
+from acsgd.commands.doctor.links import Doctor, Measured, diagnose, measure
+
+SECRET = b"secret"
+Break = Callable[[pytest.MonkeyPatch, Path], None]
+FACTS = {"acsgd": "1", "code": "a", "torch": "2", "transformers": "5"}
+
+
+def _old_package(patch: pytest.MonkeyPatch, path: Path) -> None:
+    (path / "transformers-4.40.0.dist-info").mkdir()
+    (path / "transformers-4.40.0.dist-info" / "METADATA").write_text("Name: transformers\nVersion: 4.40.0\n")
+    patch.syspath_prepend(path)
+
+
+def _cgroup(name: str, content: str) -> Break:
+    def limit(patch: pytest.MonkeyPatch, path: Path) -> None:
+        (path / name).write_text(content)
+        patch.setattr(host, "CGROUP", path)
+        patch.setattr(os, "getloadavg", lambda: (3.0, 0, 0))
+
+    return limit
+
+
+def _driver(patch: pytest.MonkeyPatch, path: Path) -> None:
+    (path / "version").write_text("NVRM version: 1\n")
+    patch.setattr(host, "DRIVER", path / "version")
+    patch.setattr("torch.version.cuda", None)
+    patch.setattr("torch.cuda.is_available", lambda: False)
+
+
+def _full(patch: pytest.MonkeyPatch, path: Path) -> None:
+    patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=2**40, free=2**20))
+
+
+def _no_inodes(patch: pytest.MonkeyPatch, path: Path) -> None:
+    found = os.statvfs(path)
+    fields = {name: getattr(found, name) for name in dir(found) if name.startswith("f_")}
+    patch.setattr(os, "statvfs", lambda _: SimpleNamespace(**{**fields, "f_files": 1000, "f_favail": 3}))
+
+
+def _no_links(patch: pytest.MonkeyPatch, path: Path) -> None:
+    patch.setattr(host, "missing_operations", lambda _: ["hard links"])
+
+
+def _slow_disk(patch: pytest.MonkeyPatch, path: Path) -> None:
+    fsync = os.fsync
+    patch.setattr(os, "fsync", lambda file: (time.sleep(1.2), fsync(file)))
+
+
+def _past(patch: pytest.MonkeyPatch, path: Path) -> None:
+    patch.setattr(time, "time", lambda: 1e9)
+
+
+def _few_files(patch: pytest.MonkeyPatch, path: Path) -> None:
+    patch.setattr(resource, "getrlimit", lambda _: (256, 4096))
+
+
+def _alone(patch: pytest.MonkeyPatch, path: Path) -> None:
+    stats = psutil.net_if_stats()
+    patch.setattr(psutil, "net_if_stats", lambda: {"lo": stats["lo"]})
+
+
+HOST_FAULTS: list[tuple[Break, str, str, str]] = [
+    (_old_package, "error", "versions", 'transformers 4.40.0 is installed, acsgd needs >=5.0; pip install "transfo'),
+    (_driver, "error", "device", "is built for the CPU alone; install a build of torch with CUDA"),
+    (_cgroup("memory.max", str(2**30)), "error", "memory", "of the 1.0 GiB that this container may use are available"),
+    (_cgroup("cpu.max", "50000 100000"), "warning", "processors", "0.5 processors, load 3.0; other programs"),
+    (_few_files, "warning", "open files", "a process may open 256 files, runs need 1024; ulimit -n 1024"),
+    (_full, "error", "disk", "0.0 of 1024.0 GiB free; make room"),
+    (_no_inodes, "error", "disk", "can take no more files (df -i)"),
+    (_no_links, "warning", "disk", "is on a file system without hard links; runs work there"),
+    (_slow_disk, "warning", "disk", "MB/s; saves will be slow"),
+    (
+        _past,
+        "error",
+        "clock",
+        "it is 2001-09-09 01:46 UTC on this host, before acsgd was installed; set the clock: timed",
+    ),
+    (_alone, "warning", "addresses", "no network interface is up but loopback"),
+]
+
+
+def test_a_good_host_has_no_error(tmp_path: Path) -> None:
+    found = list(check_host(tmp_path / "runs" / "new", None))
+    assert [each for each in found if each.level == "error"] == []
+    subjects = {"versions", "device", "memory", "processors", "disk", "clock", "addresses", "interface"}
+    assert subjects <= {each.subject for each in found}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("fault", "level", "subject", "text"), HOST_FAULTS, ids=[each[3][:30] for each in HOST_FAULTS])
+def test_a_fault_of_a_host_is_named(
+    fault: Break, level: str, subject: str, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fault(monkeypatch, tmp_path)
+    found = [each for each in check_host(tmp_path, None) if each.subject == subject and each.level != "ok"]
+    assert [each.level for each in found] == [level]
+    assert text in found[0].sentence()
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    [found] = host.check_disk(tmp_path / "file")
+    assert (found.level, found.sentence()) == ("error", f"{tmp_path / 'file'} is not a directory; give another log.dir")
+    if Path("/proc/self").exists():  # not even root can write there
+        [found] = host.check_disk(Path("/proc/self/runs"))
+        assert found.level == "error"
+
+
+@pytest.mark.parametrize(("name", "problem"), [("none0", "is not one of this host"), ("lo", "is down")])
+def test_an_interface_that_cannot_be_used_is_named(name: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {"lo": psutil.net_if_stats()["lo"]._replace(isup=False)}
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
+    [found] = host.check_interface(name)
+    text = f"GLOO_SOCKET_IFNAME={name}, but {name} {problem}; give one of lo, or unset it"
+    assert (found.level, found.sentence()) == ("error", text)
+
+
+@pytest.fixture
+def doctor() -> Iterator[Doctor]:
+    with contextlib.closing(Doctor(0, SECRET, FACTS)) as listening:
+        yield listening
+
+
+def test_a_link_is_measured(doctor: Doctor) -> None:
+    link = measure(f"127.0.0.1:{doctor.port}", SECRET, 0.1)
+    assert link.sent is not None
+    assert link.received is not None
+    assert min(link.sent, link.received) > 1e6
+    assert abs(link.clock_s) <= link.delay_s + 0.1
+    [found] = diagnose(link, FACTS, {"127.0.0.1"})
+    assert found.level in ("ok", "warning")
+    [translated] = diagnose(link, FACTS, {"10.0.0.1"})
+    assert "it sees this host as 127.0.0.1, so a router translates addresses" in translated.text
+
+
+GOOD = Measured("b:1", FACTS, 0.02, 0.0, 1e8, 1e8, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "text"),
+    [
+        ({"facts": {**FACTS, "torch": "3"}}, "error", "torch differs: 2 here, 3 there; install the same versions"),
+        ({"facts": {**FACTS, "code": "b"}}, "error", "source code of acsgd differs: a here, b there; install the same"),
+        ({"clock_s": 86400.0}, "error", "its clock is 86,400 s ahead; set both clocks: timedatectl set-ntp true"),
+        ({"clock_s": -60.0}, "warning", "its clock is 60 s behind; set both clocks"),
+        ({"loss": 0.05}, "warning", "5.0% lost; the link loses packets: look at Wi-Fi"),
+        ({"received": 2e6}, "warning", "2.0 Mbit/s back, 0.0% lost; use a mode for slow links"),
+        (
+            {"sent": None},
+            "error",
+            "small messages pass, but large ones to it do not arrive; a firewall or router",
+        ),
+        (
+            {"received": None, "segment": 1200},
+            "error",
+            "segments have at most 1200 bytes: a router drops larger packets",
+        ),
+    ],
+)
+def test_a_fault_of_a_link_is_named(changed: dict[str, object], level: str, text: str) -> None:
+    link = Measured(**{**{name: getattr(GOOD, name) for name in GOOD.__dataclass_fields__}, **changed})  # type: ignore[arg-type]
+    found = [each for each in diagnose(link, FACTS, set()) if each.level != "ok"]
+    assert [each.level for each in found] == [level]
+    assert text in found[0].sentence()
+
+
+def _check_link(address: str, secret: str, monkeypatch: pytest.MonkeyPatch) -> list[Diagnosis]:
+    monkeypatch.setenv("ACSGD_SECRET", secret)
+    return list(DoctorCommand(connect=address, seconds=0.1)._check_link(address)[0])
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[socket.socket]:
+    """Open a server whose backlog is full, so that further connections get no answer."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(server.getsockname())
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("secret", "{} has another secret; give all hosts the same ACSGD_SECRET"),
+        ("name", "the name no-host.invalid has no address; correct it, or give an address"),
+        ("refused", "nothing listens at {}; start acsgd doctor --listen {port} there"),
+        (
+            "silent",
+            "{} does not answer (no packet came back); let firewall and router of that host pass TCP",
+        ),
+        ("program", "another program than acsgd doctor answers at {}; give another port"),
+        ("version", "{} has another version of acsgd; install the same version"),
+    ],
+)
+def test_a_host_that_does_not_answer_is_named(
+    fault: str, text: str, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "CONNECT_S", 0.5)
+    port = doctor.port
+    with contextlib.ExitStack() as stack:
+        if fault == "refused":
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+        elif fault in ("silent", "program"):
+            server = stack.enter_context(_silent() if fault == "silent" else socket.create_server(("127.0.0.1", 0)))
+            port = server.getsockname()[1]
+            if fault == "program":
+                threading.Thread(target=_answer_http, args=(server,), daemon=True).start()
+        elif fault == "version":
+            monkeypatch.setattr(links, "PROTOCOL", links.PROTOCOL + 1)
+            lines = links._Lines.send
+            monkeypatch.setattr(
+                links._Lines,
+                "send",
+                lambda self, m: lines(self, {**m, "protocol": 1} if "nonce" in m and "acsgd" in m else m),
+            )
+        address = f"{'no-host.invalid' if fault == 'name' else '127.0.0.1'}:{port}"
+        [found] = _check_link(address, "other" if fault == "secret" else SECRET.decode(), monkeypatch)
+    assert found.level == "error"
+    assert found.sentence().startswith(text.format(address, port=port))
+
+
+def _answer_http(server: socket.socket) -> None:
+    connection, _ = server.accept()
+    with connection:
+        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        connection.recv(100)
+
+
+def test_hosts_that_hold_connections_do_not_keep_others_out(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(2 * links.MAX_CONNECTIONS):
+            stack.enter_context(socket.create_connection(("127.0.0.1", doctor.port)))
+        monkeypatch.setattr(links, "CONNECT_S", 0.2)  # of those that are accepted from now on
+        doctor._slots = threading.BoundedSemaphore(links.MAX_CONNECTIONS)
+        for _ in range(3 * links.MAX_CONNECTIONS):
+            stack.enter_context(socket.create_connection(("127.0.0.1", doctor.port)))
+        monkeypatch.setattr(links, "CONNECT_S", 20.0)
+        with links.Peer(f"127.0.0.1:{doctor.port}", SECRET) as peer:
+            assert peer.facts["torch"] == "2"
+
+
+def test_a_peer_dials_back(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACSGD_SECRET", SECRET.decode())
+    monkeypatch.setattr("acsgd.commands.doctor.command.facts", lambda: FACTS)
+    with contextlib.closing(Doctor(0, SECRET, FACTS)) as mine:
+        command = DoctorCommand(listen=mine.port, seconds=0.1)
+        [*_, found] = command._check_link(f"127.0.0.1:{doctor.port}")[0]
+        assert found == Diagnosis(
+            "ok", f"link from 127.0.0.1:{doctor.port}", f"it reaches this host at 127.0.0.1:{mine.port}"
+        )
+    [*_, found] = command._check_link(f"127.0.0.1:{doctor.port}")[0]
+    assert found.level == "error"
+    assert f"it does not reach this host at 127.0.0.1:{mine.port}: nothing listens" in found.text
+
+
+def test_the_command_prints_and_ends_with_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        DoctorCommand(json=True).run()
+    assert not ended.value.code
+    report = json.loads(capsys.readouterr().out)
+    assert report["links"] == []
+    assert {"level", "subject", "text", "remedy"} == {*report["diagnoses"][0]}
+    (tmp_path / "run.toml").write_text("[optim]\nsteps = 'many'\n")
+    with pytest.raises(SystemExit) as ended:
+        DoctorCommand(tmp_path / "run.toml").run()
+    assert ended.value.code == 1
+    assert "error" in capsys.readouterr().out
+    monkeypatch.delenv("ACSGD_SECRET", raising=False)
+    with pytest.raises(ValueError, match="doctors of several hosts need a secret: set ACSGD_SECRET"):
+        DoctorCommand(connect="127.0.0.1:1").run()
+
+
+def test_facts_are_equal_where_the_code_is() -> None:
+    assert facts() == facts()
+    assert facts().keys() == FACTS.keys()
+
+
+def _in_namespace(name: str, *command: str) -> list[str]:
+    return ["ip", "netns", "exec", name, *command]
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="makes network namespaces: needs root and ip")
+@pytest.mark.processes
+def test_a_router_that_drops_large_packets_is_found(tmp_path: Path) -> None:
+    """A bridge drops what is larger than the packets of its port, without an answer."""
+    names = [f"doctor-{os.getpid()}-{part}" for part in ("a", "sw", "b")]
+    a, switch, b = names
+    setup = [["netns", "add", name] for name in names]
+    setup += [["-n", switch, "link", "add", "br0", "type", "bridge"], ["-n", switch, "link", "set", "br0", "up"]]
+    for index, name in enumerate((a, b)):
+        port = f"p{index}"
+        setup += [["-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name]]
+        setup += [["-n", switch, "link", "set", port, "master", "br0", "mtu", "1500" if name == a else "1250"]]
+        setup += [["-n", switch, "link", "set", port, "up"], ["-n", name, "link", "set", "lo", "up"]]
+        setup += [
+            ["-n", name, "addr", "add", f"10.9.0.{index + 1}/24", "dev", "eth0"],
+            ["-n", name, "link", "set", "eth0", "up", "gso_max_segs", "1"],  # packets as on a real cable
+        ]
+    environment = {**os.environ, "ACSGD_SECRET": "x", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", "from acsgd.cli import main; main()", "doctor", "--seconds", "0.5"]
+    try:
+        for each in setup:
+            done = subprocess.run(["ip", *each], capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"network namespaces cannot be made here: {done.stderr.strip()}")
+        server = subprocess.Popen(
+            _in_namespace(b, *command, "--listen", "29400"),
+            env=environment,
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert server.stderr is not None
+        assert "answering other hosts" in server.stderr.readline()
+        done = subprocess.run(
+            _in_namespace(a, *command, "--connect", "10.9.0.2:29400", "--json"),
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        [found] = [each for each in json.loads(done.stdout)["diagnoses"] if each["subject"].startswith("link")]
+        assert (done.returncode, found["level"]) == (1, "error")
+        assert "unless segments have at most 1200 bytes: a router drops larger packets" in found["text"]
+        server.kill()
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
