@@ -7,7 +7,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,14 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
-    PreTrainedModel,
 )
 from transformers.utils import logging
 
-from acsgd.layers.derive import derive
-from acsgd.layers.description import ModelLayers
+from acsgd.layers.description import ModelLayers, Verification
 from acsgd.layers.skeleton import set_buffer, set_parameter, weights_on_meta
-from acsgd.layers.verify import Verification, verify
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TOKEN_TYPES = "token_type_ids"
 """Input with the type of each token: 0 in the first text of a pair, 1 in the second."""
@@ -98,6 +98,8 @@ class ModelClass:
 
     def layers(self, config: PreTrainedConfig) -> ModelLayers:
         """Derive the layers of the model. Raises LayersError with the reason if it cannot be divided into layers."""
+        from acsgd.layers.derive import derive  # imports transformers' code of models, which takes seconds
+
         return derive(lambda: self.build(config), self.inputs_of(config))
 
     def verify(self, config: PreTrainedConfig, layers: ModelLayers) -> Verification:
@@ -105,6 +107,8 @@ class ModelClass:
 
         layers: derived from `config`.
         """
+        from acsgd.layers.verify import verify  # as in `layers`
+
         return verify(self.build, config, self.inputs_of(config), layers, predicted=self.predicted)
 
 

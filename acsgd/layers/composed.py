@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
 from acsgd.layers.capture import BlockCall, Reached, stubbed, unknown_like
-from acsgd.layers.description import HIDDEN, LOGITS, ModelLayers, Replicated
+from acsgd.layers.description import HIDDEN, LOGITS, Head, ModelLayers, Replicated
 from acsgd.layers.masks import masked
 from acsgd.layers.stand_ins import compute_relative_bias
 from acsgd.streams import generator_states, restore_generators
@@ -23,9 +23,6 @@ State = dict[str, Tensor]
 
 Inputs = Mapping[str, Tensor]
 """Inputs of the model for one micro-batch, by name, and DOCUMENTS where sequences hold several."""
-
-Head = Callable[[Tensor], Tensor]
-"""Returns the logits of hidden states [B, T, H]; may be called with some of the T positions at a time."""
 
 Context = Mapping[int, BlockCall]
 """How forward calls the blocks of this rank for one micro-batch, by position among all blocks."""

@@ -7,12 +7,13 @@ code after the last block. Each layer is a function of its inputs and its parame
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from acsgd.errors import InputError
 
@@ -24,6 +25,9 @@ HIDDEN = "hidden"
 
 LOGITS = "logits"
 """Name of the output of the last layer."""
+
+Head = Callable[[Tensor], Tensor]
+"""Returns the logits of hidden states [B, T, H]; may be called with some of the T positions at a time."""
 
 
 class LayersError(InputError):
@@ -217,6 +221,25 @@ class ModelLayers:
     def to_dict(self) -> dict[str, Any]:
         """Return the description as JSON values."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Result of a comparison of layers with the whole model that found no difference beyond rounding."""
+
+    batches: tuple[str, ...]
+    """Batches that were compared: "plain", "padded", "packed" if the model keeps documents apart, "prefixed" if its
+    attention can have both directions in a prefix."""
+    difference: float
+    """Largest difference of an output or a gradient, relative to its largest absolute value, or to 1."""
+    blocks: int
+    """Number of blocks of the small model that was compared."""
+    parameters: int
+    """Number of parameters of the small model."""
+    version: str
+    """Version of transformers."""
+    ignores_padding: bool = False
+    """Whether padded rows have the same logits when they are cut to the longest row."""
 
 
 def layer_names(num_blocks: int) -> Sequence[str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, blockwise_overlay, or_masks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DOCUMENTS = "documents"
 """Input of a model with the document of each token: integers [B, T], equal for the tokens of one document, which lie
@@ -35,6 +36,13 @@ def masked(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Iterator[dic
     if documents is None and prefixes is None:
         yield arguments
         return
+    from transformers.masking_utils import (  # takes a second
+        ALL_MASK_ATTENTION_FUNCTIONS,
+        and_masks,
+        blockwise_overlay,
+        or_masks,
+    )
+
     if documents is not None and "position_ids" in inspect.signature(model.forward).parameters:
         arguments["position_ids"] = positions(documents)
 

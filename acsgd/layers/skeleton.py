@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel, initialization
+from transformers import initialization
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LARGE = 2**24
 """Number of elements from which zeros and ones made by constructors take no memory."""

@@ -7,7 +7,6 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import transformers
@@ -16,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from acsgd.layers.compare import InputTensors, Stages, compare
 from acsgd.layers.derive import derive
-from acsgd.layers.description import LayersError, LayerSpec, ModelLayers
+from acsgd.layers.description import LayersError, LayerSpec, ModelLayers, Verification
 from acsgd.layers.masks import DOCUMENTS, NO_PREFIX, PREFIXES
 from acsgd.layers.padding import APART, ignores_padding
 from acsgd.layers.skeleton import parameter_names, set_tied_parameter
@@ -38,25 +37,6 @@ Build = Callable[[PreTrainedConfig], PreTrainedModel]
 
 InputSizes = Mapping[str, Sequence[str]]
 """Integer inputs of forward by name, as in `derive`."""
-
-
-@dataclass(frozen=True)
-class Verification:
-    """Result of a comparison without a difference beyond TOLERANCE."""
-
-    batches: tuple[str, ...]
-    """Batches that were compared: "plain", "padded", "packed" if the model keeps documents apart, "prefixed" if its
-    attention can have both directions in a prefix."""
-    difference: float
-    """Largest difference of an output or a gradient, relative to its largest absolute value, or to 1."""
-    blocks: int
-    """Number of blocks of the small model that was compared."""
-    parameters: int
-    """Number of parameters of the small model."""
-    version: str
-    """Version of transformers."""
-    ignores_padding: bool = False
-    """Whether padded rows have the same logits when they are cut to the longest row."""
 
 
 def verify(

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from acsgd.dp.sync import GradSync
-from acsgd.layers.composed import ComposedModel, Context, Head, Inputs, State
-from acsgd.layers.description import LayerSpec
+from acsgd.layers.composed import ComposedModel, Context, Inputs, State
+from acsgd.layers.description import Head, LayerSpec
 from acsgd.layers.skeleton import parameter_names
 from acsgd.shards.load import LoadedLayer
 from acsgd.shards.weights import Weight, in_reduction_order

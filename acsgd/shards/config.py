@@ -15,7 +15,6 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from acsgd.config.spec import suggest
 from acsgd.errors import similar
 from acsgd.layers.description import LayersError, ModelLayers
-from acsgd.layers.trace import on_fake_tensors, trace
 from acsgd.model_classes import MODEL_CLASSES, ModelClass
 from acsgd.shards.files import blame, read_json_object
 
@@ -189,6 +188,8 @@ def _default_runs(config: PreTrainedConfig, model_class: ModelClass) -> bool:
 
 
 def _trace(config: PreTrainedConfig, model_class: ModelClass) -> None:
+    from acsgd.layers.trace import on_fake_tensors, trace  # imports transformers' code of models, which takes seconds
+
     model = model_class.build(config)
     with on_fake_tensors(model):
         trace(model, model_class.inputs_of(config), PROBE)

@@ -16,7 +16,6 @@ from acsgd.layers.description import ModelLayers
 from acsgd.shards.config import CONFIG, parameter_count, read_config
 from acsgd.shards.disk import model_files
 from acsgd.shards.files import ADAPTER_CONFIG
-from acsgd.shards.locate import open_hf, open_shards
 from acsgd.shards.manifest import MANIFEST
 
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.spm")
@@ -43,6 +42,8 @@ def open_model(
     Checks all that headers show. Raises ValueError if the model cannot be found or read, or if it is pretrained and its
     weights are not those of its config; CorruptFileError if a file is not as it was written.
     """
+    from acsgd.shards.locate import open_hf, open_shards  # import transformers' code of models, which takes seconds
+
     directory = find_model(model.name, option="model.name", weights=model.init == "pretrained")
     if os.path.lexists(directory / MANIFEST):
         shards, config, built = open_shards(directory)

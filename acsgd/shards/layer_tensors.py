@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from acsgd.layers.description import ModelLayers
 from acsgd.layers.skeleton import parameter_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class LayerTensors(NamedTuple):

@@ -12,8 +12,7 @@ from acsgd.errors import CorruptFileError, missing
 from acsgd.io.files.atomic import fsync_directory
 from acsgd.io.files.checksum import check_file_checksum, new_file_checksum
 from acsgd.io.files.fields import Natural, from_json
-from acsgd.layers.description import ModelLayers
-from acsgd.layers.verify import Verification
+from acsgd.layers.description import ModelLayers, Verification
 from acsgd.model_classes import MODEL_CLASSES
 from acsgd.shards.files import check_file_name, unusable
 

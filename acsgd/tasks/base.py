@@ -25,7 +25,7 @@ from acsgd.io.data.rows.ul2r import UL2R
 from acsgd.io.data.stream.segments import Cutter
 from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.io.data.tokens.encode import Encoded, Encoder
-from acsgd.layers.composed import Head
+from acsgd.layers.description import Head
 from acsgd.metrics import Kind
 from acsgd.model_classes import IGNORED, ModelClass
 

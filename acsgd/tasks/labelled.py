@@ -15,7 +15,7 @@ from acsgd.io.data.rows.labelled import MASK, LabelledRows
 from acsgd.io.data.rows.layout import RowLayout
 from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.io.data.tokens.encode_examples import SequenceEncoder
-from acsgd.layers.composed import Head
+from acsgd.layers.description import Head
 from acsgd.model_classes import MODEL_CLASSES, TOKEN_TYPES
 from acsgd.tasks.base import RowContext, ShownText, Task
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,27 @@ try:
 finally:
     assert "torch" not in sys.modules
 """
+
+WITHOUT_MODELS = """
+import sys
+from acsgd import cli
+cli.main()
+assert not {"transformers.modeling_utils", "torch._dynamo", "peft", "scipy", "datasets"} & sys.modules.keys()
+"""
+
+
+def test_data_is_shown_without_the_code_of_models(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Which takes most of the time to import."""
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "1 + 1", "completion": "2"}')
+    arguments = ["data", "show", str(tmp_path / "chats.jsonl"), "--model", str(tiny_model())]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_MODELS, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_help_of_acsgd_lists_train_without_loading_torch_and_may_lose_its_reader() -> None:

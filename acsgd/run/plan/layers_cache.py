@@ -17,8 +17,7 @@ from transformers import PreTrainedConfig
 from acsgd.errors import CorruptFileError
 from acsgd.io.files.cache import open_cached
 from acsgd.io.files.fields import from_json
-from acsgd.layers.description import ModelLayers
-from acsgd.layers.verify import Verification
+from acsgd.layers.description import ModelLayers, Verification
 from acsgd.model_classes import ModelClass
 from acsgd.notes import print_note, report_if_slow
 from acsgd.shards.plan import layer_costs
