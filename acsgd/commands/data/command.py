@@ -32,6 +32,10 @@ class DataOptions:
     """Text of a prompt, as data.input_format of a run."""
     output_format: str = "__output__"
     """Text of an answer, as data.output_format of a run."""
+    chat_template: str | None = None
+    """File with a chat template, as data.chat_template of a run."""
+    chat_template_kwargs: str | None = None
+    """Variables of the chat template, as data.chat_template_kwargs of a run."""
     split_special_tokens: bool = True
     """Whether special tokens in messages of chats are ordinary text, as data.split_special_tokens of a run."""
 

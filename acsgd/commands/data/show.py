@@ -24,6 +24,7 @@ from acsgd.io.data.sources.streamed import PREFIX, Streamed
 from acsgd.io.data.tokens.encode import DocumentEncoder
 from acsgd.io.data.tokens.ends import EndFinder, TextEnds
 from acsgd.run.setup.rows import RowMaker
+from acsgd.shards.chat_template import set_chat_template
 from acsgd.shards.config import read_config
 from acsgd.shards.generation import ends_of, read_generation_config
 from acsgd.shards.hub import find_model
@@ -50,7 +51,9 @@ def open_sources(
     directory = find_model(model, option="--model", weights=False)
     # no model is built, for which transformers' code of models would be imported
     config = read_config(directory, find_task(task).model_class.name, is_valid=lambda config: True)
-    return sources, load_tokenizer(directory, config), config
+    tokenizer = load_tokenizer(directory, config)
+    set_chat_template(tokenizer, data)
+    return sources, tokenizer, config
 
 
 def unused_run(data: DataConfig, model: str, task: str) -> Config:

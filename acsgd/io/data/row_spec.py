@@ -98,6 +98,8 @@ APART = {
     "weights": "they determine the slots of each source per block, which checkpoints record",
     "eval_sources": "no step trains on them",
     "deal": "it determines who trains on a row, not on which row",
+    "chat_template": "it is the template of the tokenizer",
+    "chat_template_kwargs": "they are in the template of the tokenizer",
 }
 """Options of [data] that are no fields of RowSpec or ReadOptions, and why."""
 

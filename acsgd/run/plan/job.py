@@ -34,6 +34,7 @@ from acsgd.run.plan.layout import BatchShapes, RunPaths, StageLayout, costs_of, 
 from acsgd.run.plan.limits import check_computes, check_directories, check_reading, check_streams
 from acsgd.run.plan.model import RunModel, open_run_model
 from acsgd.run.plan.plugins import Plugins, check_capabilities, check_deal, parse_plugins
+from acsgd.shards.chat_template import set_chat_template
 from acsgd.shards.generation import ends_of, read_generation_config
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import Streams, open_streams
@@ -182,6 +183,8 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True, model: RunMo
     with report_if_slow(print_note, lambda: f"planning {model.describe_size()}", enabled=launch.rank == 0):
         costs = costs_of(config, model, num_stages, streams)
         specs = divide(config, model, num_stages, costs)
+    tokenizer = load_tokenizer(model.directory, model.config)
+    set_chat_template(tokenizer, config.data)
     job = Job(
         config=config,
         topology=topology,
@@ -191,7 +194,7 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True, model: RunMo
         layout=StageLayout(topology, tuple(specs), costs),
         micro_ids=micro_ids,
         plugins=plugins,
-        tokenizer=load_tokenizer(model.directory, model.config),
+        tokenizer=tokenizer,
         sources=sources,
         eval_sources=eval_sources,
         metrics=metrics,

@@ -22,6 +22,7 @@ from acsgd.run.initial_weights import check_base_of, checksum_of, open_weight_so
 from acsgd.run.plan.job import Job
 from acsgd.run.setup.data import Data, open_data
 from acsgd.run.setup.describe import describe_padding, has_padding
+from acsgd.shards.chat_template import describe_template
 from acsgd.shards.load import WeightSource
 from acsgd.shards.tokenizer import DocumentTokens, SpecialTokens, name_tokens
 from acsgd.tasks.base import objective_of
@@ -96,7 +97,7 @@ def _identity(job: Job, data: Data) -> RunIdentity:
             SourceIdentity.of(source.name, each.fingerprint())
             for (source, _), each in zip(job.sources, rows, strict=True)
         ],
-        reading=describe_options(data.spec.reading),
+        reading=describe_options(data.spec.reading) | describe_template(job.tokenizer, job.config.data),
     )
 
 

@@ -27,6 +27,7 @@ from acsgd.run.session import Session
 from acsgd.run.setup.inputs import RunInputs
 from acsgd.run.setup.resume import Start, check_files, layer_states
 from acsgd.run.step.hooks import LoopState, StepHook
+from acsgd.shards.chat_template import write_chat_template
 from acsgd.shards.disk import ShardDirectory, copy_model_files, list_model_files
 from acsgd.shards.generation import write_ends
 from acsgd.shards.load import WeightSource
@@ -248,12 +249,15 @@ class Checkpointing(StepHook):
 
 
 def _write_model_files(job: Job, rows: RowReader, target: Path) -> list[StoredFile]:
-    """Copy the config and tokenizer files of the model; generation also stops where the learned texts end."""
+    """Copy the config and tokenizer files of the model, with the chat template of the run.
+
+    Generation also stops where the learned texts end.
+    """
     copied, known = copy_model_files(job.model.directory, target), job.ends
+    is_changed = write_chat_template(target, job.tokenizer, job.config.data)
     if new := [id_ for id_ in rows.ends.ids if id_ not in known and not job.model.task.has_labels]:
         write_ends(target, [*known, *new])
-        return list_model_files(target)
-    return copied
+    return list_model_files(target) if new or is_changed else copied
 
 
 def _directories(source: WeightSource | None) -> list[ShardDirectory]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -26,6 +26,7 @@ from acsgd.io.data.formats.base import (
 )
 from acsgd.io.data.sources.base import SourceRecord
 from acsgd.io.data.sources.text import excerpt
+from acsgd.shards.chat_template import names
 
 ChatMessage = dict[str, Any]
 
@@ -87,12 +88,12 @@ class Messages(DeclaredFormat):
         yield from super().unread(fields)
         known = (self.speaker, self.content)
         template = self._template(fields)
-        if has_value(fields.get(TOOLS)) and not _names(template, TOOLS):
+        if has_value(fields.get(TOOLS)) and not names(template, TOOLS):
             yield TOOLS
         for turn, _ in self._turns(fields):
             for name, value in turn.items() if isinstance(turn, Mapping) else ():
                 is_flag = name in FLAGS and self.roles.get(turn.get(self.speaker, "")) == ASSISTANT
-                if name not in known and has_value(value) and not is_flag and not _names(template, name):
+                if name not in known and has_value(value) and not is_flag and not names(template, name):
                     yield f"{self.field}.{name}"
 
     def example(self, record: SourceRecord) -> Example:
@@ -189,7 +190,7 @@ class Messages(DeclaredFormat):
         kept = {name: value for name, value in turn.items() if name not in (self.speaker, self.content, *FLAGS)}
         rest = {name: value for name, value in kept.items() if value is not None}  # nulls that tables of rows add
         calls = rest.get(TOOL_CALLS)
-        if calls and not _names(template, TOOL_CALLS):
+        if calls and not names(template, TOOL_CALLS):
             raise FormatError(
                 f"has tool calls in {place}, which the chat template does not write",
                 "give a model whose template does, or remove the record",
@@ -299,12 +300,6 @@ class PromptMessages(Messages):
 
 def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-@lru_cache(maxsize=256)
-def _names(template: str, name: str) -> bool:
-    """Return whether a template has a name in it."""
-    return bool(re.search(rf"\b{re.escape(name)}\b", template))
 
 
 def _is_learned(turn: Mapping[str, Any], place: str, *, default: bool) -> bool:
