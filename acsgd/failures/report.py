@@ -16,6 +16,9 @@ from pathlib import Path
 from acsgd.errors import InputError, explain, printable
 from acsgd.launch import Launch
 
+REPORTED = "acsgd"
+"""Key of the text in the error files of this package."""
+
 
 def log_file(run_dir: Path, rank: int) -> Path:
     """Return the text log of a rank."""
@@ -57,7 +60,8 @@ def record_error(text: str, launch: Launch, *, is_cause: bool = True) -> None:
     torchrun takes the file with the smallest timestamp, in seconds, for the root cause.
     """
     if launch.error_file:
-        extra = {"py_callstack": f"error: {text}", "timestamp": str(int(time.time()) + (0 if is_cause else 60))}
+        timestamp = str(int(time.time()) + (0 if is_cause else 60))
+        extra = {"py_callstack": f"error: {text}", "timestamp": timestamp, REPORTED: text}
         with contextlib.suppress(OSError):
             Path(launch.error_file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 

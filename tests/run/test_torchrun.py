@@ -129,7 +129,9 @@ def test_an_error_at_start_is_printed_once_before_anything_is_written(tiny_model
         (error,) = run.errors
         message = "error: pp.stages=3 does not divide the number of processes, 2"
         assert error.startswith(message)
-        assert run.stderr.strip().splitlines()[-2].startswith(f"  traceback : {message}"), "torchrun's summary"
+        lines = run.stderr.strip().splitlines()
+        assert lines[-1] in [f"rank {rank}: {error}" for rank in range(2)], "torchrun's summary"
+        assert len(lines) <= 24 - 8, "with one line for each of eight processes that torchrun ends, one screen"
         assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -157,6 +159,10 @@ def test_a_dead_rank_is_named_once_with_stage_and_action(tiny_model: TinyModel, 
         (error,) = run.errors
         assert error.startswith("error: step 2, stage 0, action "), error
         assert f"rank 1 on {socket.gethostname()} is silent" in error
+        assert run.stderr.strip().splitlines()[-2:] == [
+            "torchrun: exit code 1 of rank 0; 7 of rank 1",
+            f"rank 0: {error}",
+        ]
 
 
 def test_a_run_whose_worker_is_killed_is_started_again_by_torchrun_and_resumes(

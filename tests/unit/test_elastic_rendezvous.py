@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import signal
 import socket
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from lib.daemons import Worker, free_addresses
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from acsgd.comm import addresses
 from acsgd.comm.addresses import default_is_loopback, find_address, find_interface, parse_endpoints
 from acsgd.elastic.host import rendezvous
-from acsgd.launch import forbid_restart
+from acsgd.failures.report import record_error
+from acsgd.launch import Launch, forbid_restart
 
 
 @pytest.fixture
@@ -141,3 +146,38 @@ def test_torchrun_ends_instead_of_starting_workers_again_that_would_fail_again(e
             host.next_rendezvous()
     finally:
         host.shutdown()
+
+
+def test_torchrun_ends_with_the_error_of_its_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first error of all, after the exit codes of workers that torchrun has not ended itself."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    rendezvous.rendezvous_handler()
+    record_error("another rank has failed", Launch(error_file=str(tmp_path / "0")), is_cause=False)
+    record_error("no such file", Launch(error_file=str(tmp_path / "2")))
+    codes = {0: 2, 1: -signal.SIGTERM, 2: 2, 3: -signal.SIGKILL}
+    failures = {rank: ProcessFailure(rank, 100 + rank, code, str(tmp_path / str(rank))) for rank, code in codes.items()}
+    show(ChildFailedError("acsgd", failures))
+    assert (
+        capsys.readouterr().err == "\ntorchrun: exit code 2 of rank 0, 2; -9 of rank 3\nrank 2: error: no such file\n"
+    )
+
+
+@pytest.mark.parametrize("content", [None, "a text", {"message": "a text", "extraInfo": {"timestamp": "7"}}])
+def test_torchrun_reports_other_programs_as_without_this_package(
+    content: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    rendezvous.rendezvous_handler()
+    if content:
+        (tmp_path / "0").write_text(json.dumps({"message": content}))
+    show(ChildFailedError("other", {0: ProcessFailure(0, 100, 1, str(tmp_path / "0"))}))
+    assert "Root Cause (first observed failure)" in capsys.readouterr().err
+    show(ValueError("wrong"))
+    assert capsys.readouterr().err.endswith("ValueError: wrong\n")
+
+
+def show(error: Exception) -> None:
+    """Report an error as Python does that ends with it."""
+    sys.excepthook(type(error), error, None)

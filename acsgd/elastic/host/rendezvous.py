@@ -1,4 +1,4 @@
-"""torchrun's side: `torchrun --rdzv-backend acsgd` starts the daemon of this host.
+"""torchrun's side: `torchrun --rdzv-backend acsgd` starts the daemon of this host; any torchrun ends with our errors.
 
 To torchrun, each host is a run of its own. So it never restarts workers because another host joins or fails, and no
 store is shared. Which hosts take part is decided between the daemons.
@@ -9,10 +9,16 @@ from __future__ import annotations
 import atexit
 import errno
 import shutil
+import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from signal import SIGTERM
+from types import TracebackType
+from typing import Any
 
 from torch.distributed import HashStore
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
@@ -20,7 +26,7 @@ from acsgd.comm.addresses import find_address, find_interface, parse_endpoints, 
 from acsgd.elastic.host.daemon import Daemon
 from acsgd.elastic.host.joining import DaemonOptions
 from acsgd.errors import explain
-from acsgd.failures.report import print_error
+from acsgd.failures.report import REPORTED, print_error
 from acsgd.launch import is_restart_forbidden, publish_daemon, run_secret
 
 START_ATTEMPTS = 10
@@ -73,8 +79,44 @@ class AcsgdRendezvous(RendezvousHandler):
 
 
 def rendezvous_handler() -> type[AcsgdRendezvous]:
-    """Return the handler. Entry point of torchrun."""
+    """Return the handler. Entry point of torchrun, which calls it whatever the backend is."""
+    _shorten_summary()
     return AcsgdRendezvous
+
+
+def _shorten_summary() -> None:
+    """Let torchrun end with the error that workers have recorded, without a traceback and a block per worker.
+
+    What it reports of other programs stays as it is.
+    """
+    former = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, ChildFailedError) and (text := _summary(error.failures)) is not None:
+            print(text, file=sys.stderr)
+        else:
+            former(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _summary(failures: Mapping[int, ProcessFailure]) -> str | None:
+    """Return the exit codes of the workers that torchrun has not ended itself, and their error; None without one."""
+    errors = {rank: error for rank, each in failures.items() if (error := _recorded(each.message)) is not None}
+    if not errors:
+        return None
+    first = min(errors, key=lambda rank: failures[rank].timestamp)
+    codes: dict[int, list[str]] = {}
+    for rank, each in sorted(failures.items()):
+        if each.exitcode != -SIGTERM:
+            codes.setdefault(each.exitcode, []).append(str(rank))
+    ended = "; ".join(f"{code} of rank {', '.join(ranks)}" for code, ranks in codes.items())
+    return f"\ntorchrun: exit code {ended}\nrank {first}: error: {errors[first]}"
+
+
+def _recorded(message: Any) -> str | None:
+    """Return the text that a worker has recorded as its error file has it; None if none has."""
+    return message["extraInfo"].get(REPORTED) if isinstance(message, dict) else None
 
 
 def _start_daemon(parameters: RendezvousParameters) -> tuple[Daemon, Path]:
