@@ -26,6 +26,7 @@ from acsgd.commands.data.command import DataCommand
 from acsgd.commands.doctor.command import DoctorCommand
 from acsgd.commands.evaluation.options import EvalOptions
 from acsgd.commands.generation.options import GenerateOptions
+from acsgd.commands.invite import HostCommand, JoinCommand
 from acsgd.config.run_file import parse_flags
 from acsgd.config.spec import suggest
 from acsgd.failures.report import print_error, report_startup_error
@@ -287,6 +288,8 @@ COMMANDS: dict[str, Any] = {
     "data": DataCommand,
     "chaos": Chaos,
     "doctor": DoctorCommand,
+    "host": HostCommand,
+    "join": JoinCommand,
 }
 
 

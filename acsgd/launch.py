@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 _DAEMON = "ACSGD_DAEMON"
 """Environment variable with the socket of this host's daemon, in an elastic run."""
@@ -69,6 +70,12 @@ class Launch:
 def run_secret() -> str | None:
     """Return the secret by which the hosts of an elastic run know each other; None if none is given."""
     return os.environ.get(_SECRET)
+
+
+def start_torchrun(arguments: Sequence[str], secret: str) -> NoReturn:
+    """Start torchrun in place of this process. secret: by which the hosts of an elastic run know each other."""
+    environment = {**os.environ, _SECRET: secret}
+    os.execve(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments], environment)
 
 
 def publish_daemon(socket: Path, *, interface: str | None) -> None:

@@ -138,6 +138,8 @@ def commands() -> str:
         "acsgd convert to-legacy": lambda: cli.run(["convert", "to-legacy", "--help"]),
         "acsgd convert to-peft": lambda: cli.run(["convert", "to-peft", "--help"]),
         "acsgd convert merge": lambda: cli.run(["convert", "merge", "--help"]),
+        "acsgd host": lambda: cli.run(["host", "--help"]),
+        "acsgd join": lambda: cli.run(["join", "--help"]),
         "acsgd doctor": lambda: cli.run(["doctor", "--help"]),
         "acsgd chaos": lambda: cli.run(["chaos", "--help"]),
     }

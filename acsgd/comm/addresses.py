@@ -145,6 +145,11 @@ def find_interface(host: str, endpoints: Iterable[str]) -> str | None:
     return next((name for name, addresses in interfaces if own in [each.address for each in addresses]), None)
 
 
+def own_address() -> str | None:
+    """Return the address of this host from which it reaches other networks; None if it has none but loopback."""
+    return next((each for each in _reachable_from(ANYWHERE) if not _is_loopback(each)), None)
+
+
 def default_is_loopback() -> bool:
     """Return whether gloo would use a loopback address: that to which this host's name resolves, if it does."""
     own = _first_address(socket.gethostname())

@@ -1,0 +1,229 @@
+"""The commands `acsgd host` and `acsgd join`: start an elastic run and invite other hosts, with one line for each.
+
+Both start torchrun with the rendezvous backend of acsgd, in place of this process, and print its command line. The
+secret of the run is in a file that only this user can read and in the environment of torchrun, never on a command line
+that other users of the host could see.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import secrets
+import shlex
+import sys
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import tyro
+
+from acsgd.comm.addresses import DEFAULT_PORT, join_address, listen, own_address
+from acsgd.config.options import Config
+from acsgd.config.run_file import parse, to_toml
+from acsgd.launch import start_torchrun
+from acsgd.notes import print_note
+
+VERSION = importlib.metadata.version("acsgd")
+PREFIX = "acsgd1-"
+"""Beginning of an invitation, with the version of its format."""
+PRIVATE = Path("~/.acsgd")
+"""Directory with the secrets and invitations of this user's runs."""
+SHOWN = 20
+"""Number of characters of a wrong invitation that are shown; it may hold a secret."""
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What a host needs to join a run. Whoever has it can join: it holds the secret of the run."""
+
+    run: str
+    """Id of the run, --rdzv-id."""
+    secret: str
+    endpoints: tuple[str, ...]
+    """Addresses host:port of hosts that a newcomer contacts first."""
+    hosts: str
+    """Lowest and highest number of hosts, --nnodes."""
+    options: str
+    """Options of the run, TOML."""
+    version: str
+    """Version of acsgd that made it."""
+
+    def encode(self) -> str:
+        """Return the invitation as text of one line."""
+        content = zlib.compress(json.dumps(dataclasses.asdict(self)).encode(), 9)
+        return PREFIX + base64.urlsafe_b64encode(_checksum(content) + content).decode().rstrip("=")
+
+    @classmethod
+    def decode(cls, text: str) -> Self:
+        """Return the invitation of a text. Raises ValueError if it is damaged or of another format."""
+        text = "".join(text.split())  # mail and chat programs break lines
+        if not text.startswith(PREFIX):
+            if text.startswith("acsgd"):
+                raise ValueError(
+                    f"the invitation {text[:SHOWN]}... is of another version of acsgd than {VERSION}; "
+                    "install the same version on all hosts"
+                )
+            raise ValueError(f"{text[:SHOWN]}... is no invitation; copy all that acsgd host printed after acsgd join")
+        try:
+            data = base64.urlsafe_b64decode(text[len(PREFIX) :] + "=" * (-(len(text) - len(PREFIX)) % 4))
+            check, content = data[:4], data[4:]
+            if _checksum(content) != check:
+                raise ValueError
+            fields: dict[str, Any] = json.loads(zlib.decompress(content))
+            return cls(**{**fields, "endpoints": tuple(fields["endpoints"])})
+        except (ValueError, KeyError, TypeError, zlib.error, binascii.Error):
+            raise ValueError("the invitation is damaged or not whole; copy all that acsgd host printed") from None
+
+
+@dataclass(frozen=True)
+class HostCommand:
+    """Start an elastic run on this host, and print the line by which others join it.
+
+    Starts torchrun in place of this process. A run that is started again has the same invitation.
+    """
+
+    run_file: tyro.conf.Positional[Path]
+    """RUN.toml with the options of the run."""
+    nproc: str = "auto"
+    """Number of processes on this host, --nproc-per-node of torchrun; "auto": one per GPU, or per processor."""
+    port: int = DEFAULT_PORT
+    """Port at which this host is reached first."""
+    address: str | None = None
+    """Name or address of this host for the others. Default: that by which it reaches other networks."""
+    hosts: str = "1:8"
+    """Lowest and highest number of hosts, --nnodes of torchrun; training starts with the lowest."""
+    restarts: int = 3
+    """How often a failed worker of this host starts again, --max-restarts of torchrun."""
+
+    def run(self) -> None:
+        """Run the command. Raises ValueError for invalid options, or a port that is taken."""
+        config = _with_directories(parse([str(self.run_file)], prog="acsgd host", is_main=False))
+        if (address := self.address or own_address()) is None:
+            raise ValueError("this host has no address at which others could reach it; give one with --address")
+        try:
+            listen(address, self.port).close()
+        except OSError as error:
+            raise ValueError(
+                f"{join_address(address, self.port)} cannot be listened on ({error.strerror}); give another --port or "
+                "--address, or end the program that listens there"
+            ) from None
+        run, secret = _secret_of(config)
+        invitation = Invitation(
+            run=run,
+            secret=secret,
+            endpoints=(join_address(address, self.port),),
+            hosts=self.hosts,
+            options=_options(config),
+            version=VERSION,
+        )
+        print(f"Others join with\n\n    acsgd join {invitation.encode()}\n", flush=True)
+        _start(invitation, self.nproc, self.restarts)
+
+
+@dataclass(frozen=True)
+class JoinCommand:
+    """Join an elastic run with the invitation that `acsgd host` printed. Ctrl-C leaves it again.
+
+    Starts torchrun in place of this process.
+    """
+
+    invitation: tyro.conf.Positional[str]
+    """The invitation, or a file with it. It holds the secret of the run: send it to those alone who may join."""
+    nproc: str = "auto"
+    """Number of processes on this host, --nproc-per-node of torchrun; "auto": one per GPU, or per processor."""
+    restarts: int = 3
+    """How often a failed worker of this host starts again, --max-restarts of torchrun."""
+
+    def run(self) -> None:
+        """Run the command. Raises ValueError if the invitation is damaged or of another version."""
+        is_text = not os.path.isfile(self.invitation)
+        invitation = Invitation.decode(self.invitation) if is_text else _read(Path(self.invitation))
+        if invitation.version != VERSION:
+            raise ValueError(f"the run has acsgd {invitation.version}, this host {VERSION}; install the same version")
+        if not is_text:
+            _start(invitation, self.nproc, self.restarts)
+        path = _private(f"{invitation.run}.invitation")
+        _write_privately(path, invitation.encode())
+        # again, without the secret on the command line, which other users of this host can see
+        arguments = ["join", str(path), "--nproc", self.nproc, "--restarts", str(self.restarts)]
+        os.execv(sys.executable, [sys.executable, "-m", "acsgd.cli", *arguments])
+
+
+def _start(invitation: Invitation, nproc: str, restarts: int) -> NoReturn:
+    """Start torchrun in place of this process."""
+    run_file = _private(f"{invitation.run}.toml")
+    _write_privately(run_file, invitation.options)
+    arguments = ["--nnodes", invitation.hosts, "--nproc-per-node", nproc, "--max-restarts", str(restarts)]
+    arguments += ["--rdzv-backend", "acsgd", "--rdzv-endpoint", ",".join(invitation.endpoints)]
+    arguments += ["--rdzv-id", invitation.run, "-m", "acsgd", str(run_file)]
+    print_note(f"ACSGD_SECRET=... torchrun {shlex.join(arguments)}")
+    start_torchrun(arguments, invitation.secret)
+
+
+def _secret_of(config: Config) -> tuple[str, str]:
+    """Return id and secret of the run in a run directory; new ones the first time."""
+    name = Path(config.log.dir).name
+    path = _private(f"{name}-{hashlib.sha256(config.log.dir.encode()).hexdigest()[:8]}.secret")
+    if not path.exists():
+        _write_privately(path, json.dumps({"run": f"{name}-{secrets.token_hex(4)}", "secret": secrets.token_hex(16)}))
+    fields = json.loads(path.read_bytes())
+    return fields["run"], fields["secret"]
+
+
+def _options(config: Config) -> str:
+    """Return the options of a run as TOML, without those that have their defaults."""
+    lines = to_toml(config).splitlines()
+    defaults = {
+        section.name: {field.name: field.default for field in dataclasses.fields(getattr(config, section.name))}
+        for section in dataclasses.fields(config)
+    }
+    kept, section = list[str](), ""
+    for line in lines:
+        if line.startswith("["):
+            section = line[1:-1]
+            kept.append(line)
+        elif line and getattr(getattr(config, section), key := line.partition(" = ")[0]) != defaults[section][key]:
+            kept.append(line)
+    return "\n".join(kept) + "\n"
+
+
+def _with_directories(config: Config) -> Config:
+    """Return the options with absolute directories, which are the same for every host."""
+    log = dataclasses.replace(config.log, dir=str(Path(config.log.dir).expanduser().resolve()))
+    checkpoint = config.checkpoint
+    if checkpoint.dir is not None:
+        checkpoint = dataclasses.replace(checkpoint, dir=str(Path(checkpoint.dir).expanduser().resolve()))
+    return dataclasses.replace(config, log=log, checkpoint=checkpoint)
+
+
+def _read(path: Path) -> Invitation:
+    """Return the invitation in a file. Raises ValueError."""
+    try:
+        return Invitation.decode(path.read_text())
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} holds no invitation; give what acsgd host printed after acsgd join") from None
+
+
+def _private(name: str) -> Path:
+    """Return the path of a file of this user, in a directory that no other user can read."""
+    directory = PRIVATE.expanduser()
+    directory.mkdir(mode=0o700, exist_ok=True)
+    return directory / name
+
+
+def _write_privately(path: Path, text: str) -> None:
+    """Write a file that only this user can read."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+
+
+def _checksum(content: bytes) -> bytes:
+    return zlib.crc32(content).to_bytes(4, "big")

@@ -1,0 +1,116 @@
+"""An invitation holds what a host needs to join, and is never used if it is not whole."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from acsgd.commands.invite import VERSION, Invitation
+from acsgd.config.run_file import parse
+from tests.lib import commands
+
+INVITATION = Invitation("run-1", "s3cret", ("10.0.0.1:29400", "[fd00::1]:29400"), "1:8", "[optim]\nlr = 0.1\n", "0.1.0")
+RUN_FILE = """
+[model]
+name = "m"
+[data]
+sources = "demo"
+sequence = 8
+batch = 2
+[optim]
+lr = 1
+steps = 3
+[log]
+dir = "runs/x"
+"""
+
+
+STARTED: list[tuple[object, ...]] = []
+"""Arguments of programs that were started in place of this one."""
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "run.toml").write_text(RUN_FILE)
+
+    def start(*arguments: object) -> NoReturn:
+        STARTED.append(arguments)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execv", start)
+    monkeypatch.setattr(os, "execve", start)
+    return tmp_path
+
+
+def started(*arguments: object) -> tuple[list[str], dict[str, str]]:
+    """Return the command line of the program that a command becomes, and its environment."""
+    STARTED.clear()
+    assert commands.acsgd(*arguments)[0] == 0
+    [(_, words, *environment)] = STARTED
+    return words, environment[0] if environment else {}  # type: ignore[return-value]
+
+
+def test_an_invitation_is_read_as_it_was_written() -> None:
+    text = INVITATION.encode()
+    assert Invitation.decode(text) == INVITATION
+    assert Invitation.decode("\n".join(text[i : i + 40] for i in range(0, len(text), 40)) + "\n") == INVITATION
+    assert len(text) < 400
+
+
+def test_an_invitation_that_is_not_whole_is_refused() -> None:
+    text = INVITATION.encode()
+    for place in range(len("acsgd1-"), len(text), 7):
+        for damaged in (text[:place], text[:place] + ("A" if text[place] != "A" else "B") + text[place + 1 :]):
+            with pytest.raises(ValueError, match="the invitation is damaged or not whole; copy all"):
+                Invitation.decode(damaged)
+    with pytest.raises(ValueError, match=r"acsgd2-abc\.\.\. is of another version of acsgd"):
+        Invitation.decode("acsgd2-abc")
+    with pytest.raises(ValueError, match=r"hello\.\.\. is no invitation"):
+        Invitation.decode("hello")
+
+
+def test_host_and_join_start_torchrun_alike_and_show_no_secret(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ("--nproc", 2, "--port", port, "--address", "127.0.0.1")
+    words, environment = started("host", "run.toml", *options)
+    [invitation_file] = (run_dir / "home/.acsgd").glob("*.secret")
+    again, again_in = started("host", "run.toml", *options)
+    assert (again, again_in["ACSGD_SECRET"]) == (words, environment["ACSGD_SECRET"])
+    secret, run = environment["ACSGD_SECRET"], words[words.index("--rdzv-id") + 1]
+    assert run.startswith("x-")
+    config = parse([words[-1]])
+    assert config.log.dir == str(run_dir / "runs/x")
+    assert (config.optim.steps, config.data.sources) == (3, "demo")
+    text = Invitation(run, secret, (f"127.0.0.1:{port}",), "1:8", Path(words[-1]).read_text(), VERSION).encode()
+    hidden, _ = started("join", text, "--nproc", 2)
+    joined, joined_in = started(*hidden[3:])
+    assert (joined, joined_in["ACSGD_SECRET"]) == (words, secret)
+    for line in (words, hidden, joined):
+        assert secret not in " ".join(line)
+        assert text not in line
+    for path in (run_dir / "home/.acsgd", *(run_dir / "home/.acsgd").iterdir()):
+        assert not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO), path
+    assert invitation_file.exists()
+
+
+def test_mistakes_are_named_before_torchrun_starts(run_dir: Path) -> None:
+    other = Invitation("r", "s", ("h:1",), "1:8", "", "9.9").encode()
+    version = f"the run has acsgd 9.9, this host {VERSION}; install the same version"
+    assert commands.acsgd("join", other) == (2, f"error: {version}\n")
+    (run_dir / "notes").write_text("hello")
+    assert commands.acsgd("join", "notes")[1].startswith("error: hello... is no invitation")
+    assert "run file no.toml cannot be read" in commands.acsgd("host", "no.toml")[1]
+    code, printed = commands.acsgd("host", "run.toml", "--address", "192.0.2.77")
+    assert (code, printed.count("\n")) == (2, 1)
+    assert "192.0.2.77:29400 cannot be listened on" in printed
