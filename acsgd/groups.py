@@ -81,15 +81,12 @@ class Groups:
         number = self._rounds[name]
         self._rounds[name] += 1
         keys = [_text_key(name, number, rank) for rank in range(self.world.size())]
-        try:
+        with self._located(name):
             self.store.set(keys[self.world.rank()], text)
-            self._wait_for(keys, timeout_s)
+            self._wait_for(dict(enumerate(keys)), timeout_s)
             texts = [self.store.get(key) for key in keys]
             if number:  # all ranks have read the texts before these
                 self.store.delete(_text_key(name, number - 1, self.world.rank()))
-        except RunError as error:
-            where = f"rank {self.world.rank()} on {socket.gethostname()}: {name}"
-            raise type(error)(f"{where}: {error}", awaited=error.awaited) from error
         return texts
 
     def publish_text(self, name: str, text: str) -> None:
@@ -99,18 +96,35 @@ class Groups:
     def published_text(self, name: str, *, timeout_s: float) -> str:
         """Wait for a text that rank 0 publishes. Raises errors as `all_gather_text` does."""
         key = _published_key(name, self.run_id)
+        with self._located(name):
+            self._wait_for({0: key}, timeout_s)
+        return self.store.get(key)
+
+    def meet(self, name: str, rank: int, *, timeout_s: float) -> None:
+        """Wait until another rank calls this, too, with the same name and this rank. From any thread.
+
+        Raises errors as `all_gather_text` does.
+        """
+        mine, other = (f"acsgd/meet/{name}/{each}" for each in (self.world.rank(), rank))
+        with self._located(name):
+            self.store.set(mine, "")
+            self._wait_for({rank: other}, timeout_s)
+            self.store.delete(other)
+
+    @contextlib.contextmanager
+    def _located(self, name: str) -> Iterator[None]:
+        """Add to a RunError which rank waited, where, and for what."""
         try:
-            self._wait_for([key], timeout_s)
+            yield
         except RunError as error:
             where = f"rank {self.world.rank()} on {socket.gethostname()}: {name}"
             raise type(error)(f"{where}: {error}", awaited=error.awaited) from error
-        return self.store.get(key)
 
-    def _wait_for(self, keys: list[str], timeout_s: float) -> None:
-        """Wait until the store has the keys of the first ranks, or of all."""
+    def _wait_for(self, keys: Mapping[int, str], timeout_s: float) -> None:
+        """Wait until the store has the keys of some ranks."""
         deadline, watch = time.monotonic() + timeout_s, PeerWatch(self.store, self.timeout_s)
-        while not self._has_all(keys, within_s=heartbeat_interval_s(self.timeout_s)):
-            missing = [rank for rank, key in enumerate(keys) if not self.store.has(key)]
+        while not self._has_all([*keys.values()], within_s=heartbeat_interval_s(self.timeout_s)):
+            missing = [rank for rank, key in keys.items() if not self.store.has(key)]
             watch.check(missing)
             if time.monotonic() > deadline:
                 raise RunError(f"ranks {missing} did not answer within {timeout_s:g} s", awaited=missing)

@@ -34,7 +34,7 @@ from acsgd.launch import Launch
 from acsgd.notes import print_note
 from acsgd.run.lock.lock import RunLock, leases_of
 from acsgd.run.plan.job import prepare
-from acsgd.run.setup.directories import check_shared
+from acsgd.run.setup.directories import find_run_disks, open_disks
 from acsgd.run.setup.inputs import open_inputs
 from acsgd.train import train
 
@@ -80,14 +80,18 @@ def run(
     signals = context.signals = stack.enter_context(StopSignals(end))
     job = prepare(config, launch)
     context.timeout_s = config.run.timeout
-    groups = stack.enter_context(connect(job.topology, timeout=timedelta(seconds=config.run.timeout), store=store))
-    lock = stack.enter_context(RunLock(leases_of(job)))
+    timeout, several = timedelta(seconds=config.run.timeout), not launch.is_one_host
+    groups = stack.enter_context(connect(job.topology, timeout=timeout, store=store, background=several))
+    disks = find_run_disks(job, groups)
+    lock = stack.enter_context(RunLock(leases_of(job, disks.log, disks.checkpoints)))
     context.cleanup = lock.release  # before the first lease is acquired: from then on, any rank may fail
     lock.acquire(groups, config.run.timeout)
-    check_shared(job, groups)
+    for note in open_disks(job, groups, disks):
+        if launch.rank == 0:
+            print_note(note)
     if launch.rank == 0 and not launch.is_one_host:
         print_note("hosts may join and leave this run if it is started with torchrun --rdzv-backend acsgd")
-    inputs = open_inputs(job, groups)
+    inputs = open_inputs(job, groups, disks)
     groups.wait_for_all("opening the inputs", timeout_s=TIMEOUT_S)  # as long as another host may tokenize
 
     def on_start() -> None:

@@ -33,6 +33,7 @@ from acsgd.run.report import (
     StepSummary,
 )
 from acsgd.run.session import Session, StepResult
+from acsgd.run.setup.directories import share_metrics
 from acsgd.run.setup.inputs import RunInputs
 from acsgd.run.setup.resume import start
 from acsgd.run.step.hooks import LoopState
@@ -72,9 +73,12 @@ def train(
         state, run_dir = LoopState(begin.progress), Path(config.log.dir)
         if begin.unevaluated is not None:
             state.reopen(begin.unevaluated, job.topology)
-        opening = Metrics.open(config, run_dir, resumed_at=begin.progress.step, is_main=is_main)
+        resumed_at, log_disks = begin.progress.step, inputs.disks.log
+        of_metrics = share_metrics(job, groups, log_disks, resumed_at)
+        keeps_files = log_disks.is_leader(job.topology.rank)
+        opening = Metrics.open(config, run_dir, resumed_at=resumed_at, is_main=is_main, keeps_files=keeps_files)
         metrics = stack.enter_context(opening)
-        for note in [job.describe(), *inputs.notes, *begin.notes]:
+        for note in [job.describe(), *inputs.notes, *begin.notes, *of_metrics]:
             metrics.note(note)
         if signals is None:
             signals = stack.enter_context(StopSignals(lambda _: groups.interrupt("interrupted twice")))

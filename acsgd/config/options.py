@@ -245,6 +245,11 @@ class CheckpointConfig:
     resume: str = "auto"
     """Checkpoint to resume from: "auto" = the newest valid one in the directory, if any; "never" moves those that are
     there into a directory of their own, and starts a new run; or a path."""
+    copies: Annotated[int, COUNT] = 2
+    """Number of hosts that hold each file of a checkpoint, if the hosts do not share the directory. Any copies - 1 of
+    them may be lost with their disks."""
+    rate: Annotated[float, Range(0, 10**6, above=True)] | None = None
+    """Maximum rate at which a host sends files of checkpoints to others, MB/s. Default: no limit."""
     on_error: Literal["stop", "continue"] = "stop"
     """What a failed save (such as a full disk) does to the run. Earlier checkpoints are not affected."""
 
@@ -252,6 +257,11 @@ class CheckpointConfig:
     def every_steps(self) -> int | None:
         """Interval in optimizer steps, if it is given in steps."""
         return int(self.every) if self.every is not None and not self.every.endswith("min") else None
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Value of `rate`, bytes per second."""
+        return None if self.rate is None else self.rate * 1e6
 
     @property
     def every_s(self) -> float | None:

@@ -211,6 +211,11 @@ class ShardDirectory:
             for replica in range(max(map(len, files.values())))
         ]
 
+    def all_files_of(self, layer: str) -> list[StoredFile]:
+        """Return all files of a layer: those of `files_of`, its constants, and the state of all replicas."""
+        replicas = [file for files in self.replica_files_of(layer) for file in files.values()]
+        return [*self.files_of(layer).values(), *filter(None, [self.manifest.constants.get(layer)]), *replicas]
+
     def split(self, layer: str, tensors: Mapping[str, T]) -> dict[str, dict[str, T]]:
         """Return by the names of `files_of` which tensors of a layer, or of its state, are in which file."""
         parts: dict[str, dict[str, T]] = {name: {} for name in self.files_of(layer)}
@@ -235,13 +240,23 @@ class ShardDirectory:
         """Verify a file against its manifest entry, once, and return its path. Raises CorruptFileError."""
         path = self.path / entry.file
         if entry.file not in self._verified:
+            if entry.file in self.manifest.hosts and not os.path.lexists(path):
+                hosts = " and ".join(self.manifest.hosts[entry.file])
+                raise CorruptFileError(path, f"is on {hosts}, not on this host; copy it into this directory")
             verify_file(path, entry)
             self._verified.add(entry.file)
         return path
 
+    @property
+    def elsewhere(self) -> dict[str, list[str]]:
+        """Hosts of the files that are not in this directory, but in those of hosts with disks of their own."""
+        hosts = self.manifest.hosts
+        return {file: hosts[file] for file in hosts if not os.path.lexists(self.path / file)}
+
     def corrupt_files(self) -> Iterator[CorruptFileError]:
-        """Verify every file and yield an error for each corrupt one."""
-        for entry in self.manifest.files:
+        """Verify every file of this host and yield an error for each corrupt one."""
+        elsewhere = self.elsewhere
+        for entry in (file for file in self.manifest.files if file.file not in elsewhere):
             try:
                 self.verify(entry)
             except CorruptFileError as error:

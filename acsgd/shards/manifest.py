@@ -66,6 +66,8 @@ class Manifest:
     """File of each tied weight that has one of its own, by its name; others are in the file of their layer."""
     adapter: str | None = None
     """Adapter of the model, as a spec string; None = none."""
+    hosts: dict[str, list[str]] = field(default_factory=dict)
+    """Hosts that hold each file, by its name, if the hosts of the run have disks of their own; else empty."""
 
     @property
     def files(self) -> list[StoredFile]:

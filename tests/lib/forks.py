@@ -137,8 +137,9 @@ def started(
 
     fsync_s: delay added to each fsync, seconds; store_port: of a TCPStore on this host, by default a new one.
     """
-    Path(config.log.dir).parent.mkdir(parents=True, exist_ok=True)
-    directory = Path(tempfile.mkdtemp(dir=Path(config.log.dir).parent, prefix="start-"))
+    parent = Path(config.log.dir).absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    directory = Path(tempfile.mkdtemp(dir=parent, prefix="start-"))
     # as under torchrun, no rank hosts the store, so it survives a rank that is killed
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     barrier = CONTEXT.Barrier(processes, timeout=NO_LIMIT_S)

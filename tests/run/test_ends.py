@@ -222,7 +222,7 @@ def fail_while_rank_0_acquires(rank: int) -> None:
     if rank == 0:
         lock.RunLock.start = slow  # type: ignore[method-assign]
     else:
-        main.check_shared = fail  # type: ignore[attr-defined]
+        main.open_disks = fail  # type: ignore[attr-defined]
 
 
 def test_a_rank_that_is_ended_while_it_acquires_the_run_lock_releases_it(tmp_path: Path) -> None:

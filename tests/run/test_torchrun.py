@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from acsgd import cli
 from acsgd.config.run_file import parse
+from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.shards.disk import ShardDirectory
 from tests.lib.forks import finish
@@ -179,6 +181,41 @@ def test_a_run_whose_worker_is_killed_is_started_again_by_torchrun_and_resumes(
         assert run.wait(LIMIT_S) == 0, run.stderr
         assert run.stdout.count("resuming from") == 1
     assert [r["step"] for r in records(tmp_path / "runs" / "one")] == list(range(1, steps + 1))
+
+
+def test_a_run_of_one_host_resumes_on_two_with_disks_of_their_own_of_which_one_is_empty(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    file, hosts = run_file(tmp_path, tiny_model()), [tmp_path / name for name in ("a", "b")]
+    flags = ["--pp.stages", "2", "--checkpoint.every", "2"]
+    train_forked(2, file, *flags, "--log.dir", str(hosts[0] / "run"))
+    paths = [CheckpointDirectory(host / "run" / "checkpoints") for host in hosts]
+    expected = ShardDirectory(paths[0].of(STEPS)).manifest.layers
+    for step in (4, STEPS):
+        paths[0].remove(step)
+    hosts[1].mkdir()
+    (hosts[1] / "cache").symlink_to(hosts[0] / "cache")
+    train_on_hosts(hosts, file, *flags, "--log.dir", "run")
+    for host, path in zip(hosts, paths, strict=True):
+        assert [r["step"] for r in records(host / "run")] == list(range(1, STEPS + 1))
+        assert path.steps() == [2, 4, STEPS]
+        last = ShardDirectory(path.of(STEPS))
+        assert last.manifest.layers == expected
+        assert not [*last.corrupt_files(), *last.elsewhere]
+
+
+def train_on_hosts(hosts: list[Path], *arguments: Any) -> None:
+    """Run to the last step on hosts of one process with a directory each."""
+    port = str(free_port())
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for rank, host in enumerate(hosts):
+            torchrun = [*(each for each in TORCHRUN if each != "--standalone"), "1", "--nnodes", str(len(hosts))]
+            torchrun += ["--node-rank", str(rank), "--master-addr", "127.0.0.1", "--master-port", port]
+            runs.append(stack.enter_context(running([*torchrun, TRAIN, *map(str, arguments)], host)))
+        for run in runs:
+            assert run.wait(LIMIT_S) == 0, run.stderr
+        assert f"run/checkpoints is a directory of its own on {len(hosts)} hosts" in runs[0].stderr
 
 
 def free_port() -> int:

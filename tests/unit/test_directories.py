@@ -6,10 +6,11 @@ import errno
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import pytest
 
@@ -22,9 +23,11 @@ from acsgd.io.files.atomic import missing_operations, rename
 from acsgd.run.lock.lease import Lease
 from acsgd.run.plan.job import Job
 from acsgd.run.setup import directories
-from acsgd.run.setup.directories import check_shared
+from acsgd.run.setup.directories import RunDisks, check_shared, find_run_disks
 from acsgd.shards.manifest import MANIFEST
 from acsgd.topology import Topology
+
+T = TypeVar("T")
 
 
 class ThreadGroups:
@@ -52,58 +55,74 @@ class ThreadGroups:
 
 def job_of(rank: int, ranks: int, directory: Path) -> Job:
     config = SimpleNamespace(log=LogConfig(str(directory)), checkpoint=CheckpointConfig(), run=RunConfig())
-    paths = SimpleNamespace(checkpoints=CheckpointDirectory(directory / "checkpoints"))
+    paths = SimpleNamespace(run=directory, checkpoints=CheckpointDirectory(directory / "checkpoints"))
     return cast(Job, SimpleNamespace(topology=Topology.of(rank, ranks, 1), paths=paths, config=config))
 
 
-def check(of_ranks: list[Path]) -> list[Exception | None]:
-    """Check on each rank the directory that has the run's path on its host; return the errors by rank."""
-    ranks, groups = len(of_ranks), ThreadGroups(len(of_ranks))
-    (of_ranks[0] / "checkpoints").mkdir(parents=True, exist_ok=True)
+def on_ranks(of_ranks: list[Path], act: Callable[[Job, Groups], T]) -> list[T | RunError]:
+    """Act on each rank with the directory that has the run's path on its host; return results or errors by rank."""
+    groups = ThreadGroups(len(of_ranks))
 
-    def run(rank: int) -> Exception | None:
+    def run(rank: int) -> T | RunError:
         try:
-            check_shared(job_of(rank, ranks, of_ranks[rank]), groups.of(rank))
+            return act(job_of(rank, len(of_ranks), of_ranks[rank]), groups.of(rank))
         except RunError as error:
             return error
-        return None
 
-    with ThreadPoolExecutor(ranks) as pool:
-        return [*pool.map(run, range(ranks))]
-
-
-def test_ranks_that_see_the_directory_of_rank_0_train(tmp_path: Path) -> None:
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path / "a")
-    assert check([tmp_path / "a", link, tmp_path / "a"]) == [None, None, None]
-    assert not [*(tmp_path / "a" / "checkpoints").iterdir()]
+    with ThreadPoolExecutor(len(of_ranks)) as pool:
+        return [*pool.map(run, range(len(of_ranks)))]
 
 
-def test_a_rank_that_does_not_see_it_is_named_by_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directories, "VISIBLE_S", 0.1)
-    (tmp_path / "b" / "checkpoints").mkdir(parents=True)
-    first, second, third = errors = cast(list[Any], check([tmp_path / "a", tmp_path / "b", tmp_path / "a"]))
+@pytest.mark.parametrize(
+    ("names", "members"),
+    [
+        ("aaa", [(0, 1, 2)]),
+        ("ab", [(0,), (1,)]),
+        ("aabb", [(0, 1), (2, 3)]),
+        ("abab", [(0, 2), (1, 3)]),
+        ("abca", [(0, 3), (1,), (2,)]),
+    ],
+)
+def test_ranks_that_see_the_same_directory_share_a_disk(
+    names: str, members: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    of_ranks = [tmp_path / ("link" if rank and name == "a" else name) for rank, name in enumerate(names)]
+    for found in on_ranks(of_ranks, find_run_disks):
+        assert isinstance(found, RunDisks)
+        assert [*found.log.members] == [*found.checkpoints.members] == members
+        assert found.log.is_shared == (len(members) == 1)
+        assert len({*found.log.names}) == len(members), "hosts of the same name are told apart by their paths"
+        leaders = [ranks[0] for ranks in members]
+        assert [rank for rank in range(len(names)) if found.log.is_leader(rank)] == leaders
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_an_elastic_run_needs_a_shared_directory_and_names_the_hosts_without_it(tmp_path: Path) -> None:
+    assert on_ranks([tmp_path / "a", tmp_path / "a"], check_shared) == [None, None]
+    first, second, third = errors = cast(list[Any], on_ranks([tmp_path / each for each in "aba"], check_shared))
     assert isinstance(second, RefusedError)
     assert [error.awaited for error in errors] == [(1,), (), (1,)]
     assert len({str(error) for error in errors}) == 1
-    assert str(first).startswith("log.dir is not shared by all hosts: rank 1 on ")
+    assert str(first).startswith("log.dir is not shared by all hosts, which an elastic run needs: ")
     assert f"{tmp_path}/b/checkpoints" in str(third)
-    assert not [*(tmp_path / "a" / "checkpoints").iterdir()]
 
 
 def test_a_file_that_another_host_sees_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with NFS, whose clients cache that a name is missing."""
     looked: list[Path] = []
-    exists = Path.exists
+    read_text = Path.read_text
 
-    def late(path: Path) -> bool:
+    def late(path: Path, *args: Any) -> str:
         if path.name.startswith(directories.PROBE):
             looked.append(path)
-            return len(looked) > 6 and exists(path)
-        return exists(path)
+            if len(looked) <= 6:
+                raise FileNotFoundError
+        return read_text(path, *args)
 
-    monkeypatch.setattr(Path, "exists", late)
-    assert check([tmp_path, tmp_path]) == [None, None]
+    monkeypatch.setattr(Path, "read_text", late)
+    assert on_ranks([tmp_path, tmp_path], check_shared) == [None, None]
     assert len(looked) > 6
 
 

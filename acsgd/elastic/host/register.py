@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 from acsgd.elastic.membership.messages import View
-from acsgd.io.files.atomic import UNSUPPORTED
+from acsgd.io.files.atomic import write_once
 from acsgd.io.files.fields import from_json
 from acsgd.run.lock.lease import LeaseWatch
 
@@ -19,11 +18,7 @@ KEPT = 100
 
 
 class ViewRegister:
-    """The recorded views of a run, in a directory that all of its hosts share.
-
-    Requires that a hard link to a name that exists fails, as on every local file system and on NFS; without hard links,
-    that a file is created once.
-    """
+    """The recorded views of a run, in a directory that all of its hosts share, and that `write_once` can write to."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -35,36 +30,15 @@ class ViewRegister:
 
     def record(self, view: View) -> View:
         """Register a view if its epoch is free; return the registered view of that epoch. Raises OSError."""
-        self._write_once(self._path(view.epoch), json.dumps(asdict(view)))
+        write_once(self._path(view.epoch), json.dumps(asdict(view)))
         self._path(max(0, view.epoch - KEPT)).unlink(missing_ok=True)
         return self._read(view.epoch)
 
     def identity(self) -> str:
         """Return a random text, equal on all hosts that see this directory and on no others. Raises OSError."""
         path = self._directory / "id"
-        self._write_once(path, secrets.token_hex(8))
+        write_once(path, secrets.token_hex(8))
         return path.read_text()
-
-    def _write_once(self, path: Path, text: str) -> None:
-        """Write a file unless it exists: never in part, and not twice."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        new = self._directory / f".{path.name}.{secrets.token_hex(8)}"
-        try:
-            with new.open("x") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            try:
-                os.link(new, path)
-            except OSError as error:
-                if error.errno not in UNSUPPORTED:
-                    raise
-                with path.open("x") as file:  # not there at once, but still once
-                    file.write(text)
-        except FileExistsError:
-            pass
-        finally:
-            new.unlink(missing_ok=True)
 
     def _path(self, epoch: int) -> Path:
         return self._directory / f"{epoch:08d}.json"

@@ -43,8 +43,34 @@ class ConstantsFiles:
                 break
         else:
             entry = write_layer(directory, name, constants)
-        self._known[layer] = _VerifiedFile.of(published / path.name, entry, path.stat())
+        self.keep(directory, published, layer, entry)
         return entry
+
+    def link(self, directory: Path, published: Path, layer: str, entry: StoredFile) -> bool:
+        """Add constants that a rank of another host has written by a link to a file with the same content, if possible.
+
+        Returns whether there was one. Arguments as `add`; entry: of the file.
+        """
+        path = directory / entry.file
+        for known in filter(None, (self._known.get(layer), self._find_content(entry))):
+            if known.entry.checksum == entry.checksum and _link(known, path):
+                self.keep(directory, published, layer, entry)
+                return True
+        return False
+
+    def keep(self, directory: Path, published: Path, layer: str, entry: StoredFile) -> None:
+        """Note a file with the constants of a layer that was just written. Arguments as `link`."""
+        self._known[layer] = _VerifiedFile.of(published / entry.file, entry, (directory / entry.file).stat())
+
+    def _find_content(self, entry: StoredFile) -> _VerifiedFile | None:
+        """Return the file of a source that has the same content."""
+        for source in self._sources:
+            with contextlib.suppress(CorruptFileError, OSError):
+                for each in source.manifest.files:
+                    if each.checksum == entry.checksum:
+                        path = source.verify(each).resolve()
+                        return _VerifiedFile.of(path, each, path.stat())
+        return None
 
     def _find(self, layer: str, constants: Mapping[str, Tensor]) -> _VerifiedFile | None:
         """Return the file of a source that has the constants of a layer."""

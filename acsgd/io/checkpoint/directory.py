@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -67,13 +67,13 @@ def files_of_replicas(written: Sequence[WrittenFile]) -> dict[str, list[StoredFi
     return by_layer
 
 
-def check_visible(directory: Path, written: Sequence[WrittenFile]) -> None:
+def check_visible(directory: Path, names: Iterable[str]) -> None:
     """Raise RunError if files that ranks have written are not in the directory, as this rank sees it."""
-    absent = [file.entry["file"] for file in written if not (directory / file.entry["file"]).is_file()]
+    absent = [name for name in names if not (directory / name).is_file()]
     if absent:
         raise RunError(
             f"{directory} has no {', '.join(absent[:3])}, which other ranks have written; "
-            "put checkpoint.dir on a file system that all hosts share"
+            "check the file system of checkpoint.dir"
         )
 
 

@@ -56,6 +56,8 @@ class CheckpointReport:
     bytes: int = 0
     layers: list[LayerReport] = field(default_factory=list)
     """Layers whose files are valid."""
+    elsewhere: dict[str, list[str]] = field(default_factory=dict)
+    """Hosts of the files that are not in this directory but in those of hosts with disks of their own. Not verified."""
     errors: list[str] = field(default_factory=list)
     """One message for each file that is missing, corrupt, or does not hold what the model needs."""
 
@@ -95,8 +97,9 @@ def _report(path: Path) -> CheckpointReport:
         return CheckpointReport(str(path), step=None, errors=[str(corrupt)])
     errors = _errors(shards)
     layers = []
+    elsewhere = shards.elsewhere
     for name, file in (manifest.layers | manifest.tables).items():
-        if not errors.keys() & {read.file for read in _files_of(shards, name)}:
+        if not (errors.keys() | elsewhere.keys()) & {read.file for read in _files_of(shards, name)}:
             try:
                 layers.append(_layer(shards, name))
             except CorruptFileError as corrupt:
@@ -108,8 +111,9 @@ def _report(path: Path) -> CheckpointReport:
         tokens=progress.tokens if progress else None,
         loss=progress.loss if progress else None,
         eval_loss=progress.eval_loss if progress else None,
-        bytes=sum(file.bytes for file in manifest.files),
+        bytes=sum(file.bytes for file in manifest.files if file.file not in elsewhere),
         layers=layers,
+        elsewhere=elsewhere,
         errors=list(errors.values()),
     )
 
@@ -118,6 +122,8 @@ def _errors(shards: ShardDirectory) -> dict[str, str]:
     """Return what is wrong with files, by file: bytes that differ from the manifest, else tensors that do not fit."""
     if errors := {corrupt.path.name: str(corrupt) for corrupt in shards.corrupt_files()}:
         return errors
+    if "config.json" in (elsewhere := shards.elsewhere):  # what files must hold is not known here
+        return {}
     try:
         config = read_config(shards.path, shards.manifest.task)
         contents = Contents.of(shards, config)
@@ -125,7 +131,9 @@ def _errors(shards: ShardDirectory) -> dict[str, str]:
         return {"config.json": str(error)}
     except CorruptFileError as error:
         return {error.path.name: str(error)}
-    for index in range(len(shards.manifest.model.layers)):
+    for index, layer in enumerate(shards.manifest.model.layers):
+        if elsewhere.keys() & {file.file for file in shards.all_files_of(layer.name)}:
+            continue
         try:
             contents.check(index)
         except CorruptFileError as error:
@@ -164,13 +172,18 @@ def _layer(shards: ShardDirectory, name: str) -> LayerReport:
 def as_tables(reports: list[CheckpointReport]) -> Group:
     """Return what a terminal shows: the layers of one checkpoint, or a line for each of several; then the errors."""
     errors = [Text(f"CORRUPT: {error}") for report in reports for error in report.errors]
-    verdict = errors or [Text("all files are valid")]
+    elsewhere = [
+        Text(f"{Path(report.path).name}: {file} is on {' and '.join(hosts)}, and was not verified")
+        for report in reports
+        for file, hosts in report.elsewhere.items()
+    ]
+    verdict = errors or [Text("all files on this host are valid" if elsewhere else "all files are valid")]
     if len(reports) > 1:
-        return Group(_checkpoints_table(reports), *verdict)
+        return Group(_checkpoints_table(reports), *elsewhere, *verdict)
     report = reports[0]
     if report.step is None:
         return Group(*verdict)
-    return Group(Text(report.path), Text(_headline(report)), _layers_table(report), *verdict)
+    return Group(Text(report.path), Text(_headline(report)), _layers_table(report), *elsewhere, *verdict)
 
 
 def _headline(report: CheckpointReport) -> str:
@@ -192,7 +205,7 @@ def _checkpoints_table(reports: list[CheckpointReport]) -> Table:
             _loss(report.loss),
             _loss(report.eval_loss),
             "-" if report.step is None else _megabytes(report.bytes),
-            "CORRUPT" if report.errors else "valid",
+            "CORRUPT" if report.errors else "part is elsewhere" if report.elsewhere else "valid",
         )
     return table
 

@@ -71,7 +71,8 @@ class Candidates:
     def choose(self, groups: Groups, check: Callable[[Checkpoint], None], *, timeout_s: float) -> Checkpoint | None:
         """Return the first checkpoint that is valid on every rank, None if there are no candidates. A collective call.
 
-        check: raises CorruptFileError if a file that this rank reads is corrupt or invalid. Appends to `rejected`.
+        check: raises CorruptFileError if a file that this rank reads is corrupt or invalid; all ranks call it
+        together. Appends to `rejected`.
         Raises RunError if the requested checkpoint, or every checkpoint, is corrupt; suggests the newest valid one.
         """
         for checkpoint in self.checkpoints:
@@ -213,10 +214,12 @@ def newest_valid(
         checkpoint, error = None, ""
         try:
             checkpoint = Checkpoint.open(path)
-            check(checkpoint)
         except (CorruptFileError, ValueError) as failure:
             error = str(failure)
         reason = _first_error(groups, error, timeout_s)
+        if reason is None:  # on no rank, so `check` may be a collective call
+            assert checkpoint is not None
+            reason = _verify(groups, checkpoint, check, timeout_s)
         if reason is None:
             return checkpoint, reasons
         reasons.append(reason)

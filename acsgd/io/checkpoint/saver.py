@@ -1,9 +1,9 @@
 """Asynchronous checkpoints.
 
 Training waits while the state is copied to host memory (`snapshot`). One thread per rank does the rest (`write`): it
-writes the files, reports to the other ranks, and, on rank 0, completes and publishes the checkpoint. Extra host memory
-per rank: one copy of what it writes, at most 12 bytes per parameter of its layers (weights and two AdamW moments in
-fp32), kept between saves.
+writes the files and reports to the other ranks; the leader of each disk (see `acsgd.io.checkpoint.copies`) then gets
+copies of files from other disks, completes and publishes the checkpoint. Extra host memory per rank: one copy of what
+it writes, at most 12 bytes per parameter of its layers (weights and two AdamW moments in fp32), kept between saves.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from acsgd.config.options import CheckpointConfig
 from acsgd.errors import NonFiniteError, RunError, WaitInterruptedError, explain
 from acsgd.groups import Groups
 from acsgd.io.checkpoint.constants import ConstantsFiles
+from acsgd.io.checkpoint.copies import FileExchange, place, plan_transfers
 from acsgd.io.checkpoint.directory import (
     CheckpointDirectory,
+    PartKind,
     WrittenFile,
     check_visible,
     files_of_layers,
@@ -106,14 +108,16 @@ class Saver:
     constants: ConstantsFiles
     """Adds those of layers."""
     verify: Callable[[], None]
-    """Raises RunError if another run owns the directory; called on rank 0 before it publishes a checkpoint."""
+    """Raises RunError if another run owns the directory; called before a checkpoint is published."""
+    exchange: FileExchange
+    """Copies files between the disks of the run, if it has several."""
     _buffers: dict[str, Tensor] = field(default_factory=dict, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
     _result: SaveResult | None = field(default=None, init=False)
     _failure: Exception | None = field(default=None, init=False)
 
     def __enter__(self) -> Saver:
-        if self.topology.rank == 0:
+        if self._is_leader:
             self.directory.path.mkdir(parents=True, exist_ok=True)
             self.directory.clean()
         return self
@@ -149,6 +153,10 @@ class Saver:
         """Start to write the snapshot in the background."""
         assert self._thread is not None, "there is no snapshot"
         self._thread.start()
+
+    @property
+    def _is_leader(self) -> bool:
+        return self.exchange.disks.is_leader(self.topology.rank)
 
     @property
     def result(self) -> SaveResult | None:
@@ -218,26 +226,21 @@ class Saver:
     def _write_all(
         self, step: int, copies: list[LayerState], event: StreamEvent, run: dict[str, Any], best: bool
     ) -> dict[int, str]:
-        """Write this rank's files and, on rank 0, complete the checkpoint. Return the errors by rank."""
+        """Write this rank's files and, on the leader of each disk, complete the checkpoint. Return errors by rank."""
         partial = self.directory.partial(step, self.groups.run_id)
         written: list[WrittenFile] = []
         error = self._attempt(lambda: written.extend(self._write_layers(step, copies, event)))
-        report = {"files": [asdict(file) for file in written], "error": error}
+        report = {"files": [asdict(file) for file in written], "layers": [copy.name for copy in copies], "error": error}
         try:
             reports = self._all_gather("writing a checkpoint", report)
+            errors = _errors(reports) or _Completion(self, step, reports, run, best=best).run()
         except (RunError, WaitInterruptedError):
-            if self.topology.rank == 0:  # another rank does not know whether rank 0 has all reports
+            if self._is_leader:  # another rank does not know whether this one has all reports
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        errors, error = _errors(reports), None
         if errors:
             shutil.rmtree(partial, ignore_errors=True)
-        elif self.topology.rank == 0:
-            files = [WrittenFile(**file) for report in reports for file in report["files"]]
-            error = self._attempt(lambda: self._complete(step, files, run, best))
-            if error is not None:
-                shutil.rmtree(partial, ignore_errors=True)
-        return errors | _errors(self._all_gather("completing a checkpoint", {"error": error}))
+        return errors
 
     def _write_layers(self, step: int, copies: Sequence[LayerState], event: StreamEvent) -> Iterator[WrittenFile]:
         partial, published = self.directory.partial(step, self.groups.run_id), self.directory.of(step)
@@ -255,34 +258,11 @@ class Saver:
                 file = write_layer(partial, f"{copy.stem}.replica-{replica:05d}", {}, copy.replica)
                 yield WrittenFile.of(partial, "replica", copy.name, file, replica)
 
-    def _complete(self, step: int, written: Sequence[WrittenFile], run: dict[str, Any], best: bool) -> None:
-        """Write the manifest of a checkpoint whose layers are written, publish it, and remove old checkpoints."""
-        partial = self.directory.partial(step, self.groups.run_id)
-        check_visible(partial, written)
-        Manifest(
-            step=step,
-            task=self.task,
-            model=self.model,
-            layers=files_of_layers(written, "layer", self.model),
-            tables=files_of_tables(written),
-            replicas=files_of_replicas(written),
-            model_files=self.write_model_files(partial),
-            run=run,
-            constants=files_of_layers(written, "constants", self.model),
-            adapter=self.adapter,
-        ).write(partial)
-        self.verify()
-        self.directory.publish(step, self.groups.run_id)
-        if best:
-            self.directory.mark_best(step)
-        try:
-            self.directory.prune(step, keep=self.config.keep, keep_every=self.config.keep_every)
-        except OSError as error:  # this checkpoint is saved, and the next save tries again
-            log.warning("old checkpoints could not be removed: %s", error)
-
     def _all_gather(self, phase: str, report: dict[str, Any]) -> list[dict[str, Any]]:
         """Gather a report of each rank at the end of a phase."""
-        texts = self.groups.all_gather_text(phase, json.dumps(report), timeout_s=self.timeout_s)
+        # copies take as long as the link needs; ranks that have ended are noticed by their heartbeat
+        timeout_s = self.timeout_s if self.exchange.disks.is_shared else math.inf
+        texts = self.groups.all_gather_text(phase, json.dumps(report), timeout_s=timeout_s)
         return [json.loads(text) for text in texts]
 
     def _attempt(self, work: Callable[[], None]) -> str | None:
@@ -292,6 +272,119 @@ class Saver:
         except Exception as error:
             return f"rank {self.topology.rank} on {socket.gethostname()}: {_message(error)}"
         return None
+
+
+class _Completion:
+    """Completes a checkpoint whose files the ranks have written, on each disk. Each leader of a disk acts for it.
+
+    It is published when all copies are on disk, and older ones are removed when it is published everywhere.
+
+    reports: of the ranks, what they have written, and the layers that they hold.
+    """
+
+    def __init__(
+        self, saver: Saver, step: int, reports: Sequence[dict[str, Any]], run: dict[str, Any], *, best: bool
+    ) -> None:
+        self._saver, self._step, self._best = saver, step, best
+        self._partial, self._published = saver.directory.partial(step, saver.groups.run_id), saver.directory.of(step)
+        self._is_published = False
+        self._disks, rank = saver.exchange.disks, saver.topology.rank
+        self._here = self._disks.of(rank)
+        self._parts = [WrittenFile(**file) for report in reports for file in report["files"]]
+        origins = [self._disks.of(rank) for rank, report in enumerate(reports) for _ in report["files"]]
+        users = [{name for rank in ranks for name in reports[rank]["layers"]} for ranks in self._disks.members]
+        self._holders = {
+            part.stored.file: place(origin, users, part.layer, copies=saver.config.copies)
+            for part, origin in zip(self._parts, origins, strict=True)
+        }
+        """Disks that hold each file, first the one that has it by now."""
+        self._report: dict[str, Any] = {"run": run if rank == 0 else None}
+        self._reports: list[dict[str, Any]] = []
+
+    def run(self) -> dict[int, str]:
+        """Complete the checkpoint, or remove it; return the errors by rank. All ranks call it together."""
+        errors: dict[int, str] = {}
+        phases = (
+            ("placing files", self._list),
+            ("copying files", self._copy),
+            ("completing a checkpoint", self._publish),
+        )
+        for phase, act in phases:
+            error = self._saver._attempt(act) if self._saver._is_leader else None
+            self._reports = self._saver._all_gather(phase, self._report | {"error": error})
+            if errors := _errors(self._reports):
+                break
+        if self._is_published:
+            self._settle(is_complete=not errors)
+        return errors
+
+    def _list(self) -> None:
+        """List what this disk has of the files that no rank has written for it: constants, and those of the model."""
+        links = [
+            part.stored.file
+            for part in self._copied("constants")
+            if self._saver.constants.link(self._partial, self._published, part.layer, part.stored)
+        ]
+        model_files = self._saver.write_model_files(self._partial)
+        self._report |= {"linked": links, "model_files": [asdict(file) for file in model_files]}
+
+    def _copy(self) -> None:
+        """Get the files that this disk lacks, send those that others lack, and write the manifest."""
+        leaders = [self._reports[ranks[0]] for ranks in self._disks.members]
+        names = range(len(leaders))
+        model_files = [StoredFile(**file) for file in leaders[0]["model_files"]]
+        of_disk = [{*leader["linked"]} | _equal(leader["model_files"], leaders[0]["model_files"]) for leader in leaders]
+        held = [of_disk[disk] | {file for file, disks in self._holders.items() if disks[0] == disk} for disk in names]
+        everywhere = {file.file: tuple(names) for file in model_files}
+        holders = self._holders | everywhere
+        wanted = [{file for file, disks in holders.items() if disk in disks} for disk in names]
+        files = [*(part.stored for part in self._parts), *model_files]
+        if problem := self._saver.exchange.run(plan_transfers(files, held, wanted), self._partial):
+            raise RunError(problem)
+        check_visible(self._partial, sorted(wanted[self._here]))
+        for part in self._copied("constants"):
+            self._saver.constants.keep(self._partial, self._published, part.layer, part.stored)
+        Manifest(
+            step=self._step,
+            task=self._saver.task,
+            model=self._saver.model,
+            layers=files_of_layers(self._parts, "layer", self._saver.model),
+            tables=files_of_tables(self._parts),
+            replicas=files_of_replicas(self._parts),
+            model_files=model_files,
+            run=self._reports[0]["run"],
+            constants=files_of_layers(self._parts, "constants", self._saver.model),
+            adapter=self._saver.adapter,
+            hosts={} if self._disks.is_shared else self._disks.hosts_of(holders),
+        ).write(self._partial)
+
+    def _copied(self, kind: PartKind) -> list[WrittenFile]:
+        """Return the files of a kind that another disk has written and this one holds."""
+        held = {file for file, disks in self._holders.items() if self._here in disks[1:]}
+        return [part for part in self._parts if part.kind == kind and part.stored.file in held]
+
+    def _publish(self) -> None:
+        self._saver.verify()
+        self._saver.directory.publish(self._step, self._saver.groups.run_id)
+        self._is_published = True
+
+    def _settle(self, *, is_complete: bool) -> None:
+        """Remove older checkpoints, or this one if it is not published on all disks."""
+        directory, config = self._saver.directory, self._saver.config
+        try:
+            if not is_complete:
+                directory.remove(self._step)
+                return
+            if self._best:
+                directory.mark_best(self._step)
+            directory.prune(self._step, keep=config.keep, keep_every=config.keep_every)
+        except OSError as error:  # this checkpoint is saved, and the next save tries again
+            log.warning("old checkpoints could not be removed: %s", error)
+
+
+def _equal(files: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> set[str]:
+    """Return the names of files that are the same in both lists of manifest entries."""
+    return {file["file"] for file in files if file in others}
 
 
 def _message(error: Exception) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import shutil
 import socket
 import tempfile
@@ -84,6 +85,32 @@ def rename(source: Path, target: Path) -> None:
         shutil.copyfile(source, target, follow_symlinks=False)
         _fsync(target)
         source.unlink()
+
+
+def write_once(path: Path, text: str) -> None:
+    """Write a file unless it exists: never in part, and not twice, also if several hosts do so.
+
+    Requires that a hard link to a name that exists fails, as on every local file system and on NFS; without hard links,
+    that a file is created once.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.parent / f".{path.name}.{secrets.token_hex(8)}"
+    try:
+        with new.open("x") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(new, path)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            with path.open("x") as file:  # not there at once, but still once
+                file.write(text)
+    except FileExistsError:
+        pass
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def missing_operations(directory: Path) -> list[str]:

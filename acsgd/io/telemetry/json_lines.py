@@ -30,7 +30,7 @@ class JsonLinesSink:
 
     def __init__(self, path: Path, *, resumed_at: int, notify: Callable[[str], None]) -> None:
         if path.exists():
-            _truncate_after(path, resumed_at)
+            truncate_after(path, resumed_at)
         path.touch()
         self._path, self._notify, self._has_warned = path, notify, False
         self._unwritten, self._last_step = b"", resumed_at
@@ -106,7 +106,7 @@ class JsonLinesSink:
                 self._unwritten = self._unwritten[file.write(self._unwritten) :]
 
 
-def _truncate_after(path: Path, step: int) -> None:
+def truncate_after(path: Path, step: int) -> None:
     """Keep the complete lines of metrics.jsonl up to the step of the checkpoint; replaces the file atomically."""
     partial = path.with_name(f".{path.name}.partial")
     with path.open("rb") as lines, partial.open("wb") as file:

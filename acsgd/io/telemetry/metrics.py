@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 TEXT = "text"
 """Name in log.to of the text log that each rank has; all others are trackers, of the main rank alone."""
+FILE = "jsonl"
+"""Name in log.to of the tracker whose file each run directory has."""
 
 
 class Tracker(NamedTuple):
@@ -35,7 +37,7 @@ class Tracker(NamedTuple):
 
 TRACKERS: Mapping[str, Tracker] = {
     "print": Tracker(TerminalSink.open),
-    "jsonl": Tracker(JsonLinesSink.open),
+    FILE: Tracker(JsonLinesSink.open),
     "wandb": Tracker(WandbSink, "wandb"),
 }
 """Trackers by name. To add one, write its `Sink` and one line here."""
@@ -56,23 +58,26 @@ def check_trackers(to: str) -> None:
 
 
 class Metrics:
-    """Sends records and notes to all sinks. Only the main rank has sinks."""
+    """Sends records and notes to all sinks. Only the main rank has sinks; others may have that of metrics.jsonl."""
 
     def __init__(self, sinks: list[Sink]) -> None:
         self._sinks = sinks
 
     @classmethod
-    def open(cls, config: Config, run_dir: Path, *, resumed_at: int, is_main: bool) -> Metrics:
+    def open(
+        cls, config: Config, run_dir: Path, *, resumed_at: int, is_main: bool, keeps_files: bool = False
+    ) -> Metrics:
         """Write config.toml into `run_dir` and open the sinks of log.to.
 
         resumed_at: completed steps of the checkpoint the run resumed from; 0 = a new run. is_main: whether this rank
-        has sinks.
+        has all sinks; keeps_files: whether it writes the files in the run directory, though another rank is the main
+        one, on a host with another disk.
         """
         metrics = cls([])
-        if is_main:
+        if is_main or keeps_files:
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / "config.toml").write_text(to_toml(config.as_given))
-            names = config.log.to.split(",")
+            names = [name for name in config.log.to.split(",") if is_main or name == FILE]
             for tracker in (tracker for name, tracker in TRACKERS.items() if name in names):
                 metrics._sinks.append(tracker.open(config, run_dir, resumed_at, metrics.note))  # may print a sentence
         return metrics

@@ -11,6 +11,7 @@ from pathlib import Path
 from acsgd.errors import ReportedError, RunError
 from acsgd.failures.processes import ProcessIdentity
 from acsgd.groups import Groups
+from acsgd.io.checkpoint.copies import SHARED, Disks
 from acsgd.notes import print_note
 from acsgd.run.lock.lease import STALE_S, WAIT_S, Lease
 from acsgd.run.plan.job import Job
@@ -24,7 +25,7 @@ def _boottime() -> float:
 
 
 class RunLock:
-    """All leases of a run, renewed by a thread while open. Ranks other than 0 have no leases, and all checks pass.
+    """All leases of a rank, renewed by a thread while open. A rank without leases passes all checks.
 
     clock: seconds, also while the host sleeps.
     """
@@ -71,7 +72,7 @@ class RunLock:
         """Acquire all leases, and start the thread that renews them.
 
         A collective: every rank must call it, before it reads a checkpoint. timeout_s: of a communication.
-        Raises RunError on rank 0 if another run holds one of the directories.
+        Raises RunError on a rank if another run holds one of its directories.
         """
         for lease in self._leases:
             lease.watch()
@@ -113,15 +114,15 @@ class RunLock:
                 self.verify()
 
 
-def leases_of(job: Job) -> list[Lease]:
-    """Return the leases of a run, in one order for all runs, so that two runs never wait for each other.
+def leases_of(job: Job, log: Disks = SHARED, checkpoints: Disks = SHARED) -> list[Lease]:
+    """Return the leases of a rank, in one order for all runs, so that two runs never wait for each other.
 
-    Ranks other than 0 have none.
+    log, checkpoints: which ranks see the same run directory, and the same directory of checkpoints; the first of them
+    has the lease.
     """
-    if job.topology.rank != 0:
-        return []
-    directories = {
-        job.paths.checkpoints.path.resolve(): "checkpoint.dir",
-        Path(job.config.log.dir).resolve(): "log.dir",
-    }
+    places = (
+        (job.paths.checkpoints.path, "checkpoint.dir", checkpoints),
+        (Path(job.config.log.dir), "log.dir", log),
+    )
+    directories = {path.resolve(): option for path, option, disks in places if disks.is_leader(job.topology.rank)}
     return [Lease(directory, option, ProcessIdentity.current()) for directory, option in sorted(directories.items())]

@@ -1,53 +1,171 @@
-"""What a run needs of the file system of its checkpoints: that all hosts see them, links, renames of directories."""
+"""What a run needs of its directories: which ranks see the same ones, whether they can be written, links, renames."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import math
 import os
+import secrets
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from acsgd.errors import RefusedError, RunError
 from acsgd.groups import Groups
-from acsgd.io.files.atomic import missing_operations
+from acsgd.io.checkpoint.copies import SHARED, Disks, FileExchange, Transfer, share_manifests
+from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.io.files.atomic import missing_operations, write_once
+from acsgd.io.files.checksum import new_file_checksum
+from acsgd.io.telemetry.json_lines import METRICS, truncate_after
+from acsgd.io.telemetry.metrics import FILE
 from acsgd.run.plan.job import Job
+from acsgd.shards.manifest import StoredFile
 
 PROBE = ".shared."
-"""Start of the name of the file that rank 0 writes and all others look for; the id of the run follows."""
+"""Start of the name of a file that each rank tries to be the first to write; the id of the run follows."""
 VISIBLE_S = 30.0
-"""Maximum time until a new file is seen on another host, seconds: the time for which NFS and FUSE cache attributes."""
+"""Maximum time until a file that another host has written is seen, seconds: for that, NFS and FUSE cache attributes."""
 POLL_S = 0.05
 
 
-def check_shared(job: Job, groups: Groups) -> None:
-    """Raise an error if a rank does not see what rank 0 writes to the checkpoint directory. A collective call.
+def find_disks(directory: Path, groups: Groups, *, timeout_s: float) -> Disks:
+    """Find out which ranks see the same directory, and write to it once on each disk. A collective call.
 
-    RefusedError on the ranks that do not see it, RunError with these as `awaited` on all others.
+    All ranks write a file of one name, whose content is that of the first to do so. timeout_s: of a communication.
     """
+    probe, mine = directory.absolute() / f"{PROBE}{groups.run_id}", secrets.token_hex(8)
+    timeout_s += VISIBLE_S
+    try:
+        write_once(probe, mine)
+        groups.wait_for_all("writing to the directories of the run", timeout_s=timeout_s)
+        seen = json.dumps((socket.gethostname(), str(probe.parent), _read(probe)))
+        texts = groups.all_gather_text("looking into the directories of the run", seen, timeout_s=timeout_s)
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink(missing_ok=True)
+    hosts, paths, found = zip(*map(json.loads, texts), strict=True)
+    members = tuple(tuple(rank for rank, each in enumerate(found) if each == text) for text in dict.fromkeys(found))
+    names = [hosts[ranks[0]] for ranks in members]
+    full = [f"{hosts[ranks[0]]}:{paths[ranks[0]]}" for ranks in members]
+    return Disks(
+        members, tuple(full if names.count(name) > 1 else name for name, full in zip(names, full, strict=True))
+    )
+
+
+@dataclass(frozen=True)
+class RunDisks:
+    """Which ranks see the same run directory, and the same directory of checkpoints. Default: all ranks do."""
+
+    log: Disks = SHARED
+    checkpoints: Disks = SHARED
+
+    def exchange(self, job: Job, groups: Groups) -> FileExchange:
+        """Return what copies files of checkpoints from disk to disk."""
+        return FileExchange(groups, self.checkpoints, job.config.checkpoint.bytes_per_s)
+
+
+SHARED_DISKS = RunDisks()
+
+
+def find_run_disks(job: Job, groups: Groups) -> RunDisks:
+    """Find out which ranks see the same directories of a run. A collective call."""
     if job.topology.world_size == 1:
+        return RunDisks()
+    directories, timeout_s = (job.paths.run, job.paths.checkpoints.path), job.config.run.timeout
+    return RunDisks(*(find_disks(directory, groups, timeout_s=timeout_s) for directory in directories))
+
+
+def open_disks(job: Job, groups: Groups, disks: RunDisks) -> list[str]:
+    """Prepare hosts with disks of their own: check that copies can be made, and let all know which checkpoints exist.
+
+    A collective call. Returns sentences for the user.
+    """
+    if disks.checkpoints.is_shared:
+        rate = job.config.checkpoint.rate
+        return [] if rate is None else [f"checkpoint.rate={rate:g} has no effect: all ranks see the same checkpoints"]
+    exchange, timeout_s, resume = disks.exchange(job, groups), job.disk_timeout_s, job.config.checkpoint.resume
+    _check_copies(job.paths.checkpoints.path, exchange, timeout_s=timeout_s)
+    notes = [_describe_disks(job, disks.checkpoints)]
+    if resume == "never":
+        return notes
+    directory = job.paths.checkpoints if resume == "auto" else CheckpointDirectory(Path(resume).expanduser().parent)
+    return [*notes, *share_manifests(directory, groups, disks.checkpoints, timeout_s=timeout_s)]
+
+
+def _check_copies(directory: Path, exchange: FileExchange, *, timeout_s: float) -> None:
+    """Send a small file from each disk to the next, as a save does. A collective call.
+
+    Raises RunError if one could not be read, sent or written. timeout_s: of a communication.
+    """
+    disks, groups = exchange.disks, exchange.groups
+    content, count, rank = groups.run_id.encode(), len(disks.members), groups.world.rank()
+    checksum = new_file_checksum(content).hexdigest()
+    files = [StoredFile(f"{PROBE}{groups.run_id}.{disk}", len(content), checksum) for disk in range(count)]
+    transfers = [Transfer(file, disk, (disk + 1) % count) for disk, file in enumerate(files)]
+    if disks.is_leader(rank):
+        (directory / files[disks.of(rank)].file).write_bytes(content)
+    problems = groups.all_gather_text("copying a file", exchange.run(transfers, directory), timeout_s=timeout_s)
+    if disks.is_leader(rank):
+        for file in files:
+            (directory / file.file).unlink(missing_ok=True)
+    if any(problems):
+        raise RunError(f"checkpoints could not be copied between hosts: {next(filter(None, problems))}")
+
+
+def _describe_disks(job: Job, disks: Disks) -> str:
+    """Return a sentence on what is saved where if hosts have disks of their own."""
+    hosts, copies = len(disks.members), min(job.config.checkpoint.copies, len(disks.members))
+    rest = (
+        "each holds all files of each checkpoint"
+        if copies == hosts
+        else f"each file of a checkpoint is on {copies} of them"
+        if copies > 1
+        else "each file of a checkpoint is on one of them alone (checkpoint.copies=1)"
+    )
+    return f"{job.paths.checkpoints.path} is a directory of its own on {hosts} hosts, {', '.join(disks.names)}: {rest}"
+
+
+def share_metrics(job: Job, groups: Groups, disks: Disks, step: int) -> list[str]:
+    """Let all run directories have the lines of metrics.jsonl up to a step; hosts that were away lack some.
+
+    A collective call. Returns a sentence for the user if that fails.
+    """
+    directory, timeout_s = job.paths.run, job.disk_timeout_s
+    path, raw = directory / METRICS, b""
+    if disks.is_shared or step == 0 or FILE not in job.config.log.to.split(","):
+        return []
+    if disks.is_leader(job.topology.rank) and path.is_file():
+        truncate_after(path, step)
+        raw = path.read_bytes()
+    report = json.dumps((raw.count(b"\n"), len(raw), new_file_checksum(raw).hexdigest()))
+    texts = groups.all_gather_text("comparing metrics", report, timeout_s=timeout_s)
+    reports = [json.loads(texts[ranks[0]]) for ranks in disks.members]
+    lines, size, checksum = max(reports, key=lambda each: each[0])  # the first of those with most lines
+    source = next(disk for disk, each in enumerate(reports) if each[0] == lines)
+    file = StoredFile(METRICS, size, checksum)
+    transfers = [Transfer(file, source, disk) for disk, each in enumerate(reports) if each[0] < lines]
+    problem = FileExchange(groups, disks).run(transfers, directory)
+    problems = groups.all_gather_text("completing metrics", problem, timeout_s=math.inf)
+    return [f"{path} lacks lines on some hosts: {problem}" for problem in problems if problem]
+
+
+def check_shared(job: Job, groups: Groups) -> None:
+    """Raise an error if not all ranks see the same directory of checkpoints. A collective call.
+
+    RefusedError on the ranks that do not see that of rank 0, RunError with these as `awaited` on all others.
+    """
+    disks, rank = find_run_disks(job, groups).checkpoints, job.topology.rank
+    if disks.is_shared:
         return
-    directory, rank = job.paths.checkpoints.path.absolute(), job.topology.rank
-    probe, timeout_s = directory / f"{PROBE}{groups.run_id}", VISIBLE_S + job.config.run.timeout
-    with contextlib.ExitStack() as stack:
-        if rank == 0:
-            for leftover in directory.glob(f"{PROBE}*"):
-                leftover.unlink(missing_ok=True)
-            probe.touch()
-            stack.callback(probe.unlink, missing_ok=True)
-        groups.wait_for_all("writing to the checkpoint directory", timeout_s=timeout_s)
-        mine = json.dumps((socket.gethostname(), str(directory), _is_seen(probe, VISIBLE_S)))
-        texts = groups.all_gather_text("looking into the checkpoint directory", mine, timeout_s=timeout_s)
-    hosts, paths, seen = zip(*map(json.loads, texts), strict=True)
-    if all(seen):
-        return
-    blind = [rank for rank, is_seen in enumerate(seen) if not is_seen]
+    blind = [each for ranks in disks.members[1:] for each in ranks]
     option = "log.dir" if job.config.checkpoint.dir is None else "checkpoint.dir"
     text = (
-        f"{option} is not shared by all hosts: rank {blind[0]} on {hosts[blind[0]]} does not see in {paths[blind[0]]} "
-        f"what rank 0 on {hosts[0]} writes to {paths[0]}, so no checkpoint could be completed; give --{option} on a "
-        "file system that all hosts share, such as NFS"
+        f"{option} is not shared by all hosts, which an elastic run needs: {' and '.join(disks.names[:2])} have a "
+        f"directory of their own; give --{option} on a file system that all hosts share, such as NFS, or start "
+        "torchrun without --rdzv-backend acsgd"
     )
     raise RefusedError(text) if rank in blind else RunError(text, awaited=blind)
 
@@ -70,14 +188,16 @@ def describe_missing(job: Job) -> list[str]:
     return [f"{directory} is on a file system without {' and '.join(names)}: {'; '.join(effects)}"]
 
 
-def _is_seen(path: Path, within_s: float) -> bool:
-    """Return whether a file appears within some seconds."""
-    until = time.monotonic() + within_s
-    while not path.exists():
+def _read(path: Path) -> str:
+    """Return the content of a file, once another host's is seen. Raises OSError."""
+    until = time.monotonic() + VISIBLE_S
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            if text := path.read_text():
+                return text
         if time.monotonic() >= until:
-            return False
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         for parent in path.parents:  # opening a directory lets NFS ask the server for what it has cached of it
             with contextlib.suppress(OSError):
                 os.close(os.open(parent, os.O_RDONLY | os.O_DIRECTORY))
         time.sleep(POLL_S)
-    return True

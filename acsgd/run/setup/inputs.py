@@ -22,6 +22,7 @@ from acsgd.run.initial_weights import check_base_of, checksum_of, open_weight_so
 from acsgd.run.plan.job import Job
 from acsgd.run.setup.data import Data, open_data
 from acsgd.run.setup.describe import describe_padding, has_padding
+from acsgd.run.setup.directories import SHARED_DISKS, RunDisks
 from acsgd.shards.chat_template import describe_template
 from acsgd.shards.load import WeightSource
 from acsgd.shards.tokenizer import DocumentTokens, SpecialTokens, name_tokens
@@ -45,6 +46,7 @@ class RunInputs:
     """Number of optimizer steps of the run."""
     notes: tuple[str, ...]
     """Sentences on special tokens, formats, skipped text, held-out data, epochs, padding and activation caches."""
+    disks: RunDisks = SHARED_DISKS
 
     @property
     def held_out_key(self) -> str:
@@ -57,7 +59,9 @@ class RunInputs:
         return self.reader.fingerprint() + repr((self.held_out and self.held_out.fingerprint(), self.steps, steps))
 
 
-def open_inputs(job: Job, groups: Groups | None = None, *, has_caches: bool = False) -> RunInputs:
+def open_inputs(
+    job: Job, groups: Groups | None = None, disks: RunDisks = SHARED_DISKS, *, has_caches: bool = False
+) -> RunInputs:
     """Find and check the inputs of a job. Verified layers, tokens and converted weights get into the cache if need be.
 
     Writes nothing else. groups: see `open_data`; has_caches: whether this process has its activation caches already.
@@ -67,7 +71,7 @@ def open_inputs(job: Job, groups: Groups | None = None, *, has_caches: bool = Fa
     data = open_data(job, groups)
     reader, identity = data.reader, _identity(job, data)
     candidates = find(job.paths.checkpoints, job.config.checkpoint.resume, identity)
-    if job.model.adapter is not None and candidates.checkpoints:
+    if job.model.adapter is not None and candidates.checkpoints and disks.checkpoints.is_shared:
         check_base_of(job, candidates.checkpoints[0].shards)
     fresh = not candidates.checkpoints and not candidates.rejected
     known = reader.sampler.num_known
@@ -78,7 +82,7 @@ def open_inputs(job: Job, groups: Groups | None = None, *, has_caches: bool = Fa
     held_out_notes, plan_notes = data.held_out.notes if data.held_out else (), (plan.note,) if plan else ()
     of_data = (_describe_tokens(job, data.spec), *reader.notes, *held_out_notes, *data.notes)
     notes = (*of_data, *_describe_ends(job, reader), *describe_padding(job), *plan_notes)
-    return RunInputs(reader, data.held_out, identity, candidates, source, plan, data.steps, notes)
+    return RunInputs(reader, data.held_out, identity, candidates, source, plan, data.steps, notes, disks)
 
 
 def _identity(job: Job, data: Data) -> RunIdentity:

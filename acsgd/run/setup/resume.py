@@ -17,6 +17,7 @@ from acsgd.dp.resize import restore as restore_replica
 from acsgd.errors import RunError
 from acsgd.groups import Groups
 from acsgd.io.checkpoint.contents import LOCAL_OPTIMIZER, Contents, optimizer_spec
+from acsgd.io.checkpoint.copies import FileExchange, fetch
 from acsgd.io.checkpoint.progress import Progress, RunState, changed_options, recorded_options
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.io.checkpoint.saver import LayerState
@@ -27,7 +28,7 @@ from acsgd.optim.base import OptimizerSpec
 from acsgd.optim.loss_scale import LossScale
 from acsgd.optim.schedule import learning_rate
 from acsgd.pp.stage import Stage
-from acsgd.run.initial_weights import check_start_of
+from acsgd.run.initial_weights import check_base_of, check_start_of
 from acsgd.run.plan.job import Job
 from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
@@ -67,9 +68,12 @@ def start(job: Job, inputs: RunInputs, groups: Groups) -> Start:
     of_weights = []
     if job.topology.rank == 0 and found.checkpoints:
         of_weights = check_start_of(job, found.checkpoints[0])
-    checkpoint = found.choose(groups, partial(check_files, job), timeout_s=job.disk_timeout_s)
+    exchange, is_leader = inputs.disks.exchange(job, groups), inputs.disks.checkpoints.is_leader(job.topology.rank)
+    checkpoint = found.choose(groups, partial(complete_files, job, exchange), timeout_s=job.disk_timeout_s)
+    if job.model.adapter is not None and checkpoint is not None and not exchange.disks.is_shared:
+        check_base_of(job, checkpoint.shards)  # only now are its files on all hosts
     notes = [*of_weights, *(f"removed {path.name}: it is incomplete" for path in found.directory.leftovers())]
-    if job.topology.rank == 0:
+    if is_leader:
         notes += found.set_aside(job.paths.run / METRICS)
         found.mark_best()
         found.directory.path.mkdir(parents=True, exist_ok=True)
@@ -178,6 +182,17 @@ def restore(session: Session, checkpoint: Checkpoint) -> Progress:
         stage.sync.load_state_dict(replicas)
     progress = checkpoint.run.progress
     return replace(progress, loss_scale=LossScale.of(session.job.config, progress.loss_scale))
+
+
+def complete_files(job: Job, exchange: FileExchange, checkpoint: Checkpoint) -> None:
+    """Check the files of a checkpoint as `check_files` does, once this rank has them from other hosts. A collective."""
+    if not exchange.disks.is_shared:
+        shards = checkpoint.shards
+        layers = [job.model.layers[index].name for index in _layers_read(job)]
+        needed = [file.file for layer in layers for file in shards.all_files_of(layer)]
+        needed += [file.file for file in shards.manifest.model_files]
+        fetch(shards, needed, exchange, timeout_s=job.disk_timeout_s)
+    check_files(job, checkpoint)
 
 
 def check_files(job: Job, checkpoint: Checkpoint) -> None:

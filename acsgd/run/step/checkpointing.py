@@ -25,7 +25,7 @@ from acsgd.run.plan.job import Job
 from acsgd.run.report import Report, StepField, on_any
 from acsgd.run.session import Session
 from acsgd.run.setup.inputs import RunInputs
-from acsgd.run.setup.resume import Start, check_files, layer_states
+from acsgd.run.setup.resume import Start, complete_files, layer_states
 from acsgd.run.step.hooks import LoopState, StepHook
 from acsgd.shards.chat_template import write_chat_template
 from acsgd.shards.disk import ShardDirectory, copy_model_files, list_model_files
@@ -90,6 +90,7 @@ class Checkpointing(StepHook):
             timeout_s=job.disk_timeout_s,
             constants=ConstantsFiles(_directories(start.source)),
             verify=lock.verify,
+            exchange=inputs.disks.exchange(job, start.session.groups),
         )
         return cls(start.session, saver, inputs, start.newest, lock, signals, note)
 
@@ -238,7 +239,8 @@ class Checkpointing(StepHook):
         paths = [directory.of(each) for each in reversed(directory.steps()) if each <= step]
         if self._resumed_from is not None and self._resumed_from.resolve().parent != directory.path.resolve():
             paths.append(self._resumed_from)
-        check, groups = partial(check_files, job), self._session.groups
+        groups = self._session.groups
+        check = partial(complete_files, job, self._inputs.disks.exchange(job, groups))
         checkpoint, reasons = newest_valid(paths, groups, check, timeout_s=job.disk_timeout_s)
         for reason in reasons:
             self._note(f"passed over a checkpoint: {reason}")
