@@ -18,7 +18,7 @@ FLOORS = """
     launch notes streams config
     codecs comm layers metrics
     io.files model_classes topology
-    groups
+    groups mesh
     failures shards
     adapters io.data io.telemetry optim
     tasks
@@ -183,6 +183,8 @@ OTHER_WAITS = {
     "acsgd.dp.modes.cocktail": {"super()"},
     "acsgd.dp.modes.powersgd": {"super()"},
     "acsgd.elastic.host.daemon": {"self._ended"},
+    "acsgd.mesh.forwarder": {"peer.connected", "self._opened"},
+    "acsgd.mesh.mesh": {"self._ended"},
     "acsgd.pp.runtime": {"stage.sync"},
     "acsgd.pp.wire.cache_sync": {"exchange"},
     "acsgd.pp.wire.channel": {"exchange"},

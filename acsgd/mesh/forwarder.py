@@ -1,0 +1,435 @@
+"""The forwarder of a host: it opens the ports of all other hosts here, and carries what connects to them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from acsgd.comm.addresses import join_address
+from acsgd.mesh.identity import Identity, Member, StrangerError
+from acsgd.mesh.messages import (
+    PROTOCOL,
+    Acquaintance,
+    Hello,
+    Message,
+    Misled,
+    Open,
+    Opened,
+    Ping,
+    Ports,
+    from_line,
+    to_line,
+)
+from acsgd.mesh.ports import is_own_connection, listening_ports
+from acsgd.mesh.streams import End, FirstLine, Lines
+from acsgd.mesh.tls import HANDSHAKE_S, Entrance, dial
+
+log = logging.getLogger(__name__)
+
+PING_S = 0.5
+SILENCE_S = 5.0
+"""Time without a message after which the connection to a host is replaced, seconds. Carried connections stay: whether a
+host counts as lost is decided by the programs, as without a mesh."""
+SCAN_S = 1.0
+"""Time between two looks at which ports listen; a program that opens one has it looked for at once, by `publish`."""
+OPENED_S = 2.0
+"""Time in which other hosts open a new port, seconds."""
+REDIAL_S = 0.5
+OTHER_PROTOCOL = "has another version of the mesh: install the same version of acsgd on all hosts"
+
+
+@dataclass
+class Peer:
+    """Another host, from the first connection on."""
+
+    member: Member
+    announced: str | None = None
+    is_dialer: bool = False
+    """Whether this host has dialed the connection."""
+    lines: Lines | None = None
+    """The connection for messages; None while there is none."""
+    heard_at: float = 0.0
+    connected: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: bool = False
+    """Whether its process has ended: the address that it announces refuses connections."""
+    opened: int = 0
+    """Number of the latest message `Ports` that it has answered."""
+
+    def send(self, message: Message) -> None:
+        if self.lines is not None:
+            self.lines.transport.write(to_line(message))
+
+
+class Forwarder:
+    """Carries connections between this host and the others of a run. All methods are called in its event loop.
+
+    announced: host:port at which other hosts dial this one; None = nowhere. daemon_port: of this host's daemon.
+    dialed: addresses of hosts to connect to. on_endpoint: called with such an address and the address of the daemon
+    there, once it is known. on_rejected: called with an address and why the process there cannot be of this mesh.
+    on_note: called with sentences for the user.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        announced: str | None,
+        daemon_port: int,
+        dialed: tuple[str, ...],
+        on_endpoint: Callable[[str, str], None],
+        on_rejected: Callable[[str, str], None],
+        on_note: Callable[[str], None],
+    ) -> None:
+        self.identity = identity
+        self.entrance = Entrance(identity, self._serve)
+        self._announced = announced
+        self._daemon_port = daemon_port
+        self._dialed = dialed
+        self._on_endpoint = on_endpoint
+        self._on_rejected = on_rejected
+        self._on_note = on_note
+        self._peers: dict[str, Peer] = {}
+        """By virtual address."""
+        self._ports: tuple[int, ...] = ()
+        self._numbers = itertools.count(1)
+        self._published = 0
+        """Number of the latest message `Ports`."""
+        self._opened = asyncio.Event()
+        """Set whenever a host has opened ports."""
+        self._mirrors: dict[tuple[str, int], socket.socket] = {}
+        """Listening sockets here by address and port of other hosts."""
+        self._awaited: dict[int, asyncio.Future[FirstLine]] = {}
+        """Connections that other hosts were requested to dial."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    def start(self, listener: socket.socket | None) -> None:
+        """Begin. listener: accepts the connections of other hosts."""
+        if listener is not None:
+            self.entrance.listen(listener)
+        for address in self._dialed:
+            self._spawn(self._find(address))
+        self._spawn(self._tick())
+
+    def close(self) -> None:
+        """End all connections."""
+        self._is_closed = True
+        for task in list(self._tasks):
+            task.cancel()
+        self.entrance.close()
+        for address, port in list(self._mirrors):
+            self._close_mirror(address, port)
+        for peer in self._peers.values():
+            if peer.lines is not None:
+                peer.lines.transport.abort()
+
+    # Connections to other hosts, for messages.
+
+    async def _find(self, address: str) -> None:
+        """Connect to the host at an address of --rdzv-endpoint, and again whenever it is another one."""
+        found: Peer | None = None
+        while True:
+            if found is None or found.lines is None:
+                try:
+                    found = await self._connect(address, None)
+                except StrangerError as error:
+                    self._on_rejected(address, str(error))
+                except (OSError, TimeoutError) as error:
+                    log.info("%s: %s", address, error)
+            await asyncio.sleep(REDIAL_S)
+
+    async def _connect(self, address: str, expected: str | None) -> Peer | None:
+        """Dial a host and exchange greetings; return it, None if it is this host. Raises OSError, TimeoutError."""
+        connection, member = await dial(self.identity, address, expected)
+        if member.address == self.identity.address:
+            connection.transport.abort()
+            return None
+        connection.transport.write(b"messages\n" + to_line(self._hello()))
+        async with asyncio.timeout(HANDSHAKE_S):
+            hello = _read_hello(await connection.line)
+        self._greeted(connection, member, hello, is_dialer=True, dialed=address)
+        return self._peers.get(member.address)
+
+    def _hello(self) -> Hello:
+        return Hello(PROTOCOL, self._announced, self._daemon_port, self._ports)
+
+    def _greeted(
+        self, connection: FirstLine, member: Member, hello: Hello, *, is_dialer: bool, dialed: str | None = None
+    ) -> None:
+        """Keep a connection whose other end has sent its greeting, unless there is another one."""
+        peer = self._peers.setdefault(member.address, Peer(member))
+        if peer.member.key != member.key:
+            if peer.lines is not None:  # two of 65,536 addresses are equal
+                connection.transport.close()
+                raise ConnectionError(f"{member.address} is taken")
+            peer.member = member
+        if dialed is not None:
+            self._on_endpoint(dialed, join_address(member.address, hello.daemon_port))
+        first = min(self.identity.address, member.address)  # of two that dial each other, its connection is kept
+        dialer = self.identity.address if is_dialer else member.address
+        if peer.lines is not None and dialer != first and peer.is_dialer != is_dialer:
+            connection.transport.close()
+            return
+        old, peer.announced, peer.is_dialer, peer.ended = peer.lines, hello.announced, is_dialer, False
+        is_new = not peer.connected.is_set()
+        lines = Lines(lambda line: self._receive(peer, line), lambda: self._lost(peer, lines))
+        peer.lines, peer.heard_at = lines, time.monotonic()
+        connection.hand_over(lines)
+        if old is not None:
+            old.transport.abort()
+        peer.connected.set()
+        self._mirror(member.address, set(hello.ports))
+        peer.send(Ports(self._published, self._ports))  # they may have changed since the greeting
+        for other in self._peers.values():
+            if other is not peer and other.lines is not None:
+                peer.send(Acquaintance(other.member.address, other.announced))
+        if is_new:
+            self._on_note(f"mesh: {member.address} is {member.name} ({hello.announced or 'which has no port'})")
+        if hello.announced is not None and not is_dialer:
+            self._spawn(self._verify(peer, hello.announced))
+
+    async def _verify(self, peer: Peer, announced: str) -> None:
+        """Check that the address that a host announces leads there."""
+        try:
+            connection, _ = await dial(self.identity, announced, peer.member.address)
+            connection.transport.write(b"check\n")
+            connection.transport.close()
+        except StrangerError as error:
+            peer.send(Misled(announced, str(error)))
+        except (OSError, TimeoutError) as error:
+            log.info("%s, of %s: %s", announced, peer.member.address, error)
+
+    def _receive(self, peer: Peer, line: bytes) -> None:
+        peer.heard_at = time.monotonic()
+        match from_line(line):
+            case Ports(number, ports):
+                self._mirror(peer.member.address, set(ports))
+                peer.send(Opened(number))
+            case Opened(number):
+                peer.opened = max(peer.opened, number)
+                self._opened.set()
+            case Acquaintance(address, announced):
+                self._meet(address, announced)
+            case Open(number):
+                self._spawn(self._dial_back(peer, number))
+            case Misled(announced, problem):
+                self._on_rejected(announced, problem)
+
+    def _meet(self, address: str, announced: str | None) -> None:
+        """Connect to a host that another one has named."""
+        is_known = address in self._peers and self._peers[address].lines is not None
+        if address != self.identity.address and not is_known and announced is not None:
+            self._spawn(self._try_to_connect(announced, address))
+
+    async def _try_to_connect(self, announced: str, address: str) -> None:
+        with contextlib.suppress(OSError, TimeoutError):
+            await self._connect(announced, address)
+
+    def _lost(self, peer: Peer, lines: Lines) -> None:
+        if peer.lines is lines and not self._is_closed:
+            peer.lines = None
+            peer.connected.clear()
+            self._opened.set()
+            self._spawn(self._find_again(peer))
+
+    async def _find_again(self, peer: Peer) -> None:
+        """Connect to a host again whose connection has ended, or notice that its process has.
+
+        Only a refused connection shows that. Until then its ports stay open here: a port that refuses connections would
+        tell a program that the host has ended, but it may be cut off.
+        """
+        while peer.lines is None and peer.announced is not None:
+            try:
+                await self._connect(peer.announced, peer.member.address)
+            except (ConnectionRefusedError, StrangerError):  # or another process has its place
+                peer.ended = True
+                self._mirror(peer.member.address, set())
+                return
+            except (OSError, TimeoutError) as error:
+                log.info("%s: %s", peer.announced, error)
+            await asyncio.sleep(REDIAL_S)
+
+    async def _tick(self) -> None:
+        for count in itertools.count():
+            now = time.monotonic()
+            for peer in self._peers.values():
+                if peer.lines is not None and now - peer.heard_at > SILENCE_S:
+                    peer.lines.transport.abort()
+                peer.send(Ping())
+            if count % round(SCAN_S / PING_S) == 0:
+                self._scan()
+            await asyncio.sleep(PING_S)
+
+    # Ports.
+
+    def _scan(self) -> None:
+        """Look for the ports at which processes of this host listen, and send them if they have changed."""
+        ports = tuple(sorted(listening_ports(self.identity.address)))
+        if ports != self._ports:
+            self._ports, self._published = ports, next(self._numbers)
+            for peer in self._peers.values():
+                peer.send(Ports(self._published, ports))
+
+    async def publish(self) -> None:
+        """Look for new ports now; return once all connected hosts have opened them, at the latest after OPENED_S."""
+        self._scan()
+        number = self._published
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OPENED_S):
+                while any(peer.lines is not None and peer.opened < number for peer in self._peers.values()):
+                    self._opened.clear()
+                    await self._opened.wait()
+
+    def _mirror(self, address: str, ports: set[int]) -> None:
+        """Listen at the address of another host at its ports, and at no others."""
+        for port in {port for host, port in self._mirrors if host == address} - ports:
+            self._close_mirror(address, port)
+        for port in ports - {port for host, port in self._mirrors if host == address}:
+            try:
+                listener = open_mirror(address, port)
+            except OSError as error:
+                if port not in listening_ports(address):  # else that host is on this machine
+                    self._on_note(f"mesh: port {port} of {address} cannot be opened here: {error.strerror}")
+                continue
+            self._mirrors[address, port] = listener
+            asyncio.get_running_loop().add_reader(listener, self._accept, address, port, listener)
+
+    def _close_mirror(self, address: str, port: int) -> None:
+        listener = self._mirrors.pop((address, port))
+        asyncio.get_running_loop().remove_reader(listener)
+        listener.close()
+
+    # Carried connections.
+
+    def _accept(self, address: str, port: int, listener: socket.socket) -> None:
+        try:
+            connection, source = listener.accept()
+        except OSError:
+            return
+        if not is_own_connection(source, listener.getsockname()):
+            connection.close()
+            log.info("a process of another user has connected to %s:%d", address, port)
+            return
+        connection.setblocking(False)
+        self._spawn(self._carry(address, port, connection))
+
+    async def _carry(self, address: str, port: int, connection: socket.socket) -> None:
+        """Carry a local connection to a port of another host."""
+        _, local = await asyncio.get_running_loop().connect_accepted_socket(End, connection)
+        try:
+            remote = await self._open(self._peers[address], f"port {port}\n")
+        except (OSError, TimeoutError) as error:
+            log.info("%s:%d: %s", address, port, error)
+            local.abort()
+            return
+        remote.hand_over(end := End())
+        local.join(end)
+
+    async def _open(self, peer: Peer, line: str) -> FirstLine:
+        """Open a connection to another host, and send what it is for. Raises OSError, TimeoutError."""
+        if peer.announced is not None:
+            try:
+                connection, _ = await dial(self.identity, peer.announced, peer.member.address)
+            except (OSError, TimeoutError):
+                if peer.is_dialer or peer.lines is None:
+                    raise
+                connection = await self._request(peer)  # it dials this host, but not the other way
+        else:
+            connection = await self._request(peer)
+        connection.transport.write(line.encode())
+        return connection
+
+    async def _request(self, peer: Peer) -> FirstLine:
+        """Let another host dial this one. Raises TimeoutError."""
+        number = next(self._numbers)
+        self._awaited[number] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                await peer.connected.wait()
+                peer.send(Open(number))
+                return await self._awaited[number]
+        finally:
+            del self._awaited[number]
+
+    async def _dial_back(self, peer: Peer, number: int) -> None:
+        """Dial a host that cannot dial this one, and serve what it wants."""
+        if peer.announced is None:
+            return
+        with contextlib.suppress(OSError, TimeoutError):
+            connection, member = await dial(self.identity, peer.announced, peer.member.address)
+            connection.transport.write(f"requested {number}\n".encode())
+            await self._serve(connection, member, await connection.line)
+
+    async def _serve(self, connection: FirstLine, member: Member, line: str) -> None:
+        """Do what another host has opened a connection for. Raises OSError, ValueError."""
+        match line.split():
+            case ["messages"]:
+                connection = _next_line(connection)
+                connection.transport.write(to_line(self._hello()))
+                async with asyncio.timeout(HANDSHAKE_S):
+                    hello = _read_hello(await connection.line)
+                self._greeted(connection, member, hello, is_dialer=False)
+            case ["check"]:
+                connection.transport.close()
+            case ["port", port]:
+                await self._deliver(connection, int(port))
+            case ["requested", number] if (awaited := self._awaited.get(int(number))) and not awaited.done():
+                awaited.set_result(_next_line(connection))
+            case _:
+                raise ValueError(f"{line!r:.80} is unknown")
+
+    async def _deliver(self, remote: FirstLine, port: int) -> None:
+        """Connect what another host carries to a port of this host. Raises OSError."""
+        if port not in self._ports:
+            self._scan()
+        if port not in self._ports:
+            raise ConnectionRefusedError(f"nothing listens at port {port}")
+        try:
+            _, local = await asyncio.get_running_loop().create_connection(End, self.identity.address, port)
+        except OSError:
+            self._scan()
+            raise
+        remote.hand_over(end := End())
+        local.join(end)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("mesh: %s", error, exc_info=error)
+
+
+def open_mirror(address: str, port: int) -> socket.socket:
+    """Return a socket that listens at the address of another host. Raises OSError."""
+    listener = socket.create_server((address, port), backlog=256)
+    listener.setblocking(False)
+    return listener
+
+
+def _read_hello(line: str) -> Hello:
+    """Return the greeting of another host. Raises StrangerError for that of another version."""
+    with contextlib.suppress(ValueError):
+        hello = from_line(line.encode())
+        if isinstance(hello, Hello) and hello.protocol == PROTOCOL:
+            return hello
+    raise StrangerError(OTHER_PROTOCOL)
+
+
+def _next_line(connection: FirstLine) -> FirstLine:
+    """Read the next line of a connection."""
+    following = FirstLine()
+    connection.hand_over(following)
+    if not following.line.done():
+        following.transport.resume_reading()
+    return following

@@ -1,0 +1,151 @@
+"""The mesh of a host, which runs its forwarder in a thread, and the calls of the other processes of the host."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from acsgd.comm.addresses import listen, resolve, split_address
+from acsgd.mesh.forwarder import Forwarder
+from acsgd.mesh.identity import Identity
+
+END_S = 5.0
+"""Time for the thread to start or to end, seconds."""
+PUBLISH_S = 5.0
+"""Time for an answer to `publish`, seconds."""
+
+
+@dataclass(frozen=True)
+class MeshOptions:
+    """How a host takes part in a mesh."""
+
+    run: str
+    secret: bytes
+    endpoints: tuple[str, ...]
+    """host:port of the hosts that a newcomer dials."""
+    listener: socket.socket | None
+    """Accepts connections of other hosts; None = this host has no port."""
+    announced: str | None
+    """host:port at which other hosts dial this one; None = nowhere."""
+
+
+class Mesh:
+    """The forwarder of this host. Start it once; its thread ends with the process, or by `stop`.
+
+    socket_path: where processes of this host connect, see `publish`; on_rejected: called, from the thread, with an
+    address and why the process there cannot be of this mesh; on_note: called, from the thread, with sentences for the
+    user.
+    """
+
+    def __init__(
+        self,
+        options: MeshOptions,
+        socket_path: Path,
+        *,
+        on_rejected: Callable[[str, str], None],
+        on_note: Callable[[str], None],
+    ) -> None:
+        self._options = options
+        self._socket_path = socket_path
+        self._on_rejected = on_rejected
+        self._on_note = on_note
+        self._identity = Identity(options.secret, options.run)
+        self.address = self._identity.address
+        """Virtual address of this host."""
+        with listen(self.address) as server:
+            self.daemon_port: int = server.getsockname()[1]
+            """A free port for the daemon of this host."""
+        self.daemons: list[str] = []
+        """Addresses of the daemons at the endpoints, in their order, as far as they are known. Grows."""
+        self._by_endpoint: dict[str, str] = {}
+        if options.announced in options.endpoints:
+            self._found(options.announced, f"{self.address}:{self.daemon_port}")
+        self._loop: asyncio.AbstractEventLoop
+        self._ended: asyncio.Event
+        self.forwarder: Forwarder
+        self._has_started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="acsgd mesh", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+        self._has_started.wait(END_S)
+
+    def stop(self) -> None:
+        """End all carried connections."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join(END_S)
+
+    def precedes(self, endpoint: str) -> bool:
+        """Return whether this host is at an endpoint before another one."""
+        announced, endpoints = self._options.announced, self._options.endpoints
+        return announced in endpoints and endpoint not in endpoints[: endpoints.index(announced)]
+
+    def _run(self) -> None:
+        with contextlib.suppress(ImportError):
+            import uvloop
+
+            uvloop.run(self._main())
+            return
+        asyncio.run(self._main())
+
+    async def _main(self) -> None:
+        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
+        options = self._options
+        self.forwarder = forwarder = Forwarder(
+            self._identity,
+            announced=options.announced,
+            daemon_port=self.daemon_port,
+            dialed=tuple(each for each in options.endpoints if each != options.announced),
+            on_endpoint=self._found,
+            on_rejected=self._on_rejected,
+            on_note=self._on_note,
+        )
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.closing(writer):
+                await forwarder.publish()
+                writer.write(b"ok\n")
+
+        server = await asyncio.start_unix_server(serve, self._socket_path)
+        os.chmod(self._socket_path, 0o600)
+        forwarder.start(options.listener)
+        self._has_started.set()
+        await self._ended.wait()
+        server.close()
+        forwarder.close()
+
+    def _found(self, endpoint: str, daemon: str) -> None:
+        """Note which daemon is at an endpoint. Two endpoints may lead to the same one."""
+        self._by_endpoint[endpoint] = daemon
+        found = [self._by_endpoint[each] for each in self._options.endpoints if each in self._by_endpoint]
+        self.daemons[:] = dict.fromkeys(found)
+
+
+def publish(socket_path: Path) -> None:
+    """Let the other hosts open the ports that have been opened at the virtual address of this host, and wait for that.
+
+    socket_path: of the mesh of this host. Does nothing if that has ended.
+    """
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(PUBLISH_S)
+        connection.connect(str(socket_path))
+        connection.recv(1)
+
+
+def is_public(endpoints: Iterable[str]) -> bool:
+    """Return whether one of the endpoints has an address that is not private. Names that have none are not."""
+    for endpoint in endpoints:
+        with contextlib.suppress(OSError):
+            for _, address in resolve(*split_address(endpoint)):
+                if ipaddress.ip_address(address[0].partition("%")[0]).is_global:
+                    return True
+    return False

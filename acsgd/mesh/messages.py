@@ -1,0 +1,92 @@
+"""What the forwarders of two hosts send to each other on the connection that each pair of hosts keeps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, get_args
+
+from acsgd.io.files.fields import Natural, from_json
+
+PROTOCOL = 1
+"""Version of the messages, in each `Hello`."""
+
+
+def _check_port(port: int) -> None:
+    if not 0 < port < 65536:
+        raise ValueError(f"{port} is no port")
+
+
+Port = Annotated[int, _check_port]
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The first message, in each direction."""
+
+    protocol: Natural
+    announced: str | None
+    """host:port at which this host can be dialed; None = nowhere."""
+    daemon_port: Natural
+    """Port of its daemon at its virtual address."""
+    ports: tuple[Port, ...]
+    """Ports at which its processes listen at its virtual address."""
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The ports at which processes of the sender listen now. The receiver answers with `Opened`."""
+
+    number: Natural
+    ports: tuple[Port, ...]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The ports of a message are open on the sender's host, too."""
+
+    number: Natural
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Sent every PING_S."""
+
+
+@dataclass(frozen=True)
+class Acquaintance:
+    """Another host to which the sender is connected."""
+
+    address: str
+    announced: str | None
+
+
+@dataclass(frozen=True)
+class Open:
+    """Dial the sender, for a connection that it wants to open: it cannot dial."""
+
+    number: Natural
+
+
+@dataclass(frozen=True)
+class Misled:
+    """The address that the receiver announces leads elsewhere."""
+
+    announced: str
+    problem: str
+
+
+Message = Hello | Ports | Opened | Ping | Acquaintance | Open | Misled
+
+
+def to_line(message: Message) -> bytes:
+    return json.dumps({"kind": type(message).__name__, "body": asdict(message)}).encode() + b"\n"
+
+
+def from_line(line: bytes) -> Any:
+    """Return the message of a line. Raises ValueError for anything else."""
+    value = json.loads(line)
+    by_name = {kind.__name__: kind for kind in get_args(Message)}
+    if not isinstance(value, dict) or value.get("kind") not in by_name:
+        raise ValueError(f"{line!r:.80} is not a message of a mesh")
+    return from_json(by_name[value["kind"]], value.get("body"))

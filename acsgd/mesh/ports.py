@@ -1,0 +1,41 @@
+"""TCP sockets of this host, from /proc/net/tcp: which ports listen at an address, and whose a connection is."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_TABLE = Path("/proc/net/tcp")
+_LISTENING = "0A"
+
+
+def listening_ports(address: str) -> set[int]:
+    """Return the ports at which processes of this user listen at an IPv4 address."""
+    return {
+        int(local.partition(":")[2], 16)
+        for local, _, state, user in _sockets(_hex(address))
+        if state == _LISTENING and user == os.getuid() and local.startswith(_hex(address))
+    }
+
+
+def is_own_connection(source: tuple[str, int], target: tuple[str, int]) -> bool:
+    """Return whether the process that has connected to an address of this host belongs to this user."""
+    ends = tuple(f"{_hex(address)}:{port:04X}" for address, port in (source, target))
+    return [user for *found, _, user in _sockets(ends[0]) if tuple(found) == ends] == [os.getuid()]
+
+
+def _sockets(part: str) -> Iterator[tuple[str, str, str, int]]:
+    """Yield the local address, remote address, state and user of the sockets whose line has a part."""
+    with _TABLE.open() as file:
+        for line in file:
+            if part in line:
+                _, local, remote, state, _, _, _, user, *_ = line.split()
+                yield local, remote, state, int(user)
+
+
+def _hex(address: str) -> str:
+    """Return an address as in the table: in the order of bytes of this processor."""
+    return f"{int.from_bytes(ipaddress.IPv4Address(address).packed, sys.byteorder):08X}"

@@ -1,0 +1,139 @@
+"""Protocols of asyncio for what one connection carries: a first line, messages, or the bytes of another connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+MAX_LINE = 1 << 16
+"""Maximum size of a message, bytes."""
+BUFFER_BYTES = 1 << 18
+"""Number of bytes that wait for the slower side of a carried connection."""
+
+
+class FirstLine(asyncio.Protocol):
+    """Reads the first line, which says what a connection is for. Then the connection is given another protocol."""
+
+    transport: asyncio.Transport
+    is_connected = False
+    """Whether the handshake is complete, and `transport` is set."""
+
+    def __init__(self) -> None:
+        self.line: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._data = b""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport, self.is_connected = transport, True
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        end = self._data.find(b"\n")
+        if end >= 0 or len(self._data) > MAX_LINE:
+            self.transport.pause_reading()
+            if not self.line.done():
+                self.line.set_result(self._data[: max(0, end)].decode(errors="replace"))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.line.done():
+            self.line.set_exception(ConnectionResetError("closed"))
+            self.line.exception()  # nobody may wait for it
+
+    def hand_over(self, protocol: asyncio.Protocol) -> None:
+        """Give the connection, and what came after the first line, to another protocol."""
+        self.transport.set_protocol(protocol)
+        protocol.connection_made(self.transport)
+        if rest := self._data.partition(b"\n")[2]:
+            protocol.data_received(rest)
+
+
+class Lines(asyncio.Protocol):
+    """Messages, one a line. on_line: called with each; on_lost: called once, at the end.
+
+    A connection with a line that is too long, or for which `on_line` raises ValueError, is closed.
+    """
+
+    def __init__(self, on_line: Callable[[bytes], None], on_lost: Callable[[], None]) -> None:
+        self._on_line = on_line
+        self._on_lost = on_lost
+        self._data = b""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport = transport
+        transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._data = (self._data + data).split(b"\n")
+        try:
+            for line in lines:
+                self._on_line(line)
+            if len(self._data) > MAX_LINE:
+                raise ValueError("a message without an end")
+        except ValueError:
+            self.transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._on_lost()
+
+
+class End(asyncio.Protocol):
+    """One end of a carried connection: writes what it reads to the other end, no faster than that one takes it."""
+
+    def __init__(self) -> None:
+        self._other: End | None = None
+        self._transport: asyncio.Transport | None = None
+        self._early = b""
+        self._is_lost = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+        transport.set_write_buffer_limits(BUFFER_BYTES)
+        transport.pause_reading()
+
+    def join(self, other: End) -> None:
+        """Connect two ends, both of which are connected."""
+        for one, two in ((self, other), (other, self)):
+            one._other = two
+            two.write(one._early)
+            one._early = b""
+        for one, two in ((self, other), (other, self)):
+            if one._is_lost:
+                two.close()
+            else:
+                one.set_reading(enabled=True)
+
+    def data_received(self, data: bytes) -> None:
+        if self._other is None:
+            self._early += data  # what was under way when reading was paused
+        else:
+            self._other.write(data)
+
+    def write(self, data: bytes) -> None:
+        if data and self._transport is not None and not self._is_lost:
+            self._transport.write(data)
+
+    def set_reading(self, *, enabled: bool) -> None:
+        if self._transport is not None and not self._is_lost and not self._transport.is_closing():
+            (self._transport.resume_reading if enabled else self._transport.pause_reading)()
+
+    def pause_writing(self) -> None:
+        if self._other is not None:
+            self._other.set_reading(enabled=False)
+
+    def resume_writing(self) -> None:
+        if self._other is not None:
+            self._other.set_reading(enabled=True)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._is_lost = True
+        if self._other is not None:
+            self._other.abort() if error else self._other.close()
+
+    def close(self) -> None:
+        """Close the connection once what was written has been sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()

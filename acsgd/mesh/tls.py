@@ -1,0 +1,146 @@
+"""TLS 1.3 over TCP between two members: accepting and dialing connections.
+
+A stranger gets no byte but those of the handshake, and costs a bounded number of sockets and of log lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+
+from acsgd.comm.addresses import split_address
+from acsgd.mesh.identity import Identity, Member, StrangerError, member_of
+from acsgd.mesh.streams import FirstLine
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_S = 5.0
+"""Time for a handshake and for the first line after it, seconds."""
+MAX_HANDSHAKES = 256
+"""Number of connections in a handshake. A further one ends the oldest: a member needs milliseconds."""
+USER_TIMEOUT_MS = 60_000
+"""Time after which a connection ends whose data is not acknowledged, milliseconds."""
+BACKLOG = 1024
+OTHER_SECRET = "has another secret, or is of another run: give all hosts the same ACSGD_SECRET and --rdzv-id"
+OTHER_PROGRAM = "is no host of acsgd with a mesh: the address leads elsewhere; check --rdzv-endpoint and announce="
+
+OnMember = Callable[[FirstLine, Member, str], Awaitable[None]]
+
+
+class Entrance:
+    """Accepts connections of members at one TCP port. on_member: takes a connection, its member and its first line."""
+
+    def __init__(self, identity: Identity, on_member: OnMember) -> None:
+        self._identity = identity
+        self._on_member = on_member
+        self._handshakes: dict[asyncio.Task[None], socket.socket] = {}
+        """Oldest first."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listener: socket.socket | None = None
+        self.refused = 0
+        """Number of connections that did not prove to be of a member."""
+
+    def listen(self, listener: socket.socket) -> None:
+        """Accept connections of a listening socket from now on."""
+        listener.setblocking(False)
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener, self._accept)
+
+    def close(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+        for task in [*self._handshakes, *self._tasks]:
+            task.cancel()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # gone already, or no descriptor is left
+            return
+        if len(self._handshakes) >= MAX_HANDSHAKES:
+            oldest = next(iter(self._handshakes))
+            self._handshakes.pop(oldest).close()
+            oldest.cancel()
+            self._count_refused("too many at once")
+        connection.setblocking(False)
+        task = asyncio.get_running_loop().create_task(self._greet(connection))
+        self._handshakes[task] = connection
+        task.add_done_callback(lambda task: self._handshakes.pop(task, None))
+
+    async def _greet(self, connection: socket.socket) -> None:
+        """Authenticate a connection, and hand it on."""
+        protocol = FirstLine()
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                await asyncio.get_running_loop().connect_accepted_socket(  # that of uvloop returns other objects
+                    lambda: protocol, connection, ssl=self._identity.server, ssl_handshake_timeout=HANDSHAKE_S
+                )
+                set_options(protocol.transport)
+                member = member_of(protocol.transport.get_extra_info("ssl_object"))
+                line = await protocol.line
+        except (OSError, TimeoutError, ValueError) as error:
+            self._count_refused(str(error) or type(error).__name__)
+            if protocol.is_connected:
+                protocol.transport.abort()
+            else:
+                connection.close()
+            return
+        task = asyncio.get_running_loop().create_task(self._serve(protocol, member, line))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, connection: FirstLine, member: Member, line: str) -> None:
+        try:
+            await self._on_member(connection, member, line)
+        except (OSError, TimeoutError, ValueError) as error:
+            log.info("closed a connection of %s: %s", member.address, error)
+            connection.transport.abort()
+
+    def _count_refused(self, why: str) -> None:
+        self.refused += 1
+        if self.refused in (1, 100) or self.refused % 10_000 == 0:
+            log.warning("%d connections were not of members of this run, the last one: %.100s", self.refused, why)
+
+
+async def dial(identity: Identity, address: str, expected: str | None = None) -> tuple[FirstLine, Member]:
+    """Connect to a member at host:port. expected: its virtual address; None = any.
+
+    Raises StrangerError if another process answers, OSError or TimeoutError if none does.
+    """
+    host, port = split_address(address)
+    loop = asyncio.get_running_loop()
+    with contextlib.ExitStack() as stack:
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                transport, protocol = await loop.create_connection(
+                    FirstLine,
+                    host,
+                    port,
+                    ssl=identity.client,
+                    server_hostname="",  # would be sent in the clear
+                    ssl_handshake_timeout=HANDSHAKE_S,
+                )
+        except ssl.SSLCertVerificationError as error:
+            raise StrangerError(OTHER_SECRET) from error
+        except ssl.SSLError as error:
+            raise StrangerError(OTHER_PROGRAM) from error
+        stack.callback(transport.abort)
+        set_options(transport)
+        member = member_of(transport.get_extra_info("ssl_object"), expected)
+        stack.pop_all()
+    return protocol, member
+
+
+def set_options(transport: asyncio.BaseTransport) -> None:
+    """Let a connection end if the other host has gone."""
+    connection = transport.get_extra_info("socket")
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)

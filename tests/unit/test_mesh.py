@@ -1,0 +1,400 @@
+"""Laws of the mesh: members reach each other's ports through one TCP port each, and nobody else does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from lib.patience import stretched
+
+from acsgd.mesh import forwarder, ports, tls
+from acsgd.mesh.identity import Identity, StrangerError, member_of, read_secret
+from acsgd.mesh.mesh import Mesh, MeshOptions, is_public, publish
+
+SECRET = secrets.token_hex(16).encode()
+WAIT_S = stretched(20.0)
+
+
+class Host:
+    """A host of a mesh on this machine."""
+
+    def __init__(
+        self,
+        directory: Path,
+        endpoints: tuple[str, ...] = (),
+        *,
+        secret: bytes = SECRET,
+        has_port: bool = True,
+        announced: str | None = None,
+    ) -> None:
+        self.rejected: list[tuple[str, str]] = []
+        self.notes: list[str] = []
+        listener = socket.create_server(("127.0.0.1", 0)) if has_port else None
+        self.port = listener.getsockname()[1] if listener else 0
+        self.announced = announced or (f"127.0.0.1:{self.port}" if listener else None)
+        options = MeshOptions("run", secret, endpoints or (self.announced or "",), listener, self.announced)
+        self.socket_path = directory / secrets.token_hex(4)
+        self.mesh = Mesh(
+            options,
+            self.socket_path,
+            on_rejected=lambda address, problem: self.rejected.append((address, problem)),
+            on_note=self.notes.append,
+        )
+        self.mesh.start()
+
+    @property
+    def address(self) -> str:
+        return self.mesh.address
+
+    def listen(self) -> socket.socket:
+        server = socket.create_server((self.address, 0))
+        publish(self.socket_path)
+        return server
+
+    def knows(self, other: Host) -> bool:
+        return any(note.startswith(f"mesh: {other.address} is ") for note in self.notes)
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Host]]:
+    """All hosts are on this machine, where each port of a virtual address is taken by its own process. So other hosts
+    open it at another address: 127.89.x.y leads through the mesh, 127.88.x.y does not."""
+    open_mirror = forwarder.open_mirror
+    monkeypatch.setattr(forwarder, "open_mirror", lambda address, port: open_mirror(mirror(address), port))
+    with contextlib.ExitStack() as stack:
+
+        def start_host(*args: object, **kwargs: object) -> Host:
+            host = Host(tmp_path, *args, **kwargs)  # type: ignore[arg-type]
+            stack.callback(host.mesh.stop)
+            return host
+
+        yield start_host
+
+
+def mirror(address: str) -> str:
+    return address.replace("127.88.", "127.89.")
+
+
+def connect(server: socket.socket) -> socket.socket:
+    """Connect through the mesh to a port of a host."""
+    address, port = server.getsockname()
+    return socket.create_connection((mirror(address), port), WAIT_S)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def two(start: Callable[..., Host], **kwargs: object) -> tuple[Host, Host]:
+    """Start two hosts, and wait until they know each other."""
+    one = start()
+    other = start((one.announced,), **kwargs)
+    wait_until(lambda: one.knows(other) and other.knows(one))
+    return one, other
+
+
+def echo(server: socket.socket) -> None:
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                with connection:
+                    while data := connection.recv(1 << 16):
+                        connection.sendall(data)
+
+    threading.Thread(target=serve, daemon=True).start()
+
+
+def exchange(server: socket.socket, data: bytes) -> bytes:
+    """Send data to an echo at a port, and return what comes back."""
+    with connect(server) as connection:
+        sender = threading.Thread(target=connection.sendall, args=(data,), daemon=True)
+        sender.start()
+        received = bytearray()
+        while len(received) < len(data):
+            received += (part := connection.recv(1 << 16))
+            assert part, "the connection has ended"
+        return bytes(received)
+
+
+def test_bytes_arrive_in_both_directions_and_ends_are_carried(start: Callable[..., Host]) -> None:
+    for each in two(start):
+        with each.listen() as server:
+            echo(server)
+            data = os.urandom(3_000_000)
+            assert exchange(server, data) == data
+            assert exchange(server, b"x") == b"x"
+
+
+def test_a_host_without_a_port_is_reached_through_the_connections_that_it_opens(start: Callable[..., Host]) -> None:
+    one, other = two(start, has_port=False)
+    for each in (one, other):
+        with each.listen() as server:
+            echo(server)
+            assert exchange(server, b"y" * 100_000) == b"y" * 100_000
+
+
+def test_hosts_find_each_other_through_any_member(start: Callable[..., Host]) -> None:
+    one, other = two(start)
+    third = start((other.announced,))
+    wait_until(lambda: third.knows(one) and one.knows(third))
+
+
+def test_the_daemons_at_endpoints_are_in_the_order_of_the_endpoints(start: Callable[..., Host]) -> None:
+    last, first = start(), start()
+    middle = start((first.announced, "127.0.0.1:1", last.announced))
+    wait_until(lambda: len(middle.mesh.daemons) == 2)
+    assert middle.mesh.daemons == [f"{each.address}:{each.mesh.daemon_port}" for each in (first, last)]
+    assert first.mesh.precedes("127.0.0.1:1")
+    assert not middle.mesh.precedes("127.0.0.1:1")
+
+
+def is_refused(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection((mirror(address[0]), address[1]), WAIT_S).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_ports_are_closed_once_a_process_or_a_host_has_ended(start: Callable[..., Host]) -> None:
+    """A closed port shows the programs of another host that a process has ended."""
+    _, other = two(start)
+    first, second = other.listen(), other.listen()
+    ended, kept = first.getsockname(), second.getsockname()
+    first.close()
+    publish(other.socket_path)
+    assert is_refused(ended)
+    with second, connect(second) as connection:
+        assert not is_refused(kept)
+        other.mesh.stop()
+        assert connection.recv(1) == b""
+        wait_until(lambda: is_refused(kept))
+
+
+# Others.
+
+
+def raw(host: Host) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", host.port), WAIT_S)
+
+
+def tls_of(secret: bytes | None, **options: object) -> ssl.SSLContext:
+    """Return the context of a client with the certificate of a run with another secret, or without any."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if secret is None else Identity(secret, "run").client
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    for name, value in options.items():
+        setattr(context, name, value)
+    return context
+
+
+def knock(host: Host, data: bytes, context: ssl.SSLContext | None) -> bytes:
+    """Send bytes, and return what comes back before the connection ends; with a context: inside of TLS."""
+    with contextlib.suppress(OSError), raw(host) as connection:
+        stream = connection if context is None else context.wrap_socket(connection)
+        stream.sendall(data)
+        return stream.recv(1 << 16)
+    return b""
+
+
+CLIENT_HELLO = b"\x16\x03\x01"
+STRANGERS: dict[str, Callable[[], tuple[bytes, ssl.SSLContext | None]]] = {
+    "bytes that are no TLS": lambda: (b"GET / HTTP/1.0\r\n\r\n", None),
+    "a record without an end": lambda: (CLIENT_HELLO + b"\xff\xff" + bytes(200_000), None),
+    "a handshake without an end": lambda: ((CLIENT_HELLO + b"\x40\x00\x01\xff\xff\xff" + bytes(16380)) * 20, None),
+    "no certificate": lambda: (b"messages\n", tls_of(None)),
+    "another secret": lambda: (b"messages\n", tls_of(secrets.token_bytes(16))),
+    "an older version of TLS": lambda: (b"messages\n", tls_of(SECRET, maximum_version=ssl.TLSVersion.TLSv1_2)),
+    "a line without an end": lambda: (b"x" * 200_000, tls_of(SECRET)),
+    "a purpose that is unknown": lambda: (b"purpose\n", tls_of(SECRET)),
+    "a port that is none of the run": lambda: (b"port 22\n", tls_of(SECRET)),
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_a_stranger_gets_no_byte_and_members_notice_nothing(stranger: str, start: Callable[..., Host]) -> None:
+    one, other = two(start)
+    with one.listen() as server:
+        echo(server)
+        assert exchange(server, b"before") == b"before"
+        data, context = STRANGERS[stranger]()
+        answer = knock(one, data, context)
+        assert context is not None or answer[:1] in (b"", b"\x15"), "more than an alert of TLS"
+        assert context is None or not answer
+        assert exchange(server, b"after") == b"after"
+    assert not one.rejected + other.rejected
+
+
+def test_what_was_recorded_on_another_connection_is_of_no_use(start: Callable[..., Host]) -> None:
+    one = start()
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = Identity(SECRET, "run").client.wrap_bio(incoming, outgoing)
+    recorded = []
+    with raw(one) as connection:
+        while True:
+            try:
+                client.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                recorded.append(outgoing.read())
+                connection.sendall(recorded[-1])
+                incoming.write(connection.recv(1 << 16))
+        client.write(b"port 22\n")
+        recorded.append(outgoing.read())
+        connection.sendall(recorded[-1])
+    refused = entrance_of(one).refused
+    with raw(one) as connection:
+        connection.sendall(recorded[0])
+        connection.recv(1 << 16)  # the certificate of the host, for a key that is another one
+        connection.sendall(b"".join(recorded[1:]))
+        with contextlib.suppress(ConnectionError):
+            assert connection.recv(1 << 16)[:1] in (b"", b"\x14", b"\x15", b"\x17")
+    wait_until(lambda: entrance_of(one).refused > refused)
+
+
+def test_many_that_are_slow_hold_a_bounded_number_of_connections(
+    start: Callable[..., Host], caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = two(start)
+    with contextlib.ExitStack() as stack, one.listen() as server:
+        echo(server)
+        before = descriptors()
+        held = [stack.enter_context(raw(one)) for _ in range(2 * tls.MAX_HANDSHAKES)]
+        assert exchange(server, b"x" * 100_000) == b"x" * 100_000  # new connections of members are accepted
+        third = start((one.announced,))
+        wait_until(lambda: third.knows(one) and third.knows(other))
+        assert descriptors() - before - len(held) < tls.MAX_HANDSHAKES + 40
+    assert len([record for record in caplog.records if "not of members" in record.message]) <= 3
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def entrance_of(host: Host) -> tls.Entrance:
+    return host.mesh.forwarder.entrance
+
+
+def test_a_host_with_another_secret_is_told_so_and_so_is_one_whose_endpoint_leads_elsewhere(
+    start: Callable[..., Host],
+) -> None:
+    one = start()
+    stranger = start((one.announced,), secret=secrets.token_bytes(16))
+    wait_until(lambda: (one.announced, tls.OTHER_SECRET) in stranger.rejected)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=answer_in_plain, args=(server,), daemon=True).start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        misled = start((address,))
+        wait_until(lambda: (address, tls.OTHER_PROGRAM) in misled.rejected)
+
+
+def answer_in_plain(server: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            server.accept()[0].sendall(b"SSH-2.0-OpenSSH_9.9\r\n")
+
+
+def test_a_host_whose_announced_address_leads_elsewhere_is_told_so(start: Callable[..., Host]) -> None:
+    one, third = start(), start()
+    misled = start((one.announced,), announced=third.announced)
+    wait_until(lambda: bool(misled.rejected))
+    address, problem = misled.rejected[0]
+    assert address == third.announced
+    assert problem == f"{third.address} is there, and {misled.address} was expected"
+
+
+def test_a_certificate_is_for_the_address_of_its_key_alone() -> None:
+    """Also one that was signed with the secret."""
+    one, other = Identity(SECRET, "run"), Identity(SECRET, "run")
+    assert member_of(handshake(one.client, other.server), other.address).address == other.address
+    with pytest.raises(StrangerError, match="was expected"):
+        member_of(handshake(one.client, other.server), one.address)
+    key = Ed25519PrivateKey.generate()
+    false = one._context(ssl.PROTOCOL_TLS_SERVER, key, one.sign(key.public_key(), other.address, "host"))
+    with pytest.raises(StrangerError, match="does not follow from its key"):
+        member_of(handshake(one.client, false))
+    for stranger in (Identity(SECRET, "another run"), Identity(SECRET[:-1], "run")):
+        with pytest.raises(ssl.SSLCertVerificationError):
+            handshake(one.client, stranger.server)
+        with pytest.raises(ssl.SSLError):
+            handshake(stranger.client, one.server)
+
+
+def handshake(client_context: ssl.SSLContext, server_context: ssl.SSLContext) -> ssl.SSLObject:
+    """Return the client's end after a handshake."""
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = client_context.wrap_bio(back, there)
+    server = server_context.wrap_bio(there, back, server_side=True)
+    for _ in range(4):
+        for each in (client, server):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                each.do_handshake()
+    return client
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_other_users_of_a_host_do_not_reach_the_ports_of_other_hosts(start: Callable[..., Host]) -> None:
+    _, other = two(start)
+    with other.listen() as server:
+        echo(server)
+        assert exchange(server, b"x") == b"x"
+        address = mirror(other.address), server.getsockname()[1]
+        code = f"import os, socket; os.setuid(65534); s = socket.create_connection({address}); "
+        code += "s.sendall(b'x'); print(s.recv(1))"
+        read = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert "b'x'" not in read.stdout
+        squatter = subprocess.Popen([sys.executable, "-c", SQUAT.format(other.address)], stdout=subprocess.PIPE)
+        with squatter:
+            assert squatter.stdout is not None
+            port = int(squatter.stdout.readline())
+            assert port not in ports.listening_ports(other.address)
+            squatter.kill()
+
+
+SQUAT = """
+import os, socket, time
+os.setuid(65534)
+server = socket.create_server(("{}", 0))
+print(server.getsockname()[1], flush=True)
+time.sleep(60)
+"""
+
+
+def test_hosts_of_another_version_are_named() -> None:
+    hello = {"protocol": forwarder.PROTOCOL + 1, "announced": None, "daemon_port": 1, "ports": []}
+    for body in (hello, {}, {**hello, "protocol": forwarder.PROTOCOL, "ports": [0]}):
+        with pytest.raises(StrangerError, match="install the same version"):
+            forwarder._read_hello(json.dumps({"kind": "Hello", "body": body}))
+
+
+def test_a_secret_is_long_and_in_a_file_of_this_user_alone(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET + b"\n")
+    path.chmod(0o640)
+    with pytest.raises(ValueError, match=r"mode 0640.*chmod 600"):
+        read_secret(path)
+    path.chmod(0o600)
+    assert read_secret(path) == SECRET
+    with pytest.raises(ValueError, match="has 5 bytes, and needs 16"):
+        Identity(b"short", "run")
+
+
+def test_public_addresses() -> None:
+    assert is_public(("10.0.0.1:1", "8.8.8.8:1"))
+    assert is_public(("[2606:4700::1111]:1",))
+    assert not is_public(("127.0.0.1:1", "192.168.3.4:1", "[fd00::1]:1", "100.64.0.1:1", "no-host.invalid:1"))
