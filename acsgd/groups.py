@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from acsgd.comm.addresses import default_is_loopback, find_interface, join_address
 from acsgd.comm.liveness import PeerWatch, heartbeat_interval_s
-from acsgd.comm.process_groups import GLOO, MARGIN_S, Group, ProcessGroups
+from acsgd.comm.process_groups import GLOO, MARGIN_S, Group, ProcessGroups, VirtualHost
 from acsgd.comm.store import StoreClient, call_in_thread
 from acsgd.comm.waits import DIRECT, Waits
 from acsgd.errors import ConnectError, RunError, reason
@@ -61,6 +61,10 @@ class Groups:
     def dp(self) -> Group:
         """The ranks of all replicas that hold the same stages."""
         return self.by_axis["replica"]
+
+    def publish_ports(self) -> None:
+        """In a run with a mesh, let the other hosts open ports that this process has opened, and wait for that."""
+        self._opened.publish_ports()
 
     def all_equal(self, text: str) -> bool:
         """Return whether all ranks passed the same text. A collective: every rank must call it."""
@@ -207,17 +211,24 @@ def clone_store(store: dist.Store, launch: Launch) -> dist.Store:
 
 @contextlib.contextmanager
 def connect(
-    topology: Topology, *, timeout: timedelta, store: dist.Store, waits: Waits = DIRECT, background: bool = False
+    topology: Topology,
+    *,
+    timeout: timedelta,
+    store: dist.Store,
+    waits: Waits = DIRECT,
+    background: bool = False,
+    host: VirtualHost | None = None,
 ) -> Iterator[Groups]:
     """Open this rank's process groups; close them on exit, or abort them if an exception is raised.
 
     timeout: limit of each operation of each group, and of each call of the store. waits: all waits of these groups,
-    also while they are opened. background: whether `Groups.background` gets connections of its own. A process may
-    connect again after exit, with other ranks, with another store (such as a dist.PrefixStore of a new prefix) and with
-    other interruptible waits. Raises RunError if not all ranks connect in time.
+    also while they are opened. background: whether `Groups.background` gets connections of its own. host: where this
+    process listens in a run with a mesh. A process may connect again after exit, with other ranks, with another store
+    (such as a dist.PrefixStore of a new prefix) and with other interruptible waits. Raises RunError if not all ranks
+    connect in time.
     """
     rank, timeout_s = topology.rank, timeout.total_seconds()
-    opened = ProcessGroups(store, waits, rank, timeout)
+    opened = ProcessGroups(store, waits, rank, timeout, host)
     waits.on_interrupt(opened.connections.shut_down)
     lines = [line for axis in topology.sizes for line in topology.lines(axis)]
     try:

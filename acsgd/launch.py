@@ -15,6 +15,8 @@ _DAEMON = "ACSGD_DAEMON"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable with the network interface that gloo uses. Default: that to whose address the host's name
 resolves."""
+_MESH = "ACSGD_MESH"
+"""Environment variable with the virtual address of this host and the socket of its mesh, in a run with a mesh."""
 _SECRET = "ACSGD_SECRET"
 """Environment variable with the secret by which the hosts of an elastic run know each other."""
 
@@ -39,6 +41,8 @@ class Launch:
     """Host and port of the store of a run on several hosts."""
     daemon: str = ""
     """Socket of the daemon of this host; empty if the run is not elastic."""
+    mesh: tuple[str, str] | None = None
+    """Virtual address of this host and socket of its mesh; None in a run without a mesh."""
 
     @classmethod
     def from_env(cls) -> Launch:
@@ -59,6 +63,7 @@ class Launch:
             error_file=env.get("TORCHELASTIC_ERROR_FILE", ""),
             rendezvous=(env["MASTER_ADDR"], _number("MASTER_PORT", 0)) if "MASTER_ADDR" in env else None,
             daemon=daemon_of(env),
+            mesh=_address_and_socket(env.get(_MESH, "")),
         )
 
     @property
@@ -85,6 +90,20 @@ def publish_daemon(socket: Path, *, interface: str | None) -> None:
     """
     os.environ[_DAEMON] = str(socket)
     set_interface(interface)
+
+
+def publish_mesh(address: str, socket: Path) -> None:
+    """Give the workers that this process starts the virtual address of this host and the socket of its mesh.
+
+    gloo of a group that does not use this address gets the loopback interface, by which no other host is reached.
+    """
+    os.environ[_MESH] = f"{address} {socket}"
+    os.environ[_INTERFACE] = "lo"
+
+
+def _address_and_socket(text: str) -> tuple[str, str] | None:
+    address, _, socket = text.partition(" ")
+    return (address, socket) if socket else None
 
 
 def set_interface(interface: str | None) -> None:

@@ -22,7 +22,7 @@ class GlooConnections:
     """
 
     def __init__(self) -> None:
-        self._others = {listener for listener, _ in _event_loops()}
+        self._others = {listener for listener, _, _ in _event_loops()}
         self._listeners: set[int] | None = None
         """The groups' listening sockets; None before `seal`."""
         self._is_closed = False
@@ -31,7 +31,13 @@ class GlooConnections:
     def seal(self) -> None:
         """End the time in which new event loops count as those of the groups."""
         with self._lock:
-            self._listeners = {listener for listener, _ in _event_loops()} - self._others
+            self._listeners = {listener for listener, _, _ in _event_loops()} - self._others
+
+    def check_address(self, address: str) -> None:
+        """Raise RuntimeError if one of the groups so far listens at another address."""
+        for listener, found, _ in _event_loops():
+            if listener not in self._others and found != address:
+                raise RuntimeError(f"a group listens at {found}, beside the mesh, and not at {address}")
 
     def shut_down(self) -> None:
         """Shut down all connections, so that peers and the threads that wait in gloo notice at once. From any thread.
@@ -41,7 +47,7 @@ class GlooConnections:
         with self._lock:
             if self._is_closed:
                 return
-            for listener, connections in _event_loops():
+            for listener, _, connections in _event_loops():
                 if listener not in self._others if self._listeners is None else listener in self._listeners:
                     for connection in connections:
                         with contextlib.suppress(OSError):  # the peer has closed it
@@ -53,8 +59,8 @@ class GlooConnections:
             self._is_closed = True
 
 
-def _event_loops() -> Iterator[tuple[int, list[socket.socket]]]:
-    """Return each event loop with a listening socket: the inode of that socket, and the connections.
+def _event_loops() -> Iterator[tuple[int, str, list[socket.socket]]]:
+    """Return each event loop with a listening socket: the inode and the address of that socket, and the connections.
 
     Connections are closed afterwards.
     """
@@ -62,18 +68,18 @@ def _event_loops() -> Iterator[tuple[int, list[socket.socket]]]:
         if not _is_epoll(link):
             continue
         with contextlib.ExitStack() as stack:
-            listener, connections = None, []
+            listener, address, connections = None, "", []
             for descriptor, inode in _watched(link.name):
                 duplicate = _duplicate(descriptor, inode)
                 if duplicate is None:
                     continue
                 stack.enter_context(duplicate)
                 if duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    listener = inode
+                    listener, address = inode, duplicate.getsockname()[0]
                 else:
                     connections.append(duplicate)
             if listener is not None:
-                yield listener, connections
+                yield listener, address, connections
 
 
 def _is_epoll(link: Path) -> bool:

@@ -45,6 +45,32 @@ class Transport(NamedTuple):
 
 
 GLOO = Transport("gloo", torch.device("cpu"))
+_ON_DEVICE = "acsgd_gloo"
+"""Name in torch.distributed of gloo on a device of one's own: torch takes no options for its own "gloo"."""
+_THREADS = 2
+"""Number of threads of a gloo group, as torch has."""
+
+
+@dataclass(frozen=True)
+class VirtualHost:
+    """Where the groups of this process listen, in a run with a mesh."""
+
+    address: str
+    publish: Callable[[], None]
+    """Lets the other hosts open new ports of this address, and waits for that."""
+
+    def transport(self) -> Transport:
+        """Return gloo on a new device at the address, whose port other hosts have opened."""
+        device = dist.ProcessGroupGloo.create_device(hostname=self.address)
+        self.publish()
+
+        def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
+            options._timeout, options._threads, options._devices = timeout, _THREADS, [device]
+            return dist.ProcessGroupGloo(store, rank, size, options)
+
+        dist.Backend.register_backend(_ON_DEVICE, create, devices=[GLOO.device.type])
+        return Transport(_ON_DEVICE, GLOO.device)
 
 
 @dataclass(frozen=True)
@@ -97,10 +123,12 @@ class ProcessGroups:
     """The process groups of a rank with their threads and connections, which are closed or aborted together.
 
     store: shared by the ranks; waits: all waits of the groups, also while they are opened; timeout: limit of each
-    operation of each group, and of each call of the store.
+    operation of each group, and of each call of the store; host: where the groups listen; None = where gloo chooses.
     """
 
-    def __init__(self, store: dist.Store, waits: Waits, rank: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: dist.Store, waits: Waits, rank: int, timeout: timedelta, host: VirtualHost | None = None
+    ) -> None:
         self.connections = GlooConnections()
         self._thread = CallThread("store", waits)
         self.client = StoreClient(store, self._thread, timeout_s=timeout.total_seconds())
@@ -108,6 +136,7 @@ class ProcessGroups:
         self._timeout = timeout
         self._waits = waits
         self._rank = rank
+        self._host = host
         self._heartbeat: Heartbeat | None = None
         self._groups: list[dist.ProcessGroup] = []
         self._is_open = False
@@ -118,6 +147,8 @@ class ProcessGroups:
         Returns the id of the run and the groups that this rank is in, that of all ranks first.
         """
         rank = self._rank
+        if self._host is not None:
+            transport = self._host.transport()
         publish_host(self.client, rank)
         if rank == 0:
             self.client.set(_RUN_ID, secrets.token_hex(4))
@@ -147,9 +178,16 @@ class ProcessGroups:
             raise
         thread.close()
         self.connections.seal()
+        if self._host is not None:
+            self.connections.check_address(self._host.address)
         run_id = self.client.get(_RUN_ID)
         self._heartbeat = Heartbeat(self.client, rank, heartbeat_interval_s(self._timeout.total_seconds()))
         return run_id, [Group(each, transport) for each in self._groups]
+
+    def publish_ports(self) -> None:
+        """As `Groups.publish_ports`."""
+        if self._host is not None:
+            self._host.publish()
 
     def close(self) -> None:
         """Close the groups, which are not in use any more."""

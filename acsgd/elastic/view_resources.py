@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from acsgd.comm.addresses import resolve
+from acsgd.comm.addresses import listen, resolve
+from acsgd.comm.process_groups import VirtualHost
 from acsgd.comm.store import call_in_thread
 from acsgd.comm.waits import Waits
 from acsgd.config.options import Config
@@ -96,10 +97,19 @@ STORE_TIMEOUT_S = 8.0
 """Time to connect to the store of a view, seconds."""
 
 
-def open_store() -> dist.TCPStore:
-    """Open a store on a free port of this host."""
+def open_store(host: VirtualHost | None = None) -> dist.TCPStore:
+    """Open a store on a free port of this host. host: in a run with a mesh, where it listens; None = everywhere."""
     timeout = timedelta(seconds=STORE_TIMEOUT_S)
-    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    if host is None:
+        return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    with listen(host.address) as listener:
+        port = listener.getsockname()[1]
+        descriptor = listener.detach()
+    store = dist.TCPStore(
+        host.address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor
+    )
+    host.publish()
+    return store
 
 
 def connect_store(host: str, port: int, waits: Waits) -> dist.TCPStore:

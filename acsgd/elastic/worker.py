@@ -11,6 +11,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+from acsgd.comm.process_groups import VirtualHost
 from acsgd.comm.store import StoreError
 from acsgd.comm.waits import InterruptibleWaits
 from acsgd.config.options import Config
@@ -43,6 +44,7 @@ from acsgd.io.data.batches import BatchReader
 from acsgd.io.files.fields import from_json
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.launch import Launch
+from acsgd.mesh.mesh import publish
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.plan.model import RunModel
@@ -77,6 +79,14 @@ def run_elastic(config: Config, launch: Launch, context: RunContext, end: Callab
         worker.run(setup_of(job, inputs), signals, context)
 
 
+def _virtual_host(launch: Launch) -> VirtualHost | None:
+    """Return where a process listens; None without a mesh."""
+    if launch.mesh is None:
+        return None
+    address, socket_path = launch.mesh
+    return VirtualHost(address, partial(publish, Path(socket_path)))
+
+
 class ElasticWorker:
     """One process of an elastic run. Keeps the weights and the optimizer state of its stages from view to view."""
 
@@ -103,7 +113,8 @@ class ElasticWorker:
         """The view in which this worker has trained last, or has waited while others trained."""
         self._stopped_at: float | None = time.monotonic()
         """When training stopped in the view before; None on a spare while others train."""
-        self._store = open_store()
+        self._host = _virtual_host(launch)
+        self._store = open_store(self._host)
 
     def run(self, setup: Setup, signals: StopSignals, context: RunContext) -> None:
         """Train in the views that the daemon sends, until the run ends or this host leaves it.
@@ -125,7 +136,7 @@ class ElasticWorker:
                 case Stop():
                     has_reported = True
                     self._stopped_at = self._stopped_at or time.monotonic()
-                    self._store = open_store()
+                    self._store = open_store(self._host)
                     self._control.send(Stopped(self._report()))
                 case End(error):
                     if error is not None:
@@ -213,7 +224,9 @@ class ElasticWorker:
         timeout = timedelta(seconds=config.run.timeout)
         with contextlib.ExitStack() as stack:
             store = self._store if rank == 0 else connect_store(view.host_of(0), plan.store_port, waits)
-            connecting = connect(job.topology, timeout=timeout, store=store, waits=waits, background=True)
+            connecting = connect(
+                job.topology, timeout=timeout, store=store, waits=waits, background=True, host=self._host
+            )
             groups = stack.enter_context(connecting)
             lock = self._lock.of(job, groups, view, config.run.timeout)
             if plan.from_disk:  # a host that joins later is refused at the first save that it does not see

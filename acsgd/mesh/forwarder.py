@@ -205,6 +205,7 @@ class Forwarder:
             peer.send(Misled(announced, str(error)))
         except (OSError, TimeoutError) as error:
             log.info("%s, of %s: %s", announced, peer.member.address, error)
+            peer.announced = None  # it is behind a router; it dials this host
 
     def _receive(self, peer: Peer, line: bytes) -> None:
         peer.heard_at = time.monotonic()
@@ -334,15 +335,10 @@ class Forwarder:
 
     async def _open(self, peer: Peer, line: str) -> FirstLine:
         """Open a connection to another host, and send what it is for. Raises OSError, TimeoutError."""
-        if peer.announced is not None:
-            try:
-                connection, _ = await dial(self.identity, peer.announced, peer.member.address)
-            except (OSError, TimeoutError):
-                if peer.is_dialer or peer.lines is None:
-                    raise
-                connection = await self._request(peer)  # it dials this host, but not the other way
-        else:
+        if peer.announced is None:
             connection = await self._request(peer)
+        else:
+            connection, _ = await dial(self.identity, peer.announced, peer.member.address)
         connection.transport.write(line.encode())
         return connection
 

@@ -87,7 +87,7 @@ class Mesh:
     def precedes(self, endpoint: str) -> bool:
         """Return whether this host is at an endpoint before another one."""
         announced, endpoints = self._options.announced, self._options.endpoints
-        return announced in endpoints and endpoint not in endpoints[: endpoints.index(announced)]
+        return announced in endpoints and endpoint not in endpoints[: endpoints.index(announced) + 1]
 
     def _run(self) -> None:
         with contextlib.suppress(ImportError):

@@ -8,7 +8,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-_TABLE = Path("/proc/net/tcp")
+_TABLES = Path("/proc/net/tcp"), Path("/proc/net/tcp6")
+_MAPPED = f"{0:016X}FFFF0000" if sys.byteorder == "little" else f"{0:020X}FFFF"
+"""What addresses of IPv4 begin with in the table of IPv6: sockets of torch's store are of both."""
 _LISTENING = "0A"
 
 
@@ -29,11 +31,11 @@ def is_own_connection(source: tuple[str, int], target: tuple[str, int]) -> bool:
 
 def _sockets(part: str) -> Iterator[tuple[str, str, str, int]]:
     """Yield the local address, remote address, state and user of the sockets whose line has a part."""
-    with _TABLE.open() as file:
-        for line in file:
+    for table in _TABLES:
+        for line in table.read_text().splitlines() if table.exists() else ():
             if part in line:
                 _, local, remote, state, _, _, _, user, *_ = line.split()
-                yield local, remote, state, int(user)
+                yield local.removeprefix(_MAPPED), remote.removeprefix(_MAPPED), state, int(user)
 
 
 def _hex(address: str) -> str:

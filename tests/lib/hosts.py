@@ -51,16 +51,18 @@ class Hosts:
         worker: Setup = nothing,
         namespace: str | None = None,
         secret: str | None = None,
+        conf: str = "",
     ) -> ForkedTorchrun:
         """Start a host.
 
         restarts: how often torchrun starts its workers again; clock_s: by how much its clock is ahead; agent, worker:
-        run first in the process of torchrun and in those of the workers.
+        run first in the process of torchrun and in those of the workers; conf: torchrun's --rdzv-conf.
         """
         (directory := self._directory / name).mkdir()
         arguments = ["--nnodes", f"{min_hosts}:4", "--nproc-per-node", str(self._workers)]
         arguments += ["--max-restarts", str(restarts), "--monitor-interval", "0.1"]
         arguments += ["--rdzv-backend", "acsgd", "--rdzv-endpoint", ",".join(self.endpoints), "--rdzv-id", "test"]
+        arguments += ["--rdzv-conf", conf] if conf else []
         arguments += [TRAIN, str(self._run_file), "--log.dir", str(self.run_dir), *self._flags]
         if clock_s:
             agent, worker = partial(_shift_clock, clock_s, agent), partial(_shift_clock, clock_s, worker)

@@ -100,3 +100,14 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
         far, _ = server.accept()
     far.settimeout(10)
     return near, far
+
+
+def test_a_group_beside_the_mesh_is_refused(stack: ExitStack) -> None:
+    """One that listens at another address than the virtual address of this host."""
+    Loop(stack)
+    found = GlooConnections()
+    found.check_address("127.88.1.2")
+    Loop(stack)
+    found.check_address("127.0.0.1")
+    with pytest.raises(RuntimeError, match=r"listens at 127\.0\.0\.1, beside the mesh, and not at 127\.88\.1\.2"):
+        found.check_address("127.88.1.2")

@@ -17,23 +17,24 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from acsgd.comm import addresses
-from acsgd.comm.addresses import default_is_loopback, find_address, find_interface, parse_endpoints
+from acsgd.comm.addresses import default_is_loopback, find_address, find_interface, parse_endpoints, split_address
 from acsgd.elastic.host import rendezvous
 from acsgd.failures.report import record_error
 from acsgd.launch import Launch, forbid_restart
+from acsgd.mesh.mesh import publish
 
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """What the daemon gives to workers is removed after the test."""
-    for name in ("ACSGD_DAEMON", "GLOO_SOCKET_IFNAME"):
+    for name in ("ACSGD_DAEMON", "GLOO_SOCKET_IFNAME", "ACSGD_MESH"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     return monkeypatch
 
 
-def handler(endpoint: str) -> rendezvous.AcsgdRendezvous:
-    return rendezvous.AcsgdRendezvous(RendezvousParameters("acsgd", endpoint, "run", 1, 4))
+def handler(endpoint: str, **conf: str) -> rendezvous.AcsgdRendezvous:
+    return rendezvous.AcsgdRendezvous(RendezvousParameters("acsgd", endpoint, "run", 1, 4, **conf))
 
 
 def test_endpoints() -> None:
@@ -181,3 +182,53 @@ def test_torchrun_reports_other_programs_as_without_this_package(
 def show(error: Exception) -> None:
     """Report an error as Python does that ends with it."""
     sys.excepthook(type(error), error, None)
+
+
+def test_in_a_mesh_workers_get_the_virtual_address_and_gloo_no_interface_of_a_network(
+    environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environment.setenv("ACSGD_SECRET", "a secret of these hosts alone")
+    environment.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    endpoint = free_addresses(1)[0]
+    host = handler(endpoint, mesh="true")
+    try:
+        host.next_rendezvous()
+        address, socket_path = os.environ["ACSGD_MESH"].split()
+        assert address.startswith("127.88.")
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+        publish(Path(socket_path))
+        Worker(Path(os.environ["ACSGD_DAEMON"]), tmp_path / "run").close()
+        with socket.create_connection(split_address(endpoint)) as connection:
+            connection.settimeout(0.1)
+            with pytest.raises(TimeoutError):
+                connection.recv(1)  # where a daemon would greet
+    finally:
+        host.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("conf", "secret", "message"),
+    [
+        ({"mesh": "true"}, None, "a run with a mesh needs a secret"),
+        ({"mesh": "true"}, "short", "has 5 bytes, and needs 16"),
+        ({"announce": "hostA:1"}, None, "announce=hostA:1 is of a mesh, which is off"),
+        ({"mesh": "true", "listen": "TAKEN"}, "a secret of these hosts alone", "cannot listen there"),
+        ({"mesh": "true", "secret": "/no/file"}, None, "/no/file"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_one_sentence(
+    conf: dict[str, str],
+    secret: str | None,
+    message: str,
+    environment: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if secret is not None:
+        environment.setenv("ACSGD_SECRET", secret)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = f"127.0.0.1:{server.getsockname()[1]}"
+        given = {key: taken if value == "TAKEN" else value for key, value in conf.items()}
+        with pytest.raises(SystemExit, match="2"):
+            handler(free_addresses(1)[0], **given).next_rendezvous()
+    (error,) = capsys.readouterr().err.strip().splitlines()
+    assert message in error

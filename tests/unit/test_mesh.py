@@ -149,6 +149,20 @@ def test_a_host_without_a_port_is_reached_through_the_connections_that_it_opens(
             assert exchange(server, b"y" * 100_000) == b"y" * 100_000
 
 
+def test_a_socket_of_ipv6_reaches_a_port_too(start: Callable[..., Host]) -> None:
+    """As that of torch's store."""
+    _, other = two(start)
+    with other.listen() as server, socket.socket(socket.AF_INET6) as connection:
+        echo(server)
+        connection.settimeout(WAIT_S)
+        try:
+            connection.connect((f"::ffff:{mirror(other.address)}", server.getsockname()[1]))
+        except OSError as error:
+            pytest.skip(f"no IPv6: {error}")
+        connection.sendall(b"x")
+        assert connection.recv(1) == b"x"
+
+
 def test_hosts_find_each_other_through_any_member(start: Callable[..., Host]) -> None:
     one, other = two(start)
     third = start((other.announced,))

@@ -77,6 +77,10 @@ class Daemon:
         if self._failure is not None:
             raise self._failure
 
+    def reject(self, rejection: Rejection) -> None:
+        """Handle a rejection that the mesh reports, from its thread."""
+        self._loop.call_soon_threadsafe(self._on_rejected, rejection)
+
     def stop(self) -> None:
         """End the daemon, as when torchrun ends."""
         self._loop.call_soon_threadsafe(self._ended.set)

@@ -24,7 +24,8 @@ class DaemonOptions:
     """Name of the run, torchrun's --rdzv-id."""
     address: str
     """host:port at which other hosts reach this one."""
-    endpoints: tuple[str, ...]
+    endpoints: Sequence[str]
+    """Addresses of daemons that a newcomer contacts; in a run with a mesh, of those that are known so far."""
     secret: bytes
     min_hosts: int
     max_hosts: int

@@ -9,9 +9,10 @@ from __future__ import annotations
 import atexit
 import errno
 import shutil
+import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from signal import SIGTERM
 from types import TracebackType
@@ -22,12 +23,24 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-from acsgd.comm.addresses import find_address, find_interface, parse_endpoints, split_address
+from acsgd.comm.addresses import (
+    LOOPBACK,
+    find_address,
+    find_interface,
+    join_address,
+    listen,
+    parse_endpoints,
+    split_address,
+)
 from acsgd.elastic.host.daemon import Daemon
 from acsgd.elastic.host.joining import DaemonOptions
+from acsgd.elastic.host.transport import Rejection
 from acsgd.errors import explain
 from acsgd.failures.report import REPORTED, print_error
-from acsgd.launch import is_restart_forbidden, publish_daemon, run_secret
+from acsgd.launch import is_restart_forbidden, publish_daemon, publish_mesh, run_secret
+from acsgd.mesh.identity import NEW_SECRET, read_secret
+from acsgd.mesh.mesh import Mesh, MeshOptions, is_public
+from acsgd.notes import print_note
 
 START_ATTEMPTS = 10
 """Number of addresses that a host tries."""
@@ -39,6 +52,7 @@ class AcsgdRendezvous(RendezvousHandler):
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._parameters = parameters
         self._daemon: Daemon | None = None
+        self._mesh: Mesh | None = None
         self._socket: Path
 
     def get_backend(self) -> str:
@@ -52,7 +66,7 @@ class AcsgdRendezvous(RendezvousHandler):
         """Start the daemon, or let torchrun start the workers again. Raises SystemExit if that is useless."""
         if self._daemon is None:
             try:
-                self._daemon, self._socket = _start_daemon(self._parameters)
+                self._daemon, self._mesh, self._socket = _start_daemon(self._parameters)
             except (OSError, ValueError) as error:
                 print_error(explain(error) or str(error))
                 raise SystemExit(2) from None
@@ -75,6 +89,8 @@ class AcsgdRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         if self._daemon is not None:
             self._daemon.stop()
+        if self._mesh is not None:
+            self._mesh.stop()
         return True
 
 
@@ -119,23 +135,21 @@ def _recorded(message: Any) -> str | None:
     return message["extraInfo"].get(REPORTED) if isinstance(message, dict) else None
 
 
-def _start_daemon(parameters: RendezvousParameters) -> tuple[Daemon, Path]:
-    """Start the daemon at an address that is free; return it and the path of its socket. Raises OSError, ValueError."""
+def _start_daemon(parameters: RendezvousParameters) -> tuple[Daemon, Mesh | None, Path]:
+    """Start the daemon and, if wanted, the mesh; return them and the path of the daemon's socket.
+
+    Raises OSError, ValueError.
+    """
     endpoints = parse_endpoints(parameters.endpoint)
     directory = Path(tempfile.mkdtemp(prefix="acsgd-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    secret = _secret(parameters)
+    if _wants_mesh(parameters, endpoints):
+        return _start_in_mesh(parameters, endpoints, secret, directory)
     for attempt in range(START_ATTEMPTS):
         address = find_address(endpoints, parameters.local_addr)
-        options = DaemonOptions(
-            run=parameters.run_id,
-            address=address,
-            endpoints=endpoints,
-            secret=(run_secret() or parameters.run_id).encode(),
-            min_hosts=parameters.min_nodes,
-            max_hosts=parameters.max_nodes,
-        )
         path = directory / str(attempt)
-        daemon = Daemon(options, path)
+        daemon = Daemon(_options(parameters, address, endpoints, secret or parameters.run_id.encode()), path)
         try:
             daemon.start()
         except OSError as error:
@@ -145,4 +159,84 @@ def _start_daemon(parameters: RendezvousParameters) -> tuple[Daemon, Path]:
         break
     others = [each for each in endpoints if each != address]
     publish_daemon(path, interface=find_interface(split_address(address)[0], others))
-    return daemon, path
+    if parameters.get("mesh") is None and any(split_address(each)[0] not in LOOPBACK for each in others):
+        print_note(
+            f"run {parameters.run_id}: what hosts send to each other is not encrypted, since their addresses are "
+            "private; --rdzv-conf mesh=true encrypts it"
+        )
+    return daemon, None, path
+
+
+def _options(parameters: RendezvousParameters, address: str, endpoints: Sequence[str], secret: bytes) -> DaemonOptions:
+    return DaemonOptions(
+        run=parameters.run_id,
+        address=address,
+        endpoints=endpoints,
+        secret=secret,
+        min_hosts=parameters.min_nodes,
+        max_hosts=parameters.max_nodes,
+    )
+
+
+def _secret(parameters: RendezvousParameters) -> bytes | None:
+    """Return the secret of the run, from a file or from the environment; None if none is given."""
+    if (path := parameters.get("secret")) is not None:
+        return read_secret(Path(path))
+    secret = run_secret()
+    return None if secret is None else secret.encode()
+
+
+def _wants_mesh(parameters: RendezvousParameters, endpoints: Sequence[str]) -> bool:
+    """Return whether the run has a mesh: as --rdzv-conf decides; else if hosts are reached by public addresses."""
+    wanted = parameters.get_as_bool("mesh")
+    if wanted is None:
+        wanted = is_public(endpoints)
+    for key in ("announce", "listen"):
+        if not wanted and parameters.get(key) is not None:
+            raise ValueError(f"--rdzv-conf {key}={parameters.get(key)} is of a mesh, which is off; add mesh=true")
+    return wanted
+
+
+def _start_in_mesh(
+    parameters: RendezvousParameters, endpoints: tuple[str, ...], secret: bytes | None, directory: Path
+) -> tuple[Daemon, Mesh, Path]:
+    """Start the daemon and the mesh beneath it. Raises OSError, ValueError."""
+    if secret is None:
+        raise ValueError(
+            f"a run with a mesh needs a secret: {NEW_SECRET}, copy the file to all hosts, and add secret=PATH to "
+            "--rdzv-conf, or set ACSGD_SECRET; on a trusted network, --rdzv-conf mesh=false does without"
+        )
+    listener, announced = _entrance(parameters, endpoints)
+    daemon: Daemon
+
+    def on_rejected(address: str, problem: str) -> None:
+        daemon.reject(Rejection(address, problem, is_in_view=not mesh.precedes(address)))
+
+    options = MeshOptions(parameters.run_id, secret, endpoints, listener, announced)
+    mesh = Mesh(options, directory / "mesh", on_rejected=on_rejected, on_note=print_note)
+    address = join_address(mesh.address, mesh.daemon_port)
+    path = directory / "daemon"
+    daemon = Daemon(_options(parameters, address, mesh.daemons, secret), path)
+    daemon.start()
+    mesh.start()
+    publish_daemon(path, interface=None)
+    publish_mesh(mesh.address, directory / "mesh")
+    return daemon, mesh, path
+
+
+def _entrance(parameters: RendezvousParameters, endpoints: tuple[str, ...]) -> tuple[socket.socket | None, str | None]:
+    """Return the socket at which this host accepts other hosts, and the address that it announces; None for none.
+
+    Raises OSError, ValueError.
+    """
+    announced, listening = parameters.get("announce"), parameters.get("listen")
+    if announced == "none":
+        return None, None
+    at = listening or find_address(endpoints, parameters.local_addr)
+    try:
+        listener = listen(*split_address(at))
+    except OSError as error:
+        raise ValueError(
+            f"{at}: this host cannot listen there ({error.strerror}); give another --rdzv-conf listen="
+        ) from error
+    return listener, announced or at

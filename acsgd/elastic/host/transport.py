@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from acsgd.comm.addresses import LOOPBACK, split_address
 from acsgd.elastic.membership.messages import MAX_BYTES, PROTOCOL, DaemonMessage, Host, SignatureError, seal, unseal
+from acsgd.mesh.identity import is_virtual
 
 log = logging.getLogger(__name__)
 
@@ -84,9 +85,9 @@ class Connections:
         self._is_closed = False
 
     async def listen(self, address: str) -> None:
-        """Listen at host:port: on the loopback interface if that is where the host is, else on all interfaces."""
+        """Listen at host:port: there alone on the loopback interface or in a mesh, else on all interfaces."""
         host, port = split_address(address)
-        interface = host if host in LOOPBACK else None
+        interface = host if host in LOOPBACK or is_virtual(host) else None
         self._server = await asyncio.start_server(self._serve, interface, port, limit=MAX_BYTES)
 
     def close(self) -> None:

@@ -132,15 +132,15 @@ def _patience_s(view: View, absent: Sequence[Host], silence_s: float) -> float:
 class Candidate:
     """A host in no view: it requests to join, or forms the first view if it has the first endpoint.
 
-    me: this host; endpoints: addresses to which a host that joins turns; min_hosts: of the first view; max_hosts: of
-    any view; setup: as in Join.
+    me: this host; endpoints: addresses to which a host that joins turns, which may become more; min_hosts: of the
+    first view; max_hosts: of any view; setup: as in Join.
     """
 
     def __init__(
         self,
         me: Host,
         *,
-        endpoints: Iterable[str],
+        endpoints: Sequence[str],
         min_hosts: int,
         max_hosts: int,
         setup: Mapping[str, str],
@@ -149,7 +149,7 @@ class Candidate:
         outbox: EffectList,
     ) -> None:
         self._me = me
-        self._endpoints = list(endpoints)
+        self._endpoints = endpoints
         self._min_hosts = min_hosts
         self._max_hosts = max_hosts
         self._setup = dict(setup)

@@ -16,7 +16,7 @@ A majority decides at once. Fewer hosts wait for longer, so that in a partition 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from acsgd.elastic.membership.effects import Effect, EffectList, Excluded, Finish, Install, RecordView, Timing
@@ -45,15 +45,15 @@ class Membership:
 
     Inputs are methods, with the present time in seconds. After each, the caller carries out the effects, in order.
 
-    me: this host; endpoints: addresses to which a host that joins turns; min_hosts: of the first view; newest: the
-    newest recorded view, of which the hosts may still run; planner: plans the next view.
+    me: this host; endpoints: addresses to which a host that joins turns, which may become more; min_hosts: of the
+    first view; newest: the newest recorded view, of which the hosts may still run; planner: plans the next view.
     """
 
     def __init__(
         self,
         me: Host,
         *,
-        endpoints: Iterable[str],
+        endpoints: Sequence[str],
         min_hosts: int,
         max_hosts: int,
         planner: Planner,

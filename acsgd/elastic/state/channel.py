@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from acsgd.comm.addresses import LOOPBACK, resolve
+from acsgd.mesh.identity import is_virtual
 
 _LENGTH = struct.Struct("<Q")
 _TOKEN_BYTES = 16
@@ -157,7 +158,7 @@ class StateReceiver(_End):
 def _listen(host: str) -> socket.socket:
     """Open a port: on the loopback interface if that is where the host is, else on all interfaces."""
     family, address = resolve(host, 0)[0]
-    if address[0] in LOOPBACK:
+    if address[0] in LOOPBACK or is_virtual(host):
         return socket.create_server(address, family=family)
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)

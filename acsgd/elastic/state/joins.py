@@ -193,6 +193,7 @@ def plan_joins(
             if source == job.topology.rank:
                 senders[target] = StateSender(host, groups.timeout_s)
                 stack.callback(senders[target].close)
+        groups.publish_ports()
         mine = json.dumps({target: sender.address for target, sender in senders.items()})
         texts = groups.all_gather_text("opening ports for state", mine, timeout_s=groups.timeout_s)
         stack.pop_all()
