@@ -9,7 +9,7 @@ import contextlib
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
@@ -60,22 +60,42 @@ class Peers:
     """A data-parallel group, seen from one of its replicas.
 
     One thread per rank runs all exchanges in the order in which they were submitted, the same on all replicas.
-    waits: all waits for other replicas.
+    waits: all waits for other replicas. observers: replicas of the group that receive what the others exchange, and
+    send nothing, since their state is on its way.
     """
 
-    def __init__(self, group: Group, waits: Waits) -> None:
+    def __init__(self, group: Group, waits: Waits, observers: Collection[int] = ()) -> None:
         self.group = group
         self.waits = waits
-        self.size = group.size()
-        """Number of replicas, R."""
-        self.replica = group.rank()
         self.device = group.device
         """Device of messages."""
-        self._ranks = group.ranks
+        self.set_observers(observers)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replicas")
         self._exchanges = 0
         self._abort_messages: list[Work] = []
         """Keeps the buffers of unfinished sends alive."""
+
+    def set_observers(self, observers: Collection[int]) -> None:
+        """Let other replicas of the group be observers. Call it in the thread, if exchanges may be under way."""
+        members = [replica for replica in range(self.group.size()) if replica not in observers]
+        self.observers = tuple(sorted(observers))
+        """Replicas of the group that only receive. In `exchange` they are numbered after the R others."""
+        self.is_observer = self.group.rank() in observers
+        self.size = len(members)
+        """Number of replicas that send, R."""
+        self.replica = 0 if self.is_observer else members.index(self.group.rank())
+        """Index of this replica among these; 0 on an observer, whose tensors have the shapes of that replica's."""
+        self._ranks = [self.group.ranks[replica] for replica in (*members, *self.observers)]
+
+    @property
+    def others(self) -> list[int]:
+        """The replicas, without observers, from which this one receives."""
+        return [peer for peer in range(self.size) if self.is_observer or peer != self.replica]
+
+    @property
+    def receivers(self) -> list[int]:
+        """The replicas to which this one sends what is for all: the others, and observers."""
+        return [] if self.is_observer else [*self.others, *range(self.size, self.group.size())]
 
     def submit(self, work: Callable[[], T]) -> AsyncResult[T]:
         """Run a function in the thread."""
@@ -123,8 +143,8 @@ class Peers:
         Call it in the thread, after a failure.
         """
         header = self._header(_ABORTED, torch.empty(0, dtype=torch.uint8))
-        for peer, rank in enumerate(self._ranks):
-            if peer != self.replica:
+        for rank in self._ranks:
+            if rank != self.group.ranks[self.group.rank()]:
                 with contextlib.suppress(RuntimeError):  # the peer has failed, too
                     self._abort_messages.append(self.group.isend(header, rank, TAG))
 

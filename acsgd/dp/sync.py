@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -12,6 +12,14 @@ from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState, check_names, fold
 from acsgd.optim.base import Capability, LocalStep, SecondMoments
 from acsgd.shards.weights import Weight, WeightState
+
+Exchanges = Literal["gradients", "updates", "nothing"]
+"""What replicas exchange.
+
+gradients  All replicas step on the sum of the gradients of all, whichever has computed which part of it.
+updates    Replicas make steps on their own gradients; all apply the same updates to the global weights.
+nothing    Replicas make steps on their own gradients.
+"""
 
 
 class GradSync:
@@ -87,6 +95,9 @@ class GradSync:
         """
         return self.state_dict()
 
+    def load_layer(self, weights: Sequence[Weight], common: WeightState) -> None:
+        """Load some global weights, which the masters hold, and `common`, their state that all replicas have."""
+
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
         """Restore from the saved states of all replicas. The number of replicas may have changed.
 
@@ -104,9 +115,8 @@ class Mode(Protocol):
         ...
 
     @property
-    def local_steps(self) -> bool:
-        """Whether replicas make steps on their own gradients, at least after some initial steps; else all of them step
-        on the sum of the gradients of all, whichever replica has computed which part of it."""
+    def exchanges(self) -> Exchanges:
+        """What replicas exchange, at least after some initial steps."""
         ...
 
     @property

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Collection
+
 from acsgd.elastic.control import Control
 from acsgd.elastic.state.joins import JoiningRank, StateSource
+from acsgd.io.data.batches import AHEAD
 from acsgd.run.report import Report, StepField, StepSummary, by_rank, by_replica, in_grid, on_all, on_any
+from acsgd.run.session import Session
+from acsgd.run.setup.build import set_observers
 from acsgd.run.step.checkpointing import Checkpointing
 from acsgd.run.step.hooks import LoopState, StepHook
 from acsgd.run.step.run import STOP
@@ -23,14 +29,20 @@ class BackgroundJoin(StepHook):
     """Transfers of state to ranks that join, beside training. Their replicas are idle until they have all of it.
 
     transfers: those in which this rank takes part; None if there are none. begun_at: number of completed steps at the
-    start of the view, whose reports were those of another one.
+    start of the view, whose reports were those of another one. ahead: number of steps whose micro-batches are dealt
+    when a replica ceases to be idle. An observer takes part in the exchanges from the first step in which it has some.
     """
 
     fields = (JOINS, WANTED)
 
-    def __init__(self, transfers: StateSource | JoiningRank | None, begun_at: int) -> None:
+    def __init__(
+        self, session: Session, transfers: StateSource | JoiningRank | None, begun_at: int, ahead: int = AHEAD
+    ) -> None:
+        self._session = session
         self._transfers = transfers
         self._begun_at = begun_at
+        self._idle = deque[Collection[int]](maxlen=ahead + 1)
+        """The idle replicas after the last steps."""
 
     def report(self, state: LoopState) -> Report:
         if not isinstance(self._transfers, JoiningRank):
@@ -42,6 +54,9 @@ class BackgroundJoin(StepHook):
         assert state.summary is not None
         if state.progress.step > self._begun_at:
             state.idle = [replica for replica, joining in enumerate(state.summary[JOINS]) if joining]
+            self._idle.append(state.idle)
+            if len(self._idle) == self._idle.maxlen:
+                self._admit(self._idle[0])
 
     def before_next(self, state: LoopState) -> None:
         """Send or load state after a step. Raises RunError if a connection fails."""
@@ -50,8 +65,16 @@ class BackgroundJoin(StepHook):
             self._transfers.after_step([int(layer) - 1 if layer else None for layer in state.summary[WANTED]])
 
     def at_return(self, state: LoopState) -> None:
+        self._idle.clear()
+        self._admit(state.idle)  # the micro-batches are dealt again
         if isinstance(self._transfers, JoiningRank):
             self._transfers.restart()
+
+    def _admit(self, idle: Collection[int]) -> None:
+        """Let observers that are not idle take part in the exchanges."""
+        left = [replica for replica in self._session.peers.observers if replica in idle]
+        if len(left) < len(self._session.peers.observers):
+            set_observers(self._session, left)
 
 
 class Pause(StepHook):

@@ -265,7 +265,7 @@ class ElasticWorker:
         assert self._session is not None
         num_steps, begun_at = self._session.job.config.optim.num_steps, self._state.progress.step
         hooks: list[StepHook] = [
-            BackgroundJoin(self._transfers, begun_at),
+            BackgroundJoin(self._session, self._transfers, begun_at),
             Pause(self._control, checkpointing, num_steps),
         ]
         return hooks if snapshots is None else [*hooks, snapshots]

@@ -42,6 +42,11 @@ class ReplayOptimizer:
         self._open = open_optimizer
         self._recordings: list[Recording] = []
 
+    @property
+    def nbytes(self) -> int:
+        """Size of all that is recorded, bytes."""
+        return sum(recording.nbytes for recording in self._recordings)
+
     def step(self, step: int, how: LocalStep = PLAIN_STEP) -> None:
         for recording in self._recordings:
             masters = {weight.key: weight.master for weight in recording.weights}

@@ -39,7 +39,7 @@ def pause(rank: int, leaving: Sequence[int]) -> None:
         received.append(signals)
 
         def extra(checkpointing: Checkpointing) -> list[StepHook]:
-            return [BackgroundJoin(None, 0), Pause(cast(Control, control), checkpointing, STEPS)]
+            return [BackgroundJoin(begin.session, None, 0), Pause(cast(Control, control), checkpointing, STEPS)]
 
         return open_run(begin, inputs, lock, signals, *args, stops=STOPS, extra=extra)
 

@@ -252,7 +252,8 @@ class _Process:
         """Train until the end of a view; complete each snapshot before the next step."""
         state = self._state
         state.has_reported = False
-        pace, join = Pace(session, lambda _: None, state.idle), BackgroundJoin(self._transfers, state.progress.step)
+        pace = Pace(session, lambda _: None, state.idle)
+        join = BackgroundJoin(session, self._transfers, state.progress.step, ahead=0)
         script = _Script(session, view)
         hooks = StepHooks([join, script, pace] if snapshots is None else [join, script, snapshots, pace], Metrics([]))
         while (step := state.progress.step) < view.until:
@@ -353,7 +354,7 @@ def _digest(session: Session) -> str:
         shared = stage.sync.global_weights()
         for weight in stage.weights:
             digest.update((weight.master if shared is None else shared[weight.key]).detach().numpy().tobytes())
-        has_local_steps = session.job.plugins.mode.local_steps
+        has_local_steps = session.job.plugins.mode.exchanges != "gradients"
         optimizer = {} if has_local_steps else session.optimizer.state_of(stage.weights)
         for _, by_key in sorted(optimizer.items()):
             for _, tensor in sorted(by_key.items()):

@@ -43,14 +43,20 @@ def sharded_mean(
     for any R. Call it in the thread of `peers`.
 
     Args:
-        parts: R parts [n_j], fp32.
+        parts: R parts [n_j], fp32. Those of an observer are not sent.
         server_residual: [n_r], what compression has omitted from earlier means of the part r that this replica owns;
             added to the mean. None = no error feedback for the mean.
 
     Raises:
         RunError: A vector is not finite, or a peer failed.
     """
-    others, mine = [peer for peer in range(peers.size) if peer != peers.replica], parts[peers.replica]
+    others, mine = peers.others, parts[peers.replica]
+    lengths = {peer: codec.max_bytes(len(parts[peer])) for peer in others}
+    if peers.is_observer:
+        peers.exchange({}, {}, meter)
+        answers = peers.exchange({}, lengths, meter)
+        means = [decode_message(codec, answers[peer], part, peer) for peer, part in enumerate(parts)]
+        return ShardedMean([torch.zeros_like(part) for part in parts], means, torch.zeros_like(mine))
     messages = [_encode(codec, part, peers.replica) for part in parts]
     sent = [codec.decode(message, len(part)) for message, part in zip(messages, parts, strict=True)]
     longest = codec.max_bytes(len(mine))
@@ -63,8 +69,7 @@ def sharded_mean(
     if server_residual is not None:
         mean += server_residual
     answer = _encode(codec, mean, peers.replica)
-    lengths = {peer: codec.max_bytes(len(parts[peer])) for peer in others}
-    answers = peers.exchange(dict.fromkeys(others, answer.to(peers.device)), lengths, meter)
+    answers = peers.exchange(dict.fromkeys(peers.receivers, answer.to(peers.device)), lengths, meter)
     answers[peers.replica] = answer
     means = [decode_message(codec, answers[peer], part, peer) for peer, part in enumerate(parts)]
     return ShardedMean(sent, means, mean - means[peers.replica])
@@ -76,16 +81,18 @@ def gathered_mean(x: Tensor, codec: MessageCodec, peers: Peers, meter: Meter) ->
     Compressed in one direction only; each replica receives R - 1 messages of the whole vector. Call it in the thread of
     `peers`. Raises RunError if x is not finite or a peer failed.
     """
-    others = [peer for peer in range(peers.size) if peer != peers.replica]
-    message = _encode(codec, x, peers.replica)
-    lengths = dict.fromkeys(others, codec.max_bytes(len(x)))
-    received = peers.exchange(dict.fromkeys(others, message.to(peers.device)), lengths, meter)
-    received[peers.replica] = message
-    mean = torch.zeros_like(x)
+    lengths, outgoing = dict.fromkeys(peers.others, codec.max_bytes(len(x))), dict[int, Tensor]()
+    if not peers.is_observer:
+        message = _encode(codec, x, peers.replica)
+        outgoing = dict.fromkeys(peers.receivers, message.to(peers.device))
+    received = peers.exchange(outgoing, lengths, meter)
+    if not peers.is_observer:
+        received[peers.replica] = message
+    sent, mean = torch.zeros_like(x), torch.zeros_like(x)
     for peer in range(peers.size):
         decoded = decode_message(codec, received[peer], x, peer)
         mean += decoded
-        if peer == peers.replica:
+        if peer == peers.replica and not peers.is_observer:
             sent = decoded
     return sent, mean.div_(peers.size)
 

@@ -16,7 +16,7 @@ from acsgd.comm.waits import Meter
 from acsgd.config.ranges import Range
 from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState
-from acsgd.dp.sync import GradSync
+from acsgd.dp.sync import Exchanges, GradSync
 from acsgd.groups import collective_errors
 from acsgd.optim.base import Capability
 from acsgd.shards.weights import Weight
@@ -99,7 +99,7 @@ class BucketOptions:
     """Options of the modes that reduce gradients in buckets."""
 
     requires: ClassVar[frozenset[Capability]] = frozenset()
-    local_steps: ClassVar[bool] = False
+    exchanges: ClassVar[Exchanges] = "gradients"
 
     bucket_mb: Annotated[float, Range(0, 2**20, above=True)] = BUCKET_MB
     """Gradients per message, megabytes. Smaller = earlier start, more messages."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState, check_names, restore
 from acsgd.dp.sync import GradSync
 from acsgd.optim.base import LocalStep, SecondMoments
-from acsgd.shards.weights import Weight, WeightState
+from acsgd.shards.weights import Weight, WeightState, part_of
 
 LOCAL_WEIGHTS = ReplicaState("local_weights", merge="mean", single="replace_weight")
 MAX_ELEMENTS = 1 << 25
@@ -103,7 +104,10 @@ class LocalWeightsSync(GradSync):
         self._exact: AllReduceSync | None = None
         """Reduces the gradients of exact steps; None in local steps."""
         self._correction = SecondMomentCorrection(self._by_key, peers) if moment_correction and weights else None
-        self._measured: Measurement | None = None
+        self.received: list[Any] = []
+        """What this step has received for each buffer, until it is applied; empty if nothing is due."""
+        self.measured: Measurement | None = None
+        """What it has received for the second moments."""
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Return the tensors of this mode's state by name, one per buffer: [n], or this replica's part [n_r]."""
@@ -138,17 +142,17 @@ class LocalWeightsSync(GradSync):
             self._exact.wait()
 
     def exchange(self, step: int, moments: SecondMoments) -> None:
-        self._measured = None
+        self.measured = None
         correction, local_steps = self._correction, step - self.exact_steps
         if correction is not None and local_steps >= 0 and correction.is_due(local_steps):
             grads = {weight.key: weight.master.grad for weight in self._weights if weight.master.grad is not None}
             measuring = self.peers.submit(partial(correction.measure, step, grads, moments, self.meter))
-            self._measured = measuring.result(self.meter)
+            self.measured = measuring.result(self.meter)
 
     def after_step(self, step: int, moments: SecondMoments) -> None:
         if self._correction is not None and step >= self.exact_steps:
-            self._correction.update(step, moments, self._measured)
-            self._measured = None
+            self._correction.update(step, moments, self.measured)
+            self.measured = None
 
     def global_weights(self) -> Mapping[str, Tensor] | None:
         return {key: view for buffer in self.buffers for key, view in buffer.layout.views(buffer.shared).items()}
@@ -162,6 +166,28 @@ class LocalWeightsSync(GradSync):
             for key, view in buffer.layout.views(buffer.shared).items():
                 self._by_key[key].data = view
         return self.state_dict()
+
+    @torch.no_grad()
+    def load_global(self) -> None:
+        """Load the global weights into the local ones."""
+        for buffer in self.buffers:
+            buffer.local.copy_(buffer.shared)
+            buffer.update_params()
+
+    @torch.no_grad()
+    def load_layer(self, weights: Sequence[Weight], common: WeightState) -> None:
+        keys, tensors = {weight.key for weight in weights}, self.tensors()
+        for index, buffer in enumerate(self.buffers):
+            loaded = {key: x for key, x in buffer.layout.views(buffer.local).items() if key in keys}
+            buffer.layout.fill(buffer.shared, loaded)
+            for name in common.keys() & tensors.keys():
+                buffer.layout.fill(tensors[name][index], part_of(common, keys).get(name, {}))
+        if self._correction is not None:
+            rows = {name: dict(by_key) for name, by_key in self._correction.state_dict().items()}
+            for name, by_key in part_of(common, keys & self._by_key.keys()).items():
+                if name in rows:
+                    rows[name] |= by_key
+            self._correction.load(*({key: x.clone() for key, x in by_key.items()} for by_key in rows.values()))
 
     @torch.no_grad()
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
@@ -178,6 +204,12 @@ class LocalWeightsSync(GradSync):
             buffer.update_params()
         if self._correction is not None:
             self._correction.load_state_dict(saved)
+
+    def load_common(self, saved: Sequence[WeightState]) -> None:
+        """Restore what the replicas that saved have in common; the local weights are the global ones."""
+        common = {state.name for state in self._states if state.is_common}
+        first = {name: by_key for name, by_key in saved[0].items() if name in common} if saved else {}
+        self.load_state_dict([first, *({} for _ in range(1, self.peers.size))])
 
     def _by_weight(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         by_key: dict[str, Tensor] = {}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.message import MessageCodec
-from acsgd.dp.exchange.error_feedback import RESIDUAL, SERVER_RESIDUAL, ErrorFeedback, Exchanged
+from acsgd.dp.exchange.error_feedback import RESIDUAL, SERVER_RESIDUAL, ErrorFeedback
 from acsgd.dp.exchange.local_weights import LocalWeightsSync
 from acsgd.dp.exchange.second_moments import moment_states
 from acsgd.dp.peers import Peers
@@ -52,7 +52,6 @@ class ReducedUpdateSync(LocalWeightsSync):
         )
         self._codec = codec
         self._feedback = [ErrorFeedback(buffer.local, peers) for buffer in self.buffers]
-        self._exchanged: list[Exchanged] = []
 
     def tensors(self) -> dict[str, list[Tensor]]:
         return {
@@ -65,12 +64,12 @@ class ReducedUpdateSync(LocalWeightsSync):
 
     @torch.no_grad()
     def exchange(self, step: int, moments: SecondMoments) -> None:
-        self._exchanged = []
+        self.received = []
         if step >= self.exact_steps:
             for buffer, feedback in zip(self.buffers, self._feedback, strict=True):
                 x = (buffer.local - buffer.shared).add_(feedback.residual)
                 exchange = partial(feedback.exchange_sharded, x, self._codec, self.meter)
-                self._exchanged.append(self.peers.submit(exchange).result(self.meter))
+                self.received.append(self.peers.submit(exchange).result(self.meter))
         super().exchange(step, moments)
 
     @torch.no_grad()
@@ -79,10 +78,10 @@ class ReducedUpdateSync(LocalWeightsSync):
             for buffer in self.buffers:
                 buffer.shared.copy_(buffer.local)
             return
-        for buffer, feedback, exchanged in zip(self.buffers, self._feedback, self._exchanged, strict=True):
+        for buffer, feedback, exchanged in zip(self.buffers, self._feedback, self.received, strict=True):
             feedback.apply(exchanged)
             buffer.load_shared(exchanged.mean)
-        self._exchanged = []
+        self.received = []
         super().after_step(step, moments)
 
     @torch.no_grad()

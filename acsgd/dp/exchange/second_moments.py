@@ -56,10 +56,6 @@ class _RowStatistics(NamedTuple):
 class Measurement(NamedTuple):
     """What the replicas have measured of each row after a step, fp32 [N] each."""
 
-    present: Tensor
-    """Mean second moment of the row on this replica."""
-    mean: Tensor
-    """Mean second moment on which the replicas have agreed before, decayed."""
     added: Tensor
     """Mean over the replicas of what gradients have added to second moments since."""
     squares: Tensor
@@ -117,9 +113,7 @@ class SecondMomentCorrection:
             moments: The second moments after it.
             meter: Counts the bytes sent.
         """
-        present = self._present_means(moments)
-        mean = self._decayed_means(step, moments)
-        mean = torch.where(mean.isnan(), present, mean)
+        present, mean = self._means(step, moments)
         projected = torch.zeros_like(present)
         for key, piece in self._layout.views(projected).items():
             if key in grads:
@@ -129,7 +123,7 @@ class SecondMomentCorrection:
         statistics = torch.cat([(present - mean).clamp_min_(0) / self._shares, projected.square(), projected])
         means = sharded_mean(split_evenly(statistics, self._peers.size), None, levels, self._peers, meter).mean
         added, squares, projected = torch.cat(means).split(len(present))
-        return Measurement(present, mean, added, squares, projected)
+        return Measurement(added, squares, projected)
 
     @torch.no_grad()
     def update(self, step: int, moments: SecondMoments, measured: Measurement | None) -> None:
@@ -142,13 +136,14 @@ class SecondMomentCorrection:
         if measured is None:
             mean.copy_(self._decayed_means(step, moments))
             return
+        present, decayed = self._means(step, moments)
         squares = measured.squares
         latest = measured.projected.square(), squares, torch.ones_like(squares)
         for total, each in zip(sums, latest, strict=True):
             total.copy_(torch.where(squares > 0, DECAY * total + each, total))
         self._update_shares()
-        mean.copy_(measured.mean + self._shares * measured.added)
-        self._scale_rows(moments, measured.present)
+        mean.copy_(decayed + self._shares * measured.added)
+        self._scale_rows(moments, present)
 
     def state_dict(self) -> WeightState:
         """Return the row statistics, by key: [rows] and [rows, 3]."""
@@ -177,6 +172,11 @@ class SecondMomentCorrection:
         """Return the agreed row means as the optimizer has decayed them in a step, [N]."""
         mean = self._rows.mean
         return (torch.zeros_like(mean) if step == 0 else mean) * moments.decay
+
+    def _means(self, step: int, moments: SecondMoments) -> tuple[Tensor, Tensor]:
+        """Return the row means of this replica, [N], and those on which all have agreed before, decayed."""
+        present, mean = self._present_means(moments), self._decayed_means(step, moments)
+        return present, torch.where(mean.isnan(), present, mean)
 
     def _present_means(self, moments: SecondMoments) -> Tensor:
         """Return the row means of second moments, [N]; 0 for weights that have none yet."""

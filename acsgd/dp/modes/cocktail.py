@@ -19,7 +19,7 @@ from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync, Wei
 from acsgd.dp.exchange.second_moments import moment_states
 from acsgd.dp.peers import AsyncResult, Peers
 from acsgd.dp.resize import ReplicaState
-from acsgd.dp.sync import GradSync, SingleReplicaSync
+from acsgd.dp.sync import Exchanges, GradSync, SingleReplicaSync
 from acsgd.optim.base import Capability, SecondMoments
 from acsgd.shards.weights import Weight, WeightState
 from acsgd.streams import mix_seed
@@ -78,7 +78,7 @@ class Cocktail:
     during forward and backward of the next step.
     """
 
-    local_steps: ClassVar[bool] = True
+    exchanges: ClassVar[Exchanges] = "updates"
     RENAMED: ClassVar[dict[str, str]] = {
         "bucket": "group",
         "draw": "sampling",
@@ -157,7 +157,6 @@ class CocktailSync(LocalWeightsSync):
         self._codec = mode.codec()
         self._feedback = [ErrorFeedback(buffer.local, peers, sender=False) for buffer in self.buffers]
         self._pending: AsyncResult[list[_Exchange]] | None = None
-        self._received: list[_Exchange] = []
 
     def tensors(self) -> dict[str, list[Tensor]]:
         return super().tensors() | {SERVER_RESIDUAL.name: [feedback.server_residual for feedback in self._feedback]}
@@ -170,14 +169,14 @@ class CocktailSync(LocalWeightsSync):
     def wait(self) -> None:
         super().wait()
         if self._pending is not None:
-            self._received = self._pending.result(self.meter)
+            self.received = self._pending.result(self.meter)
             self._pending = None
 
     def commit(self) -> None:
-        if self._received:
-            for buffer, feedback, exchange in zip(self.buffers, self._feedback, self._received, strict=True):
+        if self.received:
+            for buffer, feedback, exchange in zip(self.buffers, self._feedback, self.received, strict=True):
                 self._apply(buffer, feedback, exchange)
-            self._received = []
+            self.received = []
 
     def after_step(self, step: int, moments: SecondMoments) -> None:
         if step < self.exact_steps:
@@ -187,7 +186,7 @@ class CocktailSync(LocalWeightsSync):
 
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
         super().load_state_dict(saved)
-        self._pending, self._received = None, []
+        self._pending, self.received = None, []
 
     @torch.no_grad()
     def _exchange_all(self, step: int) -> list[_Exchange]:

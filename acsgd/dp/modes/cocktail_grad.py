@@ -17,7 +17,7 @@ from acsgd.codecs.topk import TopK
 from acsgd.dp.exchange.reduced_updates import ReducedUpdateSync, reduced_update_states
 from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState
-from acsgd.dp.sync import GradSync, SingleReplicaSync
+from acsgd.dp.sync import Exchanges, GradSync, SingleReplicaSync
 from acsgd.optim.base import Capability, LocalStep
 from acsgd.shards.weights import Weight
 
@@ -29,7 +29,7 @@ class CocktailGrad:
     AdamW runs without its first moment, whatever optim.betas is.
     """
 
-    local_steps: ClassVar[bool] = True
+    exchanges: ClassVar[Exchanges] = "updates"
     RENAMED: ClassVar[dict[str, str]] = {"bucket": "group", "moments": "moment_correction"}
 
     topk: float = 0.02

@@ -24,7 +24,7 @@ from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync, Wei
 from acsgd.dp.exchange.second_moments import moment_states
 from acsgd.dp.peers import AsyncResult, Peers
 from acsgd.dp.resize import ReplicaState
-from acsgd.dp.sync import GradSync, SingleReplicaSync
+from acsgd.dp.sync import Exchanges, GradSync, SingleReplicaSync
 from acsgd.optim.base import Capability, SecondMoments
 from acsgd.shards.weights import Weight, WeightState
 
@@ -42,7 +42,7 @@ class DiLoCo:
     Then all replicas load the global weights. Each keeps its own AdamW moments.
     """
 
-    local_steps: ClassVar[bool] = True
+    exchanges: ClassVar[Exchanges] = "updates"
     RENAMED: ClassVar[dict[str, str]] = {"moments": "moment_correction"}
 
     inner: int = 50
@@ -111,8 +111,6 @@ class DiLoCoSync(LocalWeightsSync):
         self._momentum = [torch.zeros_like(buffer.local) for buffer in self.buffers]
         self._sent = [torch.zeros_like(buffer.local) for buffer in self.buffers] if mode.delay else []
         self._pending: AsyncResult[list[ShardedMean]] | None = None
-        self._results: list[ShardedMean] = []
-        """Mean updates to apply after this step, by buffer; empty if none is due."""
 
     def tensors(self) -> dict[str, list[Tensor]]:
         sent = {SENT_UPDATE.name: self._sent} if self._sent else {}
@@ -130,14 +128,14 @@ class DiLoCoSync(LocalWeightsSync):
 
     @torch.no_grad()
     def exchange(self, step: int, moments: SecondMoments) -> None:
-        last, self._results = self._mode.last_send(step), []
+        last, self.received = self._mode.last_send(step), []
         if last == step:
             self._send([self._update(buffer, step) for buffer in self.buffers])
         if last is not None and last + self._mode.delay == step:
             if self._pending is None:  # this runs again, after a failure
                 self._send_again(last)
             assert self._pending is not None
-            self._results = self._pending.result(self.meter)
+            self.received = self._pending.result(self.meter)
             self._pending = None
         super().exchange(step, moments)
 
@@ -147,10 +145,10 @@ class DiLoCoSync(LocalWeightsSync):
         if last == step:
             for sent, buffer in zip(self._sent, self.buffers, strict=False):
                 self._fragment(sent, step).copy_(self._update(buffer, step))
-        if self._results:
+        if self.received:
             assert last is not None
-            self._outer_step(last, self._results)
-        self._results = []
+            self._outer_step(last, self.received)
+        self.received = []
         super().after_step(step, moments)
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync
 from acsgd.dp.exchange.second_moments import moment_states
 from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState
-from acsgd.dp.sync import GradSync, SingleReplicaSync
+from acsgd.dp.sync import Exchanges, GradSync, SingleReplicaSync
 from acsgd.groups import collective_errors
 from acsgd.optim.base import Capability
 from acsgd.shards.weights import Weight, WeightState
@@ -24,7 +24,7 @@ class Local:
     """Local steps without communication; the mean weights are evaluated and saved. Baseline of the other modes."""
 
     requires: ClassVar[frozenset[Capability]] = frozenset()
-    local_steps: ClassVar[bool] = True
+    exchanges: ClassVar[Exchanges] = "nothing"
     states: ClassVar[tuple[ReplicaState, ...]] = (LOCAL_WEIGHTS, *moment_states(required=False))
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:

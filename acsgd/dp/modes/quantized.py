@@ -21,7 +21,7 @@ from acsgd.codecs.message import PackedCodec
 from acsgd.dp.exchange.reduced_updates import ReducedUpdateSync, reduced_update_states
 from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState
-from acsgd.dp.sync import GradSync, SingleReplicaSync
+from acsgd.dp.sync import Exchanges, GradSync, SingleReplicaSync
 from acsgd.optim.base import Capability, LocalStep
 from acsgd.shards.weights import Weight
 
@@ -30,7 +30,7 @@ from acsgd.shards.weights import Weight
 class Quantized:
     """Exact all-reduce for `exact_steps`, then quantized updates with error feedback in both directions."""
 
-    local_steps: ClassVar[bool] = True
+    exchanges: ClassVar[Exchanges] = "updates"
     RENAMED: ClassVar[dict[str, str]] = {"bucket": "group"}
 
     bits: int = 4

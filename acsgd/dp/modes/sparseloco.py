@@ -15,12 +15,12 @@ from torch import Tensor
 
 from acsgd.codecs.topk import TopK
 from acsgd.config.ranges import Range
-from acsgd.dp.exchange.error_feedback import RESIDUAL, ErrorFeedback, Exchanged
+from acsgd.dp.exchange.error_feedback import RESIDUAL, ErrorFeedback
 from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync
 from acsgd.dp.exchange.second_moments import moment_states
 from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState
-from acsgd.dp.sync import GradSync, SingleReplicaSync
+from acsgd.dp.sync import Exchanges, GradSync, SingleReplicaSync
 from acsgd.optim.base import Capability, SecondMoments
 from acsgd.shards.weights import Weight
 
@@ -32,7 +32,7 @@ class SparseLoCo:
     Then all replicas load the global weights.
     """
 
-    local_steps: ClassVar[bool] = True
+    exchanges: ClassVar[Exchanges] = "updates"
     RENAMED: ClassVar[dict[str, str]] = {"moments": "moment_correction"}
 
     inner: int = 30
@@ -85,8 +85,6 @@ class SparseLoCoSync(LocalWeightsSync):
         super().__init__(weights, peers, mode.states, moment_correction=mode.moment_correction)
         self._mode = mode
         self._feedback = [ErrorFeedback(buffer.local, peers, server=False) for buffer in self.buffers]
-        self._exchanged: list[Exchanged] = []
-        """Exchange after this step, by buffer; empty if none is due."""
 
     def tensors(self) -> dict[str, list[Tensor]]:
         return super().tensors() | {RESIDUAL.name: [feedback.residual for feedback in self._feedback]}
@@ -96,17 +94,17 @@ class SparseLoCoSync(LocalWeightsSync):
 
     @torch.no_grad()
     def exchange(self, step: int, moments: SecondMoments) -> None:
-        self._exchanged = []
+        self.received = []
         if self.exchanges_after(step):
             for buffer, feedback in zip(self.buffers, self._feedback, strict=True):
                 x = (feedback.residual * self._mode.decay).add_(buffer.local).sub_(buffer.shared)
                 exchange = partial(feedback.exchange_gathered, x, self._mode.codec(), self.meter)
-                self._exchanged.append(self.peers.submit(exchange).result(self.meter))
+                self.received.append(self.peers.submit(exchange).result(self.meter))
         super().exchange(step, moments)
 
     def after_step(self, step: int, moments: SecondMoments) -> None:
-        for buffer, feedback, exchanged in zip(self.buffers, self._feedback, self._exchanged, strict=False):
+        for buffer, feedback, exchanged in zip(self.buffers, self._feedback, self.received, strict=False):
             feedback.apply(exchanged)
             buffer.load_shared(exchanged.mean, self._mode.outer_lr)
-        self._exchanged = []
+        self.received = []
         super().after_step(step, moments)

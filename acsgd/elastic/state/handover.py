@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from acsgd.dp.exchange.following import FollowingOptimizer, FollowingSync
+from acsgd.dp.exchange.local_weights import LocalWeightsSync
 from acsgd.dp.resize import ReplicaPlace
 from acsgd.elastic.membership.messages import View
 from acsgd.elastic.membership.plan import Plan, WorkerState
@@ -93,12 +96,14 @@ def hand_over(
     constants: Constants,
     cache_plan: CachePlan | None = None,
     snapshot: Snapshot | None = None,
+    observers: Collection[int] = (),
 ) -> HandedOver:
     """Return the session of this rank in a new view, with the state after `plan.step` steps.
 
     All ranks call it together, since some send their state to others. session: that of the view before, which was
     aborted; None on ranks that are no holders of the plan. constants: of the model. snapshot: used in place of the
-    session if the plan returns to one. Raises RunError if one of these ranks fails.
+    session if the plan returns to one. observers: replicas that do not send updates. Raises
+    RunError if one of these ranks fails.
     """
     rank, received, received_bytes = job.topology.rank, LayersInMemory(constants), 0
     incoming = [transfer for transfer in plan.transfers if transfer.target == rank]
@@ -106,7 +111,7 @@ def hand_over(
     is_source = any(transfer.source == rank for transfer in plan.transfers)
     held: HeldLayers | Snapshot | None = snapshot
     if session is not None and (is_source or not is_same):
-        held = HeldLayers(session)
+        held = HeldLayers(session, plan.replicas - len(observers))
     with collective_errors("handing over state", groups.world):
         for transfer in plan.transfers:  # in the same order on all ranks, so that no two wait for each other
             if transfer.source == rank and held is not None:
@@ -114,16 +119,16 @@ def hand_over(
             elif transfer.target == rank:
                 received_bytes += receive_layers(groups, transfer.source, received)
     if session is not None and is_same:
-        return HandedOver(reconnect(session, job, groups, cache_plan), received_bytes)
+        return HandedOver(reconnect(session, job, groups, cache_plan, observers), received_bytes)
     if held is not None:
         incoming_layers = {layer for transfer in incoming for layer in transfer.layers}
         held.keep([layer for layer in job.layout.layers if layer not in incoming_layers], received)
     if session is not None:
         cache_plan = keep_caches(cache_plan, session, job)
-    topology = (session.job if session is not None else job).topology
-    session = build_session(job, received, groups, cache_plan)
-    received.restore(session, ReplicaPlace(topology.replica, topology.replicas))
-    return HandedOver(session, received_bytes)
+    new = build_session(job, received, groups, cache_plan, observers=observers)
+    peers = (session or new).peers
+    received.restore(new, ReplicaPlace(peers.replica, peers.size))
+    return HandedOver(new, received_bytes)
 
 
 class Joined(NamedTuple):
@@ -153,19 +158,33 @@ def join(
     host: address of this host.
     """
     joins, rank = plan_joins(session, job, groups, plan, constants, host), job.topology.rank
-    replicas = joins.replicas(plan.stages)
+    replicas, has_updates = joins.replicas(plan.stages), job.plugins.mode.exchanges == "updates"
+    observers = replicas if has_updates else ()
     if rank in joins.sources:
         receiver, deferred = StateReceiver(joins.addresses[rank], groups.timeout_s), DeferredConstants()
-        new = build_session(
-            job, BlankWeights(job.model.build(torch.float32), constants), groups, cache_plan, deferred=deferred
-        )
-        optimizer = ReplayOptimizer(new.optimizer, partial(job.plugins.optimizer.open, config=job.config.optim))
+        blank = BlankWeights(job.model.build(torch.float32), constants)
+        new = build_session(job, blank, groups, cache_plan, deferred=deferred, observers=observers)
+        open_optimizer = partial(job.plugins.optimizer.open, config=job.config.optim)
+        optimizer = _follow(new) if has_updates else ReplayOptimizer(new.optimizer, open_optimizer)
         new, limit_bytes = replace(new, optimizer=optimizer), memory_for_gradients(job)
         joining = JoiningRank(new, joins.sources[rank], receiver, deferred, limit_bytes)
         return Joined(new, 0, joining, replicas)
     now = replace(plan, transfers=tuple(each for each in plan.transfers if each.target not in joins.sources))
-    new, received_bytes = hand_over(session, job, groups, now, constants, cache_plan, snapshot)
+    new, received_bytes = hand_over(session, job, groups, now, constants, cache_plan, snapshot, observers)
     return Joined(new, received_bytes, StateSource(new, joins.senders) if joins.senders else None, replicas)
+
+
+def _follow(session: Session) -> FollowingOptimizer:
+    """Let the syncs of an observer follow the others; return its optimizer."""
+    syncs = {index: stage.sync for index, stage in session.stages.items()}
+    exact_steps = max(sync.exact_steps for sync in syncs.values() if isinstance(sync, LocalWeightsSync))
+    owned = session.owned.of(session.weights)
+    optimizer = FollowingOptimizer(session.optimizer, owned, session.peers, exact_steps)
+    for index, stage in session.stages.items():
+        sync = syncs[index]
+        assert isinstance(sync, LocalWeightsSync)
+        stage.sync = FollowingSync(sync, optimizer, stage.weights)
+    return optimizer
 
 
 class ViewStart(NamedTuple):

@@ -14,7 +14,7 @@ import json
 import math
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -118,7 +118,7 @@ class JoiningRank:
             self._missing.remove(wanted)
             layer = self._layers[wanted]
             self._requested.append((layer, self._optimizer.record(self._session.owned.of(layer.weights))))
-        if sum(recording.nbytes for _, recording in self._requested) > self._limit_bytes:
+        if self._optimizer.nbytes > self._limit_bytes:
             self._wait_for_message()
         while self._requested and (message := self._receiver.take()) is not None:
             if self._stale:
@@ -209,16 +209,23 @@ def memory_for_gradients(job: Job) -> float:
 def _possible_sources(job: Job, plan: Plan) -> dict[int, int]:
     """Return, by rank that may join in the background, a rank that has its layers; in the order of the transfers.
 
-    Such a rank has no state, and gets all of it from ranks of its stages. Replicas must have all state in common, and
-    no activation caches, which depend on the dealing. One replica has all of its state.
+    Such a rank has no state, and gets all of it from ranks of its stages. Replicas must exchange something, and have
+    no activation caches, which depend on the dealing. One replica has all of its state; if they exchange updates, two
+    others do, and all ranks of a replica join.
     """
-    if plan.from_snapshot or job.plugins.mode.local_steps or isinstance(job.plugins.forward, Delta):
+    exchanges = job.plugins.mode.exchanges
+    if plan.from_snapshot or exchanges == "nothing" or isinstance(job.plugins.forward, Delta):
         return {}
     sources: dict[int, int] = {}
     others = {each.target for each in plan.transfers if (each.target - each.source) % plan.stages}
     for transfer in plan.transfers:
         if transfer.target not in others and plan.ranks[transfer.target] not in plan.holders:
             sources.setdefault(transfer.target, transfer.source)
+    if exchanges == "updates":
+        ranks = Counter(target // plan.stages for target in sources)
+        sources = {target: source for target, source in sources.items() if ranks[target // plan.stages] == plan.stages}
+        if plan.replicas - len({target // plan.stages for target in sources}) < 2:
+            return {}
     return {} if any(target < plan.stages for target in sources) else sources
 
 

@@ -75,6 +75,8 @@ class LayersInMemory:
         for weight in layer.weights:
             weight.master.copy_(self._weights[weight.key])
             weight.param.copy_(weight.master)
+        for stage in session.stages.values():
+            stage.sync.load_layer(layer.weights, self._mode)
         session.owned.load_state(session.optimizer, layer.weights, self._optimizer)
 
     def restore(self, session: Session, was: ReplicaPlace) -> None:
@@ -83,8 +85,7 @@ class LayersInMemory:
         was: place of the replica whose state this is, for what replicas do not have in common.
         """
         session.owned.load_state(session.optimizer, session.weights, self._optimizer)
-        topology, table = session.job.topology, session.job.plugins.mode.states
-        now = ReplicaPlace(topology.replica, topology.replicas)
+        table, now = session.job.plugins.mode.states, ReplicaPlace(session.peers.replica, session.peers.size)
         for stage in session.stages.values():
             own = part_of(self._mode, {weight.key for weight in stage.weights})
             stage.sync.load_state_dict(carry_over(table, own, was=was, now=now, is_same_stage=False))
@@ -93,10 +94,12 @@ class LayersInMemory:
 class HeldLayers:
     """The layers of a session that was aborted, to send or to keep.
 
-    Loads the global weights into the master weights, so that `reconnect` must follow, or another session.
+    Loads the global weights into the master weights, so that `reconnect` must follow, or another session. replicas:
+    number of those that exchange something in the next view.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, replicas: int) -> None:
+        self._replicas = replicas
         self._session = session
         self._layers = {layer.spec.index: layer for layer in session.layers}
         states = [stage.sync.take_state() for stage in session.stages.values()]
@@ -105,8 +108,7 @@ class HeldLayers:
 
     def send(self, layers: Sequence[int], groups: Groups, to: int) -> None:
         """Send the state of some layers to a rank of the next view, one message per layer."""
-        job, replicas = self._session.job, groups.dp.size()
-        table, is_same = job.plugins.mode.states, replicas == job.topology.replicas
+        table, is_same = self._session.job.plugins.mode.states, self._replicas == self._session.peers.size
         common = [state.name for state in table if state.is_common and (is_same or state.merge != "reset")]
         mode = {name: by_key for name, by_key in self._mode.items() if name in common}
         send_tensors(groups, to, [layer_tensors_of(self._session, self._layers[layer], {}, mode) for layer in layers])
@@ -165,14 +167,28 @@ def state_bytes(session: Session, layers: Collection[int]) -> int:
 
 
 def layer_message(session: Session, layer: LoadedLayer) -> bytes:
-    """Return a copy of what `layer_tensors_of` returns, without state of the mode, as one message.
+    """Return a copy of what `layer_tensors_of` returns, as one message: global weights, and the common state of a mode
+    that exchanges updates.
 
     Trained weights that several layers of the session use are in the message of the first one only: they change.
     """
     earlier = {weight.key for weight in session.weights} - {weight.key for weight in layer.weights}
-    tensors = layer_tensors_of(session, layer, {}, {})
+    tensors = layer_tensors_of(session, layer, *_common_state(session))
     own = {name: tensor for name, tensor in tensors.items() if name.rpartition(SEPARATOR)[2] not in earlier}
     return save({name: tensor.cpu().contiguous() for name, tensor in own.items()})
+
+
+def _common_state(session: Session) -> tuple[dict[str, Tensor], WeightState]:
+    """Return the global weights where they differ from the masters, and the state that replicas have in common."""
+    weights, common, mode = dict[str, Tensor](), dict[str, dict[str, Tensor]](), session.job.plugins.mode
+    if mode.exchanges == "updates" and session.peers.size > 1:
+        names = {state.name for state in mode.states if state.is_common}
+        for stage in session.stages.values():
+            weights |= stage.sync.global_weights() or {}
+            for name, by_key in stage.sync.state_dict().items():
+                if name in names:
+                    common.setdefault(name, {}).update(by_key)
+    return weights, common
 
 
 def measure_link(groups: Groups, to: int, nbytes: int) -> float:

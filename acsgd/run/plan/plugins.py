@@ -59,7 +59,7 @@ def check_deal(config: Config, plugins: Plugins) -> None:
     """Raise ValueError if micro-batches are dealt by speed, and what a replica computes depends on which it gets."""
     if config.data.deal != "speed":
         return
-    if plugins.mode.local_steps:
+    if plugins.mode.exchanges != "gradients":
         raise ValueError(
             f"data.deal=speed: with dp.mode={config.dp.mode} each replica makes steps of its own, so the result would "
             "depend on the speed of hosts; use data.deal=even, or allreduce, sharded_ps, central_ps or powersgd"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 
 import torch
@@ -35,7 +36,7 @@ from acsgd.run.plan.job import Job
 from acsgd.run.session import Session
 from acsgd.run.setup.describe import micro_shapes
 from acsgd.shards.load import LayerLoader, LoadedLayer, WeightSource
-from acsgd.shards.weights import Weight, in_reduction_order
+from acsgd.shards.weights import Weight, WeightState, in_reduction_order
 
 
 def build_session(
@@ -45,15 +46,16 @@ def build_session(
     cache_plan: CachePlan | None = None,
     *,
     deferred: DeferredConstants | None = None,
+    observers: Collection[int] = (),
 ) -> Session:
     """Load the weights of this rank's stages, and connect them with the neighbouring stages on other ranks.
 
     cache_plan: size and place of the activation caches; needed if pp.forward is delta. deferred: receives the
-    constants of all layers, to be loaded later; None = load them, too.
+    constants of all layers, to be loaded later; None = load them, too. observers: replicas that do not send updates.
     """
     model = job.model.build(job.shapes.dtype)
     composed = ComposedModel(model, job.model.description)
-    peers = Peers(groups.dp, groups.waits)
+    peers = Peers(groups.dp, groups.waits, observers)
     stages = build_stages(job, composed, source, peers, deferred)
     weights = [weight for stage in stages.values() for weight in stage.weights]
     owned = _owned(weights, job)
@@ -61,22 +63,48 @@ def build_session(
     return _connect(job, groups, peers, stages, owned, optimizer, cache_plan)
 
 
-def reconnect(session: Session, job: Job, groups: Groups, cache_plan: CachePlan | None = None) -> Session:
+def reconnect(
+    session: Session,
+    job: Job,
+    groups: Groups,
+    cache_plan: CachePlan | None = None,
+    observers: Collection[int] = (),
+) -> Session:
     """Connect the stages of a session that was aborted with the ranks of other groups. Arguments as `build_session`.
 
     The new session takes over weights, optimizer state, activation caches, and the data-parallel mode's state of this
     replica. job: this rank holds the same layers in it; the number of replicas, and which this is, may differ.
     """
-    peers, mode = Peers(groups.dp, groups.waits), job.plugins.mode
-    was, now = (ReplicaPlace(each.topology.replica, each.topology.replicas) for each in (session.job, job))
+    peers, was = Peers(groups.dp, groups.waits, observers), _place(session.peers)
     cache_plan = keep_caches(cache_plan, session, job)
     owned = _owned(session.weights, job)
     new = _connect(job, groups, peers, session.stages, owned, session.optimizer, cache_plan)
-    for stage in session.stages.values():  # after the last wait: an interrupt leaves the old session as it is
-        own = stage.sync.take_state()
-        stage.restart(mode.open(stage.weights, peers))
-        stage.sync.load_state_dict(carry_over(mode.states, own, was=was, now=now))
+    # after the last wait: an interrupt leaves the old session as it is
+    _restart_syncs(new, was, [stage.sync.take_state() for stage in session.stages.values()])
     return new
+
+
+def set_observers(session: Session, observers: Collection[int]) -> None:
+    """Let observers take part in the exchanges, between two steps, but for those that are left.
+
+    All ranks call it together.
+    """
+    was, states = _place(session.peers), [stage.sync.take_state() for stage in session.stages.values()]
+    peers = session.peers
+    peers.waits.wait(peers.submit(partial(peers.set_observers, observers)))
+    _restart_syncs(session, was, states)
+
+
+def _restart_syncs(session: Session, was: ReplicaPlace, states: Sequence[WeightState]) -> None:
+    """Open the syncs of the stages again, with the states that this replica had at another place among others."""
+    mode, now = session.job.plugins.mode, _place(session.peers)
+    for stage, own in zip(session.stages.values(), states, strict=True):
+        stage.restart(mode.open(stage.weights, session.peers))
+        stage.sync.load_state_dict(carry_over(mode.states, own, was=was, now=now))
+
+
+def _place(peers: Peers) -> ReplicaPlace:
+    return ReplicaPlace(peers.replica, peers.size)
 
 
 def _owned(weights: Sequence[Weight], job: Job) -> OwnedWeights:

@@ -145,6 +145,8 @@ def _stage_states(session: Session, stage: Stage, idle: Collection[int]) -> Iter
         else:  # each replica has its own optimizer state
             masters, optimizer = {weight.key: global_weights[weight.key] for weight in originals}, {}
             replica |= _local(owned.state_of(session.optimizer, weights))
+        if session.peers.is_observer:
+            replica = {}
         if owned.ownership.is_writer(name, position, idle):
             return LayerState(name, position, masters, constants, optimizer, replica)
         return LayerState(name, position, None, {}, {}, replica | _local(optimizer))
@@ -262,8 +264,8 @@ def _local_states(optimizer: OptimizerSpec) -> list[ReplicaState]:
 
 def _restore_local_optimizer(session: Session, weights: Sequence[Weight], saved: Sequence[WeightState]) -> None:
     """Restore optimizer state that was saved per replica, and remove it from `saved`, in place."""
-    topology, by_key = session.job.topology, {weight.key: weight.master for weight in weights}
-    here = {"replica": topology.replica, "replicas": topology.replicas}
+    peers, by_key = session.peers, {weight.key: weight.master for weight in weights}
+    here = {"replica": peers.replica, "replicas": peers.size}
     local = {}
     for state in _local_states(session.job.plugins.optimizer):
         local[state.name.removeprefix(LOCAL_OPTIMIZER)] = restore_replica(state, saved, by_key, **here)

@@ -178,7 +178,7 @@ class Checkpointing(StepHook):
             progress,
             self._inputs.identity,
             recorded_options(job.config),
-            job.topology.replicas,
+            self._session.peers.size,
             best,
             origin_of(job.config),
             self._inputs.reader.stream_states(progress.step),
