@@ -69,6 +69,9 @@ class FromHF:
     """Directory to create; must not exist."""
     task: str = "lm"
     """What the model is trained for, which determines its head, as model.task of a run."""
+    resize_embeddings: bool = False
+    """Whether embedding and head get rows for tokens of the tokenizer that the model lacks, with the values that
+    resize_token_embeddings of transformers gives them."""
 
     def run(self) -> None:
         """Run the conversion."""
@@ -79,7 +82,14 @@ class FromHF:
         with progress_bar() as report:
             _create(
                 self.target,
-                lambda path: from_hf(source, path, task=self.task, verify=True, report=report),
+                lambda path: from_hf(
+                    source,
+                    path,
+                    task=self.task,
+                    verify=True,
+                    resize_embeddings=self.resize_embeddings,
+                    report=report,
+                ),
                 resumable=True,
             )
         print(describe_shards(self.target))

@@ -26,10 +26,11 @@ from acsgd.model_classes import MODEL_CLASSES
 from acsgd.notes import print_note
 from acsgd.shards.check import first_names
 from acsgd.shards.config import derive_layers
-from acsgd.shards.disk import copy_model_files, verify_file, write_layer
+from acsgd.shards.disk import copy_model_files, list_model_files, verify_file, write_layer
 from acsgd.shards.load import draw
 from acsgd.shards.locate import open_hf
 from acsgd.shards.manifest import VERSION, Manifest, StoredFile
+from acsgd.shards.resize import resize
 
 NAME = ".written.jsonl"
 
@@ -127,21 +128,30 @@ def from_hf(
     task: str = "lm",
     layers: ModelLayers | None = None,
     verify: bool = False,
+    resize_embeddings: bool = False,
     report: ReportProgress = lambda done, total: None,
 ) -> None:
     """Convert a Hugging Face directory to layer shards in `target`, a directory.
 
     It is empty, or was left by an interrupted conversion of the same source, which continues. Tensors keep their dtype
     and bits. A head that the files lack is initialised, and named on stderr. layers: of the model, if they are known;
-    verify: whether to compare the layers with the whole model, so that a run need not. Raises as `open_hf` and
-    `HFModel.verify`, ValueError if a parameter is not finite, LayersError if the model cannot be divided into layers.
+    verify: whether to compare the layers with the whole model, so that a run need not; resize_embeddings: whether to
+    add rows for tokens of the tokenizer that the model lacks. Raises as `open_hf`, `HFModel.verify` and `resize`,
+    ValueError if a parameter is not finite, LayersError if the model cannot be divided into layers.
     """
-    opened = open_hf(source, task, is_valid=lambda config: layers is not None)
+    files_of_source = open_hf(source, task, is_valid=lambda config: layers is not None)
+    resized = resize(files_of_source, source, MODEL_CLASSES[task]) if resize_embeddings else None
+    if resize_embeddings and resized is None:
+        print_note(f"{source} has rows for all tokens of its tokenizer: none are added")
+    opened = resized or files_of_source
     model = layers or derive_layers(source, opened.config, task)
     verification = MODEL_CLASSES[task].verify(opened.config, model) if verify else None
-    opened.verify()
+    files_of_source.verify()
     files = write_layers(opened, model, target, sources=[source], report=report)
     copied = copy_model_files(source, target)
+    if resized:
+        resized.config.save_pretrained(target)
+        copied = list_model_files(target)
     new, kept = tuple(sorted(opened.new)), verification
     Manifest(0, task, model, files, {}, copied, run=None, verification=kept, new=new).write(target)
 
@@ -157,7 +167,8 @@ def write_layers(
         print_note(f"{sources[0]} lacks {first_names([*opened.new])}: a new head is initialised")
     stored = layers.stored()
     sizes = {layer: sum(map(opened.bytes_of, names)) for layer, names in stored.items()}
-    journal = Journal(target, _identity(sources, layers))
+    shapes = [tuple(param.shape) for param in opened.model.parameters()]
+    journal = Journal(target, _identity(sources, (layers, shapes)))
     files = {layer: entry for layer in stored if (entry := journal.find(layer)) is not None}
     missing = [layer for layer in stored if layer not in files]
     with contextlib.closing(read_ahead(lambda layer: _read(opened, stored[layer]), missing, 1)) as tensors:
@@ -169,14 +180,14 @@ def write_layers(
     return {layer: files[layer] for layer in stored}
 
 
-def _identity(sources: Sequence[Path], layers: ModelLayers) -> str:
+def _identity(sources: Sequence[Path], model: tuple[ModelLayers, object]) -> str:
     """Return a hash of everything that the files of the layers depend on, but of files only name, size and time."""
     files = [
         (str(source.resolve()), sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths))
         for source in sources
         for paths in [source.iterdir()]
     ]
-    return hashlib.sha256(repr((files, layers, VERSION, transformers.__version__)).encode()).hexdigest()
+    return hashlib.sha256(repr((files, model, VERSION, transformers.__version__)).encode()).hexdigest()
 
 
 def _read(opened: OpenedModel, names: Collection[str]) -> dict[str, Tensor]:

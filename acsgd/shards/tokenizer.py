@@ -107,9 +107,21 @@ def name_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 
 def load_tokenizer(model_dir: Path, model_config: PreTrainedConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in `model_dir`. Raises ValueError if it is missing, invalid or too large for the model."""
+    tokenizer = read_tokenizer(model_dir, model_config)
+    if len(tokenizer) > (vocabulary := model_config.get_text_config().vocab_size):
+        raise ValueError(
+            f"the tokenizer in {model_dir} has {len(tokenizer)} tokens, but the model's vocabulary only "
+            f"{vocabulary}; give the tokenizer that belongs to the model, or add rows for new tokens: acsgd convert "
+            f"from-hf {model_dir} TARGET --resize-embeddings"
+        )
+    return tokenizer
+
+
+def read_tokenizer(model_dir: Path, model_config: PreTrainedConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer in `model_dir`, with the special tokens with which the model was pretrained.
 
-    Raises ValueError if it is missing, invalid or too large for the model.
+    Raises ValueError if it is missing or invalid.
     """
     # without any of these files, transformers returns an empty tokenizer
     if not any((model_dir / name).is_file() for name in TOKENIZER_FILES):
@@ -123,11 +135,6 @@ def load_tokenizer(model_dir: Path, model_config: PreTrainedConfig) -> PreTraine
             setattr(tokenizer, BEGIN, True)
         if not isinstance(tokenizer.model_max_length, int | float):
             raise ValueError(f"model_max_length={tokenizer.model_max_length!r} is not a number")
-    if len(tokenizer) > (vocabulary := model_config.get_text_config().vocab_size):
-        raise ValueError(
-            f"the tokenizer in {model_dir} has {len(tokenizer)} tokens, but the model's vocabulary only "
-            f"{vocabulary}; give the tokenizer that belongs to the model"
-        )
     return tokenizer
 
 
