@@ -20,6 +20,9 @@ from acsgd.shards.disk import copy_model_files, write_layer
 from acsgd.shards.hf_model import names_of, tensor_of
 from acsgd.shards.manifest import Manifest
 
+TOKENS = ".token_adapter"
+"""End of the path of PEFT's layer that trains some tokens, which lies within the one that replaces a table."""
+
 
 def merge_peft(source: Path, base: str | None, target: Path) -> None:
     """Write a model that contains an adapter of PEFT as layer shards into `target`, an empty directory.
@@ -37,7 +40,7 @@ def merge_peft(source: Path, base: str | None, target: Path) -> None:
     task = "seq2seq" if loaded.model.config.is_encoder_decoder else "lm"
     config = read_config(directory, task)
     plain = MODEL_CLASSES[task].build(config)
-    _merge(loaded.model)
+    _merge(loaded.model, source)
     if apart := names_of(loaded.model).keys() - names_of(plain).keys():
         raise ValueError(
             f"{source} has trained {first_names(sorted(apart))} apart from what it is tied to by config.json of "
@@ -54,8 +57,11 @@ def merge_peft(source: Path, base: str | None, target: Path) -> None:
 
 
 @torch.no_grad()
-def _merge(model: PreTrainedModel) -> None:
-    """Replace PEFT's layers by those that they adapt, merged, and by the modules that were trained as a whole."""
+def _merge(model: PreTrainedModel, source: Path) -> None:
+    """Replace PEFT's layers by those that they adapt, merged, and by the modules that were trained as a whole.
+
+    Raises ValueError if a layer shares its weight with another one, which the adapter does not change.
+    """
     around: list[tuple[str, Any]] = [
         (path, module)
         for path, module in model.named_modules()
@@ -65,7 +71,13 @@ def _merge(model: PreTrainedModel) -> None:
         if hasattr(module, "modules_to_save"):
             inner: nn.Module = module.modules_to_save[NAME]
         else:
-            module.merge(safe_merge=True)
             inner = module.get_base_layer()
-        model.set_submodule(path, inner)
+            shared = [name for name, param in model.named_parameters(remove_duplicate=False) if param is inner.weight]
+            if len(shared) > 1 and not path.endswith(TOKENS):  # PEFT trains tokens of all that share a table
+                raise ValueError(
+                    f"{source} changes {path}, but not {shared[-1]}, to which its weight is tied; a merged weight "
+                    "would change both: use acsgd generate --adapter"
+                )
+            module.merge(safe_merge=True)
+        model.set_submodule(path.removesuffix(TOKENS), inner)
     assert not [name for name, _ in model.named_parameters() if is_of_adapter(name)]

@@ -233,6 +233,9 @@ def test_a_taken_target_is_named(tiny_model: TinyModel, tmp_path: Path) -> None:
         ("gpt2", {"target_modules": ["c_attn"], "r": 4, "rank_pattern": {"h.1.attn.c_attn": 2}}),
         ("llama", {"target_modules": "all-linear", "use_dora": True, "modules_to_save": ["lm_head"]}),
         ("llama", {"target_modules": ["q_proj", "embed_tokens"], "use_rslora": True}),
+        ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+        ("llama", {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5]}),
+        ("gpt2", {"target_modules": ["c_attn"], "trainable_token_indices": {"wte": [3, 5]}}),
     ],
 )
 def test_an_adapter_that_peft_has_written_is_merged_as_peft_merges_it(
@@ -243,9 +246,10 @@ def test_an_adapter_that_peft_has_written_is_merged_as_peft_merges_it(
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     adapted = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options))
     for name, param in adapted.named_parameters():
-        if "modules_to_save" in name:
+        if "modules_to_save" in name or "trainable_tokens" in name:
             param.data.normal_(std=0.02)
     adapted.save_pretrained(str(tmp_path / "peft"))
+    unmerged = adapted.eval()(ids).logits.detach()
     code, printed = acsgd("convert", "merge", tmp_path / "peft", tmp_path / "merged")
     assert code == 0, printed
     expected = adapted.merge_and_unload().eval()
@@ -253,3 +257,13 @@ def test_an_adapter_that_peft_has_written_is_merged_as_peft_merges_it(
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     with torch.no_grad():
         assert torch.allclose(merged(ids).logits, expected(ids).logits, atol=1e-5)
+        assert torch.allclose(merged(ids).logits, unmerged, atol=1e-4)
+
+
+def test_an_adapter_of_one_of_two_tied_tables_is_not_merged(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """PEFT merges it into both, which changes the head that the adapter left as it was."""
+    base = AutoModelForCausalLM.from_pretrained(tiny_model("gpt2"))
+    get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules=["wte"])).save_pretrained(tmp_path / "peft")
+    code, printed = acsgd("convert", "merge", tmp_path / "peft", tmp_path / "merged")
+    assert code == 2
+    assert f"error: {tmp_path / 'peft'} changes transformer.wte, but not lm_head.weight, to which its" in printed
