@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import MappingKey, SequenceKey, TreeSpec, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import (
+    MappingKey,
+    SequenceKey,
+    TreeSpec,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -32,14 +39,8 @@ class BlockCall(NamedTuple):
     @classmethod
     def of(cls, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
         """Flatten the arguments of a call. Raises LayersError if there is no hidden state among them."""
-        parameters = _argument_names(type(block).forward)
-        named, spec = tree_flatten_with_path((args, kwargs))
-        names, leaves = [], []
-        for (_, first, *rest), leaf in named:
-            assert isinstance(first, (SequenceKey, MappingKey))
-            argument = parameters[first.idx] if isinstance(first, SequenceKey) else str(first.key)
-            names.append(argument + "".join(map(str, rest)))
-            leaves.append(leaf)
+        leaves, spec = tree_flatten((args, kwargs))
+        names = list(_leaf_names(type(block).forward, spec))
         names[_find_hidden(names, leaves)] = HIDDEN
         return cls(tuple(names), tuple(leaves), spec)
 
@@ -63,9 +64,16 @@ class BlockCall(NamedTuple):
         return tree_unflatten(self.leaves, self.spec)
 
 
-@functools.cache
-def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(forward).parameters)[1:]
+@functools.cache  # blocks are called alike in each pass, and paths take several times as long as the leaves alone
+def _leaf_names(forward: Callable[..., Any], spec: TreeSpec) -> tuple[str, ...]:
+    """Return the name of each leaf of (args, kwargs) of a call: the argument, with the path inside it."""
+    parameters = tuple(inspect.signature(forward).parameters)[1:]
+    names = []
+    for (_, first, *rest), _ in tree_flatten_with_path(tree_unflatten([None] * spec.num_leaves, spec))[0]:
+        assert isinstance(first, (SequenceKey, MappingKey))
+        argument = parameters[first.idx] if isinstance(first, SequenceKey) else str(first.key)
+        names.append(argument + "".join(map(str, rest)))
+    return tuple(names)
 
 
 def _find_hidden(names: Sequence[str], leaves: Sequence[Any]) -> int:
