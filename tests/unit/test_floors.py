@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from itertools import zip_longest
@@ -127,12 +128,18 @@ def _imports(tree: ast.AST) -> Iterator[str]:
                 yield full if full in FILES else node.module
 
 
-def _names(tree: ast.AST) -> Iterator[str]:
-    """Every dotted name and import, e.g. torch.cuda.Stream."""
-    yield from _imports(tree)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            yield ast.unparse(node)
+@functools.cache
+def _names(path: Path) -> tuple[str, ...]:
+    """Return every dotted name and import of a file, e.g. torch.cuda.Stream."""
+    tree = ast.parse(path.read_text())
+    return (*_imports(tree), *(_dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)))
+
+
+def _dotted(node: ast.expr) -> str:
+    """Return a dotted name as written. Begins with a dot if it is one of a result, as in function().name."""
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _package(module: str) -> str:
@@ -143,10 +150,15 @@ def _package(module: str) -> str:
     return found[0]
 
 
-def _edges() -> Iterator[tuple[str, str]]:
-    """Every import of one module of the project by another."""
-    for module, path in FILES.items():
-        yield from ((module, name) for name in _imports(ast.parse(path.read_text())) if _within(name, "acsgd"))
+@functools.cache
+def _edges() -> list[tuple[str, str]]:
+    """Return every import of one module of the project by another."""
+    return [
+        (module, name)
+        for module, path in FILES.items()
+        for name in _imports(ast.parse(path.read_text()))
+        if _within(name, "acsgd")
+    ]
 
 
 def test_a_package_imports_only_packages_of_lower_floors() -> None:
@@ -172,7 +184,7 @@ def test_reserved_names_are_used_only_where_allowed(name: str) -> None:
     for module, path in FILES.items():
         if any(_within(module, owner) for owner in RESERVED[name]):
             continue
-        used = [used for used in _names(ast.parse(path.read_text())) if _within(used, name)]
+        used = [used for used in _names(path) if _within(used, name)]
         assert not used, f"{module} names {used[0]}; only {RESERVED[name]} may"
 
 
@@ -237,20 +249,16 @@ def test_nothing_is_pickled_by_hand() -> None:
     """No object collective and no unpickling but of tensors alone, in tests and benchmarks either."""
     for folder in ("acsgd", "benchmarks", "examples", "tests"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            tree = ast.parse(path.read_text())
-            used = [n for n in _names(tree) if n.endswith(("_object", "_object_list")) or _within(n, "pickle")]
+            used = [n for n in _names(path) if n.endswith(("_object", "_object_list")) or _within(n, "pickle")]
             assert not used, path
-            loads = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_torch_load(node)]
-            assert len(loads) == sum(_loads_only_tensors(node) for node in ast.walk(tree)), path
-
-
-def _is_torch_load(node: ast.AST) -> bool:
-    return ast.unparse(node) == "torch.load"
+            if loads := _names(path).count("torch.load"):
+                nodes = ast.walk(ast.parse(path.read_text()))
+                assert loads == sum(_loads_only_tensors(node) for node in nodes), path
 
 
 def _loads_only_tensors(node: ast.AST) -> bool:
     return (
         isinstance(node, ast.Call)
-        and _is_torch_load(node.func)
+        and ast.unparse(node.func) == "torch.load"
         and any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
     )
