@@ -6,7 +6,7 @@ BIN := .venv/bin
 help:
 	@echo "make demo    set up .venv, train a small model on this machine, export it, generate text with it"
 	@echo "make test    set up .venv, run lint, types, docs and all tests"
-	@echo "make test-fast  lint, types and the unit tests that start no processes, while you write code"
+	@echo "make test-fast  lint, types and the unit tests that take less than a second and start no processes, while you write code"
 	@echo "make soak    test with damaged input and injected faults for 10 minutes; SOAK=\"--seconds 3600 --seed 2\""
 	@echo "make docs    build the documentation into site/; open site/index.html"
 	@echo "make setup   only make .venv and install what the project needs into it"
@@ -42,12 +42,12 @@ test: lint
 tests: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0 --durations=10
 
-# Types beside the tests, which need one core.
+# Types beside the tests; after the first time, mypy reads its cache.
 test-fast: lint
 	$(MAKE) --no-print-directory --jobs 2 types fast-tests
 
 fast-tests: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit -m "not soak and not processes" --numprocesses 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit -m "not soak and not processes and not slow" --numprocesses 2 --dist loadgroup
 
 # Not part of `make test`, which runs a few cases: see docs/howto/soak.md.
 soak: setup

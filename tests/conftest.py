@@ -25,6 +25,11 @@ STARTS_PROCESSES = {
 }
 """Modules of which a test file imports a name if its tests start processes."""
 
+SLOW = {
+    tuple(line.split("::")) for line in Path(__file__).with_name("slow.txt").read_text().splitlines() if line[0] != "#"
+}
+"""Files of unit tests, and tests in other files as (file, test), that take long."""
+
 
 @pytest.hookimpl(tryfirst=True)  # before those that are not selected are removed
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,9 +37,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     All others of `dist` and `run` may run anywhere, so that none of the workers is left with a long file at the end.
     """
+    modules = {item.path.name: item.module for item in items}
+    for file, *tests in SLOW:
+        if file in modules and not all(hasattr(modules[file], test) for test in tests):
+            raise pytest.UsageError(f"tests/slow.txt: {file} has no {tests[0]}")
     for item in items:
         if _modules_used(item) & STARTS_PROCESSES:
             item.add_marker(pytest.mark.processes)
+        if {(item.path.name,), (item.path.name, item.name.partition("[")[0])} & SLOW:
+            item.add_marker(pytest.mark.slow)
         file, _, name = item.nodeid.partition("::")
         shares = any(fixtures[-1].scope == "module" for fixtures in _fixtures_of(item).values())
         if item.get_closest_marker("xdist_group") is None:
