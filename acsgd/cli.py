@@ -27,6 +27,7 @@ from acsgd.commands.doctor.command import DoctorCommand
 from acsgd.commands.evaluation.options import EvalOptions
 from acsgd.commands.generation.options import GenerateOptions
 from acsgd.commands.invite import HostCommand, JoinCommand
+from acsgd.commands.typed import as_typed
 from acsgd.config.run_file import parse_flags
 from acsgd.config.spec import suggest
 from acsgd.failures.report import print_error, report_startup_error
@@ -237,7 +238,8 @@ class Convert:
 
     def run(self) -> None:
         """Run the subcommand."""
-        self.direction.run()
+        with as_typed(type(self.direction)):
+            self.direction.run()
 
 
 @dataclass(frozen=True)
@@ -273,7 +275,8 @@ class Generate(GenerateOptions):
         self.check()
         from acsgd.commands.generation.command import generate
 
-        generate(self)
+        with as_typed(Generate):
+            generate(self)
 
 
 def main() -> None:

@@ -8,11 +8,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lib.commands import acsgd
 
 from acsgd import cli, main
+from acsgd.commands.data.command import Check, Dedup
+from acsgd.commands.evaluation.options import EvalOptions
+from acsgd.commands.typed import typed
 from acsgd.config.run_file import parse
 from acsgd.errors import nearest_path, similar
 
@@ -38,6 +42,22 @@ def test_acsgd_train_passes_all_arguments_on(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "argv", ["acsgd", "train", *arguments.split()])
     cli.main()
     assert calls == [(arguments.split(), "acsgd train")]
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "shown"),
+    [
+        (cli.Generate, 'name another field, --data.fields "text=FIELD"', 'name another field, --fields "text=FIELD"'),
+        (cli.Generate, 'data.sources="a", data.input_format="b"', '--file="a", --input-format="b"'),
+        (Check, "data.sources: a.jsonl; model.name=b, data.sequence=8", "source: a.jsonl; --model=b, --sequence=8"),
+        (Check, "model.names=b or my.data.fieldsets", "model.names=b or my.data.fieldsets"),
+        (Dedup, "--data.on_error skip", "--on-error skip"),
+        (cli.FromHF, "model.task=lm", "--task=lm"),
+        (EvalOptions, "data.eval_sources=a, pp.micro=2, eval.metrics=b", "--data=a, --micro=2, --metrics=b"),
+    ],
+)
+def test_messages_of_a_command_name_its_own_options(command: type[Any], text: str, shown: str) -> None:
+    assert typed(text, command) == shown
 
 
 HELP = """

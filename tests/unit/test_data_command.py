@@ -250,7 +250,7 @@ def test_options_of_rows_need_their_length(run: Run, tmp_path: Path) -> None:
         assert (code, out) == (2, "")
         assert "give --sequence, too" in err
     assert "--sequence=0 must" in run("show", path, "--sequence", "0")[2]
-    assert "data.long" in run("show", path, "--sequence", "8", "--long", "skip")[2]
+    assert "--long=skip" in run("show", path, "--sequence", "8", "--long", "skip")[2]
 
 
 @pytest.mark.parametrize("chars", [1, 2**20])

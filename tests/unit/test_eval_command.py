@@ -19,10 +19,11 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 
 from acsgd.commands.evaluation import command
 from acsgd.commands.evaluation.answers import compare, evaluate_answers, read_questions
-from acsgd.commands.evaluation.job import config_of, find_evaluated
+from acsgd.commands.evaluation.job import config_of, data_of, find_evaluated
 from acsgd.commands.evaluation.options import EvalOptions
 from acsgd.commands.generation.command import open_generator
 from acsgd.commands.generation.options import Decoding
+from acsgd.commands.recorded import RecordedModel
 from acsgd.config.options import DataConfig, EvalConfig
 from acsgd.config.run_file import parse_flags
 from acsgd.failures.failures import RunContext
@@ -162,6 +163,16 @@ WRONG = [
     (["--data", "demo", "--sequence", "8", "--metrics", "none"], r"^--metrics"),
 ]
 """Flags, and the message."""
+
+
+def test_a_given_length_rule_holds_beside_given_rows_and_prompts_are_found_whatever_the_run_has_learned() -> None:
+    recorded = {"data.sources": "a", "data.eval_sources": "a", "data.long": "skip", "data.targets": "all"}
+    model = RecordedModel("model", options=recorded)
+    options = EvalOptions("model", rows="single")
+    assert "long" not in data_of(options, model).values
+    assert data_of(dataclasses.replace(options, long="truncate"), model).values["long"] == "truncate"
+    assert data_of(options, model).values["targets"] == "all"
+    assert "targets" not in data_of(dataclasses.replace(options, generate=True), model).values
 
 
 @pytest.mark.parametrize(("flags", "message"), WRONG)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from acsgd.commands.typed import as_typed, typed
 from acsgd.config.options import DataConfig
 from acsgd.config.ranges import COUNT, Range, out_of_range
 
@@ -17,6 +19,9 @@ from acsgd.config.ranges import COUNT, Range, out_of_range
 @dataclass(frozen=True)
 class DataOptions:
     """The data, and how it is read."""
+
+    typed: ClassVar[Mapping[str, str]] = {"data.sources": "source", "model.name": "--model"}
+    """Options by the options of a run that they set, where the names differ."""
 
     source: tyro.conf.Positional[str]
     """Sources, as data.sources of a run."""
@@ -89,7 +94,7 @@ class Show(DataOptions):
             return
         if (self.task, self.objective, self.rows or self.long) != (Show.task, Show.objective, None):
             raise ValueError("--task, --rows, --long and --objective are options of rows; give --sequence, too")
-        show_records(self.config(), self.model, self.n)
+        show_records(self.config(), self.model, self.n, lambda text: typed(text, Show))
 
 
 @dataclass(frozen=True)
@@ -152,4 +157,5 @@ class DataCommand:
 
     def run(self) -> None:
         """Run the subcommand."""
-        self.action.run()
+        with as_typed(type(self.action)):
+            self.action.run()

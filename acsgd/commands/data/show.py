@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby, islice
 from pathlib import Path
@@ -65,8 +65,11 @@ MAX_TOKENS = 2000
 """Number of tokens of a record or row that are shown."""
 
 
-def show_records(data: DataConfig, model: str, number: int) -> None:
-    """Print the first records of each source. Raises ValueError."""
+def show_records(data: DataConfig, model: str, number: int, typed: Callable[[str], str]) -> None:
+    """Print the first records of each source. Raises ValueError.
+
+    typed: returns a message with the options of the command.
+    """
     sources, tokenizer, _ = open_sources(data, model)
     console = Console(soft_wrap=True, highlight=False)
     masked = "dimmed" if console.is_terminal else "in ⟦⟧"
@@ -76,11 +79,11 @@ def show_records(data: DataConfig, model: str, number: int) -> None:
             if not index:
                 console.print(Text(f'format "{counts.format}"; masked tokens are {masked}', style="bold"))
             if isinstance(example, BadRecord):
-                console.print(Text(f"\n{where} {example.reason}; {example.remedy}", style="red"))
+                console.print(Text(f"\n{where} {example.reason}; {typed(example.remedy)}", style="red"))
                 continue
             encoded = encoder.encode([example], encoder.tokenize([example]))
             if error := encoded.refused.get(0):
-                console.print(Text(f"\n{where} {error.reason}; {error.remedy}", style="red"))
+                console.print(Text(f"\n{where} {error.reason}; {typed(error.remedy)}", style="red"))
                 continue
             ends = TextEnds.union([ends, finder.find(encoded.tokens, encoded.targets, encoded.ends)])
             learned = int(encoded.targets.sum())

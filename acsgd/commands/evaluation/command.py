@@ -18,10 +18,11 @@ from types import FrameType
 import torch.distributed as dist
 
 from acsgd.commands.evaluation.answers import evaluate_answers
-from acsgd.commands.evaluation.job import as_typed, config_of, data_of, find_evaluated
+from acsgd.commands.evaluation.job import config_of, data_of, find_evaluated
 from acsgd.commands.evaluation.options import DTYPES, EvalOptions
 from acsgd.commands.evaluation.report import EvaluationReport
 from acsgd.commands.recorded import RecordedModel
+from acsgd.commands.typed import as_typed
 from acsgd.config.options import DataConfig
 from acsgd.config.run_file import parse_flags
 from acsgd.failures.failures import RunContext, report_failure
@@ -108,7 +109,7 @@ def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], Non
             report.show(as_json=options.json)
 
 
-@as_typed()
+@as_typed(EvalOptions)
 def _run_alone(options: EvalOptions) -> None:
     """Evaluate what one process generates."""
     model = find_evaluated(options.model)
@@ -126,7 +127,7 @@ def _run_alone(options: EvalOptions) -> None:
     evaluate_answers(options, model, DataConfig(**{"sequence": 1, **data.values}, batch=1)).show(as_json=options.json)
 
 
-@as_typed()
+@as_typed(EvalOptions)
 def evaluate(
     options: EvalOptions, launch: Launch, store: dist.Store, context: RunContext, stack: contextlib.ExitStack
 ) -> EvaluationReport:

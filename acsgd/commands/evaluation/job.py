@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,35 +28,6 @@ PLACING = ("long", "isolate")
 MICRO = 8
 """Micro-batch size of models that no run has saved, sequences."""
 
-TYPED = {
-    "data.sources": "--data",
-    "data.eval_sources": "--data",
-    "data.batch": "--micro",
-    "model.task": "--task",
-    "model.dtype": "--dtype",
-    "pp.stages": "--stages",
-    "pp.micro": "--micro",
-    "eval.metrics": "--metrics",
-    "run.timeout": "--timeout",
-    "run.device": "--device",
-    **{f"data.{name}": f"--{name.replace('_', '-')}" for name in (*READING, "sequence", "rows", "long")},
-}
-"""Option of the command, by the option of a run that it sets."""
-
-
-@contextlib.contextmanager
-def as_typed() -> Iterator[None]:
-    """Context in which errors name the options of the command in place of those of a run."""
-    try:
-        yield
-    except ValueError as error:
-        if type(error) is not ValueError:
-            raise
-        # an option that is given to a run as a flag has the dashes already
-        keys = "|".join(re.escape(key) for key in sorted(TYPED, key=len, reverse=True))
-        message = re.sub(rf"(?:--)?\b({keys})\b", lambda found: TYPED[found[1]], str(error))
-        raise ValueError(message) from error
-
 
 def find_evaluated(name: str) -> RecordedModel:
     """Return the model of that name; of a run directory, its newest checkpoint. Raises CorruptFileError."""
@@ -79,10 +47,12 @@ def data_of(options: EvalOptions, model: RecordedModel) -> EvaluationOptions:
 
     Raises ValueError if there is nothing to evaluate on.
     """
-    names = (*READING, *OF_ROWS)
+    names: tuple[str, ...] = (*READING, *OF_ROWS)
+    given = {name: getattr(options, name, None) for name in names}
     if options.rows is not None:  # what is recorded belongs to other rows
         names = tuple(name for name in names if name not in PLACING)
-    given = {name: getattr(options, name, None) for name in names}
+    if options.generate:  # prompts are no targets, whatever the run has learned
+        names = tuple(name for name in names if name != "targets")
     if options.data is not None:
         given["sources"] = given["eval_sources"] = options.data
     elif (sources := model.options.get("data.eval_sources")) is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -22,6 +23,13 @@ class EvalOptions:
 
     Start it with torchrun for several stages or replicas: torchrun --nproc-per-node 4 -m acsgd eval ... --stages 4
     """
+
+    typed: ClassVar[Mapping[str, str]] = {
+        "data.sources": "--data",
+        "data.eval_sources": "--data",
+        "data.batch": "--micro",
+    }
+    """Options by the options of a run that they set, where the names differ."""
 
     model: tyro.conf.Positional[str]
     """Checkpoint, run directory (its newest checkpoint), layer-shard directory, Hugging Face directory or id."""

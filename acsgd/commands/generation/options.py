@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -52,6 +53,9 @@ class Decoding:
 @dataclass(frozen=True)
 class GenerateOptions:
     """Options of `acsgd generate`."""
+
+    typed: ClassVar[Mapping[str, str]] = {"data.sources": "--file"}
+    """Options by the options of a run that they set, where the names differ."""
 
     model: tyro.conf.Positional[str]
     """Checkpoint, run directory (its newest valid checkpoint), layer-shard directory, Hugging Face directory or id."""
