@@ -188,11 +188,3 @@ def test_a_new_copy_of_a_tied_weight_gets_the_state_of_the_original(tiny_model: 
     on_ranks(2, train_ranks, tmp_path / "store", configs)
     for config in resumed(configs, tmp_path / "two", stages=2, ranks=4):
         assert_copies_equal(config)
-
-
-def test_the_description_of_a_job_notes_that_a_single_replica_needs_no_mode(
-    tiny_model: TinyModel, tmp_path: Path
-) -> None:
-    config = make_replica_config(tiny_model("gpt2", **DROPOUT, n_layer=2), tmp_path / "run", "cocktail")
-    assert "dp.mode=cocktail has nothing to do: there is one replica" in prepare(config, Launch(0, 0, 2)).describe()
-    assert "nothing to do" not in prepare(config, Launch(0, 0, 4)).describe()

@@ -119,6 +119,14 @@ def test_a_run_reports_the_format_and_gets_the_mask(tmp_path: Path, tokenizer: P
         (ReadOptions(), (f'data.sources: {path}: format "io", detected from the first record',)),
         (ReadOptions(format="io"), ()),
         (ReadOptions(format="io", targets="all"), ()),
+        (ReadOptions(format="io", input_format="Q: __input__"), ()),
+        (
+            ReadOptions(format="io", split_special_tokens=False),
+            (
+                f'data.sources: {path}: data.split_special_tokens has no effect on format "io"; remove it, or give '
+                "--data.format messages",
+            ),
+        ),
     ):
         sources = parse_sources(str(path), options=options)
         [corpus] = tokenize_all(sources, tokenizer, tmp_path / "cache", vocab_size=512)

@@ -14,7 +14,6 @@ from acsgd import codecs
 from acsgd.config.options import Config
 from acsgd.config.run_file import to_toml
 from acsgd.config.spec import suggest, to_spec
-from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.io.data.formats.formats import read_options
 from acsgd.io.data.held_out import parse_eval
 from acsgd.io.data.row_spec import RowPlacement
@@ -78,22 +77,17 @@ class Job:
         """Return a summary of model, parallelism and batch for the user."""
         config, topology, model = self.config, self.topology, self.model
         layers = " | ".join(_span(model.layers[slice(*spec)]) for spec in self.layout.specs)
-        idle = f"\ndp.mode={config.dp.mode} has nothing to do: there is one replica" if self._mode_is_idle else ""
         return (
             f"{model.config.model_type}, {model.parameters.describe()}, {config.model.dtype}, "
             f"on {self.streams.device.type}: {topology.stages} pipeline ranks x {topology.replicas} replicas\n"
             f"stages: {layers}\n"
             f"a step: {config.data.batch} sequences of {config.data.sequence} tokens, "
-            f"{self.shapes.num_micros} micro-batches of {config.pp.micro}, {config.pp.schedule}{idle}"
+            f"{self.shapes.num_micros} micro-batches of {config.pp.micro}, {config.pp.schedule}"
         )
 
     def fingerprint(self) -> str:
         """Return a text that must be equal on all ranks."""
         return to_toml(self.config) + self.model.config.to_json_string() + repr(self.layout.specs)
-
-    @property
-    def _mode_is_idle(self) -> bool:
-        return self.topology.replicas == 1 and not isinstance(self.plugins.mode, AllReduce)
 
     @property
     def eval_form(self) -> str:

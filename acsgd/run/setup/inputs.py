@@ -20,6 +20,7 @@ from acsgd.pp.wire.cache_plan import CachePlan, plan_caches
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.initial_weights import check_base_of, checksum_of, open_weight_source
 from acsgd.run.plan.job import Job
+from acsgd.run.setup.choices import describe_choices
 from acsgd.run.setup.data import Data, open_data
 from acsgd.run.setup.describe import describe_padding, has_padding
 from acsgd.run.setup.directories import SHARED_DISKS, RunDisks
@@ -45,7 +46,8 @@ class RunInputs:
     steps: int
     """Number of optimizer steps of the run."""
     notes: tuple[str, ...]
-    """Sentences on special tokens, formats, skipped text, held-out data, epochs, padding and activation caches."""
+    """Sentences on special tokens, formats, skipped text, held-out data, epochs, padding, activation caches and options
+    without effect."""
     disks: RunDisks = SHARED_DISKS
 
     @property
@@ -81,7 +83,9 @@ def open_inputs(
     identity = replace(identity, weights=checksum_of(job, source) if source else saved)
     held_out_notes, plan_notes = data.held_out.notes if data.held_out else (), (plan.note,) if plan else ()
     of_data = (_describe_tokens(job, data.spec), *reader.notes, *held_out_notes, *data.notes)
-    notes = (*of_data, *_describe_ends(job, reader), *describe_padding(job), *plan_notes)
+    known_length = replace(job, config=job.config.with_steps(data.steps))
+    choices = describe_choices(known_length, reader.sampler.epochs(data.steps))
+    notes = (*of_data, *_describe_ends(job, reader), *describe_padding(job), *plan_notes, *choices)
     return RunInputs(reader, data.held_out, identity, candidates, source, plan, data.steps, notes, disks)
 
 
