@@ -18,9 +18,10 @@ import secrets
 import shlex
 import sys
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 import tyro
 
@@ -50,6 +51,8 @@ class Invitation:
     """Addresses host:port of hosts that a newcomer contacts first."""
     hosts: str
     """Lowest and highest number of hosts, --nnodes."""
+    mesh: str
+    """"true", "false", or "auto": as the addresses want; see --rdzv-conf."""
     options: str
     """Options of the run, TOML."""
     version: str
@@ -97,6 +100,10 @@ class HostCommand:
     """Port at which this host is reached first."""
     address: str | None = None
     """Name or address of this host for the others. Default: that by which it reaches other networks."""
+    announce: str | None = None
+    """Address host:port at which others reach this host if it is not --address and --port, as of a mapped port."""
+    mesh: Literal["auto", "true", "false"] = "auto"
+    """Whether connections between hosts are encrypted and need one port each; "auto": if an address is public."""
     hosts: str = "1:8"
     """Lowest and highest number of hosts, --nnodes of torchrun; training starts with the lowest."""
     restarts: int = 3
@@ -105,6 +112,10 @@ class HostCommand:
     def run(self) -> None:
         """Run the command. Raises ValueError for invalid options, or a port that is taken."""
         config = _with_directories(parse([str(self.run_file)], prog="acsgd host", is_main=False))
+        if self.announce is not None and self.mesh == "false":
+            raise ValueError(
+                f"--announce {self.announce} is of a mesh, which --mesh false turns off; remove one of them"
+            )
         if (address := self.address or own_address()) is None:
             raise ValueError("this host has no address at which others could reach it; give one with --address")
         try:
@@ -118,13 +129,15 @@ class HostCommand:
         invitation = Invitation(
             run=run,
             secret=secret,
-            endpoints=(join_address(address, self.port),),
+            endpoints=(self.announce or join_address(address, self.port),),
             hosts=self.hosts,
+            mesh="true" if self.announce is not None else self.mesh,
             options=_options(config),
             version=VERSION,
         )
         print(f"Others join with\n\n    acsgd join {invitation.encode()}\n", flush=True)
-        _start(invitation, self.nproc, self.restarts)
+        place = [f"announce={self.announce}", f"listen={join_address(address, self.port)}"] if self.announce else []
+        _start(invitation, self.nproc, self.restarts, place)
 
 
 @dataclass(frozen=True)
@@ -138,6 +151,8 @@ class JoinCommand:
     """The invitation, or a file with it. It holds the secret of the run: send it to those alone who may join."""
     nproc: str = "auto"
     """Number of processes on this host, --nproc-per-node of torchrun; "auto": one per GPU, or per processor."""
+    announce: str | None = None
+    """In a mesh: host:port at which others reach this host, or "none" if it has no port. Default: a free port."""
     restarts: int = 3
     """How often a failed worker of this host starts again, --max-restarts of torchrun."""
 
@@ -147,21 +162,25 @@ class JoinCommand:
         invitation = Invitation.decode(self.invitation) if is_text else _read(Path(self.invitation))
         if invitation.version != VERSION:
             raise ValueError(f"the run has acsgd {invitation.version}, this host {VERSION}; install the same version")
+        place = [f"announce={self.announce}"] if self.announce is not None else []
         if not is_text:
-            _start(invitation, self.nproc, self.restarts)
+            _start(invitation, self.nproc, self.restarts, place)
         path = _private(f"{invitation.run}.invitation")
         _write_privately(path, invitation.encode())
         # again, without the secret on the command line, which other users of this host can see
         arguments = ["join", str(path), "--nproc", self.nproc, "--restarts", str(self.restarts)]
+        arguments += ["--announce", self.announce] if self.announce is not None else []
         os.execv(sys.executable, [sys.executable, "-m", "acsgd.cli", *arguments])
 
 
-def _start(invitation: Invitation, nproc: str, restarts: int) -> NoReturn:
-    """Start torchrun in place of this process."""
+def _start(invitation: Invitation, nproc: str, restarts: int, place: Sequence[str]) -> NoReturn:
+    """Start torchrun in place of this process. place: settings of --rdzv-conf for where this host is in a mesh."""
     run_file = _private(f"{invitation.run}.toml")
     _write_privately(run_file, invitation.options)
     arguments = ["--nnodes", invitation.hosts, "--nproc-per-node", nproc, "--max-restarts", str(restarts)]
     arguments += ["--rdzv-backend", "acsgd", "--rdzv-endpoint", ",".join(invitation.endpoints)]
+    settings = [*([] if invitation.mesh == "auto" else [f"mesh={invitation.mesh}"]), *place]
+    arguments += ["--rdzv-conf", ",".join(settings)] if settings else []
     arguments += ["--rdzv-id", invitation.run, "-m", "acsgd", str(run_file)]
     print_note(f"ACSGD_SECRET=... torchrun {shlex.join(arguments)}")
     start_torchrun(arguments, invitation.secret)

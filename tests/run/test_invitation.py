@@ -44,7 +44,7 @@ def test_a_host_joins_by_an_invitation(tiny_model: TinyModel, tmp_path: Path, mo
             (tmp_path / name).mkdir()
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        options = ["--nproc", "1", "--address", "127.0.0.1", "--port", str(port)]
+        options = ["--nproc", "1", "--address", "127.0.0.1", "--port", str(port), "--mesh", "true"]
         host = stack.enter_context(running([*ACSGD, "host", str(tmp_path / "run.toml"), *options], tmp_path / "a"))
         host.wait_until(lambda: "acsgd join" in host.stdout, LIMIT_S)
         [invitation] = re.findall(r"acsgd join (\S+)", host.stdout)

@@ -14,7 +14,9 @@ from acsgd.commands.invite import VERSION, Invitation
 from acsgd.config.run_file import parse
 from tests.lib import commands
 
-INVITATION = Invitation("run-1", "s3cret", ("10.0.0.1:29400", "[fd00::1]:29400"), "1:8", "[optim]\nlr = 0.1\n", "0.1.0")
+INVITATION = Invitation(
+    "run-1", "s3cret", ("10.0.0.1:29400", "[fd00::1]:29400"), "1:8", "auto", "[optim]\nlr = 0.1\n", "0.1.0"
+)
 RUN_FILE = """
 [model]
 name = "m"
@@ -92,7 +94,7 @@ def test_host_and_join_start_torchrun_alike_and_show_no_secret(
     config = parse([words[-1]])
     assert config.log.dir == str(run_dir / "runs/x")
     assert (config.optim.steps, config.data.sources) == (3, "demo")
-    text = Invitation(run, secret, (f"127.0.0.1:{port}",), "1:8", Path(words[-1]).read_text(), VERSION).encode()
+    text = Invitation(run, secret, (f"127.0.0.1:{port}",), "1:8", "auto", Path(words[-1]).read_text(), VERSION).encode()
     hidden, _ = started("join", text, "--nproc", 2)
     joined, joined_in = started(*hidden[3:])
     assert (joined, joined_in["ACSGD_SECRET"]) == (words, secret)
@@ -104,8 +106,21 @@ def test_host_and_join_start_torchrun_alike_and_show_no_secret(
     assert invitation_file.exists()
 
 
+def test_a_host_behind_a_mapped_port_invites_into_a_mesh(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words, _ = started("host", "run.toml", "--address", "127.0.0.1", "--port", port, "--announce", "198.51.100.7:41")
+    assert words[words.index("--rdzv-endpoint") + 1] == "198.51.100.7:41"
+    assert words[words.index("--rdzv-conf") + 1] == f"mesh=true,announce=198.51.100.7:41,listen=127.0.0.1:{port}"
+    [run] = (run_dir / "home/.acsgd").glob("*.toml")
+    text = Invitation(run.stem, "s", ("198.51.100.7:41",), "1:8", "true", run.read_text(), VERSION).encode()
+    hidden, _ = started("join", text, "--announce", "none")
+    joined, _ = started(*hidden[3:])
+    assert joined[joined.index("--rdzv-conf") + 1] == "mesh=true,announce=none"
+
+
 def test_mistakes_are_named_before_torchrun_starts(run_dir: Path) -> None:
-    other = Invitation("r", "s", ("h:1",), "1:8", "", "9.9").encode()
+    other = Invitation("r", "s", ("h:1",), "1:8", "auto", "", "9.9").encode()
     version = f"the run has acsgd 9.9, this host {VERSION}; install the same version"
     assert commands.acsgd("join", other) == (2, f"error: {version}\n")
     (run_dir / "notes").write_text("hello")
