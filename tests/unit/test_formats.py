@@ -236,6 +236,7 @@ BAD: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ),
     ({"messages": CHAT, "tools": "[{]"}, {}, 'has no JSON list under "tools": [{]; correct it'),
     ({"messages": [CHAT[0], {"role": "assistant", "tool_calls": [{}]}]}, {}, "has tool calls in message 2, which the"),
+    ({"conversations": [{"from": "function_call", "value": "tide()"}]}, {}, "has no tool call in message 1 ('tide()')"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}, CHAT[1]]}, {}, "has a part in message 1 that is"),
     ({"prompt": "a", "completion": "b", "history": [["c"]]}, {}, 'has no list of pairs under "history"; write'),
 ]
@@ -480,6 +481,12 @@ def calling(arguments: Any) -> list[dict[str, Any]]:
     return [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call]}, result, answer]
 
 
+def sharegpt(call: Any) -> list[dict[str, str]]:
+    """Return the chat of `calling` as ShareGPT has it."""
+    texts = {"human": CHAT[0]["content"], "function_call": json.dumps(call), "observation": "4", "gpt": "4 m."}
+    return [{"from": speaker, "value": text} for speaker, text in texts.items()]
+
+
 def parts_of(content: str) -> list[dict[str, str]]:
     """Return a text and another one as the parts of a message."""
     return [{"type": "text", "text": word} for word in (content, " more")]
@@ -494,6 +501,13 @@ CHATS: list[tuple[str, dict[str, Any], list[dict[str, Any]], dict[str, Any]]] = 
     (OBJECTS, {"messages": calling(json.dumps(ARGUMENTS))}, calling(ARGUMENTS), {}),
     (OBJECTS, {"messages": calling("{}")}, calling({}), {}),
     (TEXTS, {"messages": calling(json.dumps(ARGUMENTS))}, calling(json.dumps(ARGUMENTS)), {}),
+    (
+        OBJECTS,
+        {"conversations": sharegpt({"name": "tide", "arguments": ARGUMENTS})},
+        calling(ARGUMENTS),
+        {},
+    ),
+    (OBJECTS, {"conversations": sharegpt([{"name": "tide", "arguments": {}}])}, calling({}), {}),
     (CHATML, {"messages": CHAT, "system": "Be kind."}, [SYSTEM, *CHAT], {}),
     (CHATML, {"messages": [DEVELOPER, *CHAT]}, [DEVELOPER, *CHAT], {}),
     (CHATML, {"messages": [USER, USER, ANSWER, ANSWER, USER]}, [USER, USER, ANSWER, ANSWER, USER], {}),

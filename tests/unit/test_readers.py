@@ -26,7 +26,7 @@ from lib.corpora import examples_of, tokenize_all
 from transformers import PreTrainedTokenizerFast
 
 from acsgd.io.data.sources import json_records
-from acsgd.io.data.sources.base import OnError, ReadOptions, RecordCounts, Source
+from acsgd.io.data.sources.base import OnError, ReadOptions, RecordCounts, Source, SourceRecord
 from acsgd.io.data.sources.sources import parse_sources
 
 
@@ -89,6 +89,15 @@ UNREADABLE: dict[str, tuple[bytes, str]] = {
     "b.json": (b'[{"text": "a"}\n{"text": "b"}]', ", line 2 is not JSON (Expecting ',' delimiter): {"),
     "c.json": (b'{"data": [', ", line 1 is not JSON (Expecting value)"),
     "d.json": (b"[" * 10**5, " is not JSON (it exceeds the limits of the parser)"),
+    "columns.json": (
+        b'{"text": {"0": "a", "1": "b"}, "n": {"0": 1, "1": 2}}',
+        " is a table of columns, as pandas writes",
+    ),
+    "index.json": (
+        b'{"0": {"text": "a"}, "1": {"text": "b"}}',
+        " is a table of columns, as pandas writes it, and no list",
+    ),
+    "split.json": (b'{"columns": ["text"], "index": [0], "data": [["a"]]}', 'with to_json("'),
     "a.csv": (b"text,text\n1,2\n", ", line 1 must name the columns, each once, but has: text, text; write a header"),
     "b.csv": (b"a,,b\n1,2,3\n", ", line 1 must name the columns, each once"),
     "blank.csv": (b"\n\n", ", line 1 must name the columns, each once, but has: nothing"),
@@ -172,6 +181,14 @@ def test_a_json_value_above_the_limit_is_never_held(tmp_path: Path, monkeypatch:
         refused.value
     )
     assert peak < 2**27
+
+
+def test_a_file_of_one_chat_has_one_record(tmp_path: Path) -> None:
+    record = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    (tmp_path / "a.json").write_text(json.dumps(record))
+    [found] = source_of(tmp_path / "a.json").records(RecordCounts())
+    assert isinstance(found, SourceRecord)
+    assert found.fields == record
 
 
 def test_an_object_with_one_list_of_objects_is_that_list(tmp_path: Path) -> None:

@@ -38,8 +38,11 @@ SPEAKERS = {
     "chatgpt": ASSISTANT,
     "bot": ASSISTANT,
     "observation": TOOL,
+    "function_call": ASSISTANT,
 }
 """Speakers of ShareGPT and their roles."""
+FUNCTION_CALL = "function_call"
+"""Speaker of ShareGPT whose text is a tool call, or a list of them: {"name": ..., "arguments": {...}}."""
 FLAGS = ("weight", "train", "loss")
 """Fields of a message that say whether it is learned: 1 or true, 0 or false. They are those of OpenAI, axolotl and
 ms-swift."""
@@ -185,6 +188,8 @@ class Messages(DeclaredFormat):
                 f'has no known "{self.speaker}" in {place} ({excerpt(repr(speaker))})', f"use one of {known}"
             )
         assert isinstance(turn, Mapping)
+        if speaker == FUNCTION_CALL:
+            turn = {**turn, self.content: None, TOOL_CALLS: _calls_in(turn.get(self.content), place)}
         is_learned = _is_learned(turn, place, default=is_learned)
         role, content = self.roles.get(speaker, speaker), turn.get(self.content)
         kept = {name: value for name, value in turn.items() if name not in (self.speaker, self.content, *FLAGS)}
@@ -300,6 +305,20 @@ class PromptMessages(Messages):
 
 def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _calls_in(text: Any, place: str) -> list[dict[str, Any]]:
+    """Return the tool calls of a text of JSON. Raises FormatError."""
+    try:
+        calls = json.loads(text)
+    except (TypeError, ValueError):
+        calls = None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
+        raise FormatError(
+            f"has no tool call in {place} ({excerpt(repr(text))})", 'write {"name": "...", "arguments": {...}} as text'
+        )
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def _is_learned(turn: Mapping[str, Any], place: str, *, default: bool) -> bool:

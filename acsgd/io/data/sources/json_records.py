@@ -21,6 +21,8 @@ SKIPPED_CHARS = 2**17
 """Characters of a longer line that are read at a time."""
 READ_CHARS = 2**24
 """Characters of a file that are read at a time."""
+CHATS = ("messages", "conversations")
+"""Fields whose list of objects is the chat of one record, and no list of records."""
 REMEDY = 'write one JSON object per line, such as {"text": "..."}'
 _SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -76,12 +78,28 @@ def _values(text: str, name: str, key: str) -> Iterator[tuple[str, str, Any]]:
         yield from _elements(text, name, key)
         return
     value, _ = _decoded(text, _SPACE.match(text).end(), name, key)  # type: ignore[union-attr]
-    lists = [each for each in value.values() if _has_objects(each)] if isinstance(value, dict) else []
+    fields = value if isinstance(value, dict) else {}
+    if _is_table(fields):
+        raise ValueError(
+            f"{key}: {name} is a table of columns, as pandas writes it, and no list of records; write it with "
+            f'to_json("{name}", orient="records", lines=True)'
+        )
+    lists = [each for field, each in fields.items() if _has_objects(each) and field not in CHATS]
     if len(lists) != 1:
         yield name, text, value
         return
     for number, each in enumerate(lists[0], start=1):
         yield f"{name}, record {number}", json.dumps(each, ensure_ascii=False), each
+
+
+def _is_table(fields: Mapping[str, Any]) -> bool:
+    """Return whether an object is a table, by columns, by rows or split, as pandas' to_json writes them."""
+    if fields.keys() == {"columns", "index", "data"}:
+        return True
+    parts = [each for each in fields.values() if isinstance(each, dict)]
+    if not parts or len(parts) < len(fields):
+        return False
+    return any([*keys] == [str(number) for number in range(len(keys))] != [] for keys in (fields, parts[0]))
 
 
 def _elements(text: str, name: str, key: str) -> Iterator[tuple[str, str, Any]]:
