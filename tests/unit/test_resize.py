@@ -130,4 +130,4 @@ def test_a_model_with_enough_rows_stays_as_it_is(tiny_model: TinyModel, tmp_path
     line = f"{model} has rows for all tokens of its tokenizer: none are added\n"
     assert line in acsgd("convert", "from-hf", model, tmp_path / "a", "--resize-embeddings")[1]
     acsgd("convert", "from-hf", model, tmp_path / "b")
-    assert Manifest.read(tmp_path / "a") == Manifest.read(tmp_path / "b")
+    assert Manifest.read(tmp_path / "a").layers == Manifest.read(tmp_path / "b").layers
