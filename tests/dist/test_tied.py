@@ -36,7 +36,7 @@ from acsgd.run.setup.data import open_data
 from acsgd.train import train_step
 
 TinyModel = Callable[..., Path]
-STEPS = 10
+STEPS = 5
 TABLES = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight"}
 
 
