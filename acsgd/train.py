@@ -18,7 +18,7 @@ from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.layers.batch import Batch
 from acsgd.optim.base import PLAIN_STEP
-from acsgd.optim.loss_scale import GradientScale
+from acsgd.optim.gradient_scale import GradientScale
 from acsgd.optim.schedule import learning_rate
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan.job import Job

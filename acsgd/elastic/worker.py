@@ -19,7 +19,7 @@ from acsgd.elastic.control import Control
 from acsgd.elastic.hooks import STOPS, BackgroundJoin, Pause
 from acsgd.elastic.membership.messages import Broken, Done, End, Hello, Idle, Leave, Run, Setup, Stop, Stopped, View
 from acsgd.elastic.membership.plan import WorkerState
-from acsgd.elastic.setup import check_elastic, setup_of, with_stages
+from acsgd.elastic.requirements import check_elastic, setup_of, with_stages
 from acsgd.elastic.state.handover import (
     ViewStart,
     complete_step,

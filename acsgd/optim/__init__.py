@@ -1,4 +1,4 @@
-"""Optimizers by name; learning-rate schedules, gradient clipping and the loss scale.
+"""Optimizers by name.
 
 A new optimizer is one file and one line in the table.
 """

@@ -21,7 +21,7 @@ from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.record import StepRecord
 from acsgd.layers.batch import Batch
 from acsgd.optim.base import LocalStep, Optimizer
-from acsgd.optim.loss_scale import clip_factor, scale_gradients_, squared_norm
+from acsgd.optim.gradient_scale import clip_factor, scale_gradients_, squared_norm
 from acsgd.optim.ownership import OwnedWeights
 from acsgd.pp.nan_probe import NonFiniteTensor, first_non_finite
 from acsgd.pp.runtime import Pipeline

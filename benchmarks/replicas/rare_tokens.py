@@ -27,7 +27,7 @@ from acsgd.groups import connect, open_store
 from acsgd.launch import Launch
 from acsgd.optim.adamw import AdamWOptimizer
 from acsgd.optim.base import PLAIN_STEP
-from acsgd.optim.loss_scale import clip_factor, scale_gradients_, squared_norm
+from acsgd.optim.gradient_scale import clip_factor, scale_gradients_, squared_norm
 from acsgd.shards.weights import Weight
 from acsgd.topology import Topology
 

@@ -41,7 +41,7 @@ from acsgd.dp.sync import GradSync
 from acsgd.errors import RunError
 from acsgd.groups import connect
 from acsgd.optim.base import SecondMoments
-from acsgd.optim.loss_scale import clip_factor, scale_gradients_, squared_norm
+from acsgd.optim.gradient_scale import clip_factor, scale_gradients_, squared_norm
 from acsgd.run.report import Gather
 from acsgd.shards.weights import Weight
 from acsgd.topology import Topology

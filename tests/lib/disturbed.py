@@ -35,7 +35,7 @@ from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.io.data.batches import BatchReader
 from acsgd.launch import Launch
 from acsgd.layers.batch import Batch
-from acsgd.optim.loss_scale import LossScale
+from acsgd.optim.gradient_scale import LossScale
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan.job import prepare

@@ -23,7 +23,7 @@ from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.sampler import deal
 from acsgd.launch import Launch
 from acsgd.layers.batch import Batch
-from acsgd.optim.loss_scale import LossScale
+from acsgd.optim.gradient_scale import LossScale
 from acsgd.optim.schedule import learning_rate
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job, prepare

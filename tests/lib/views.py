@@ -22,7 +22,7 @@ from acsgd.comm.waits import InterruptibleWaits
 from acsgd.config.options import Config
 from acsgd.elastic.hooks import BackgroundJoin
 from acsgd.elastic.membership.plan import Plan, WorkerState, make_plan
-from acsgd.elastic.setup import possible_cuts, with_stages
+from acsgd.elastic.requirements import possible_cuts, with_stages
 from acsgd.elastic.state.handover import (
     complete_step,
     end_transfers,

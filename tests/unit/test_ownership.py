@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from acsgd.config.options import OptimConfig
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.base import Optimizer
-from acsgd.optim.loss_scale import squared_norm
+from acsgd.optim.gradient_scale import squared_norm
 from acsgd.optim.ownership import OwnedWeights, Ownership, Part, join_parts
 from acsgd.shards.weights import Weight, WeightState
 

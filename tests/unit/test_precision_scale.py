@@ -10,7 +10,7 @@ import pytest
 
 from acsgd.config.options import Config, DataConfig, ModelConfig, OptimConfig
 from acsgd.errors import RunError
-from acsgd.optim.loss_scale import GROWTH_STEPS, LARGEST_SCALE, SMALLEST_SCALE, GradientScale, LossScale
+from acsgd.optim.gradient_scale import GROWTH_STEPS, LARGEST_SCALE, SMALLEST_SCALE, GradientScale, LossScale
 
 
 def config(dtype: Literal["fp32", "bf16", "fp16"], loss_scale: float = 65536.0) -> Config:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from acsgd.io.checkpoint.identity import WEIGHTS, RunIdentity, SourceIdentity
 from acsgd.io.checkpoint.progress import RECENT, Progress
 from acsgd.io.files.fields import from_json
-from acsgd.optim.loss_scale import LossScale
+from acsgd.optim.gradient_scale import LossScale
 
 DATA = {"data.sequence": 32, "data.batch": 4, "data.seed": 0, "weights of data.sources": [1, 3]}
 FULL = tuple([2.0] * RECENT)

@@ -127,7 +127,7 @@ class DoctorCommand:
 
 def facts() -> dict[str, str]:
     """Return what must be equal on all hosts of a run."""
-    from acsgd.elastic.setup import digest_of_code
+    from acsgd.elastic.requirements import digest_of_code
 
     versions = {name: importlib.metadata.version(name) for name in ("acsgd", "torch", "transformers")}
     return {**versions, "code": digest_of_code()[:12]}

@@ -15,7 +15,7 @@ from acsgd.io.checkpoint.identity import RunIdentity
 from acsgd.io.data.rows.streamed import StreamState
 from acsgd.io.files.fields import Finite, Natural, from_json
 from acsgd.metrics import EVAL_LOSS, Scores, is_better
-from acsgd.optim.loss_scale import LossScale
+from acsgd.optim.gradient_scale import LossScale
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import MANIFEST
 

@@ -25,7 +25,7 @@ from acsgd.io.telemetry.json_lines import METRICS
 from acsgd.io.telemetry.record import StepRecord
 from acsgd.notes import print_note, report_if_slow
 from acsgd.optim.base import OptimizerSpec
-from acsgd.optim.loss_scale import LossScale
+from acsgd.optim.gradient_scale import LossScale
 from acsgd.optim.schedule import learning_rate
 from acsgd.pp.stage import Stage
 from acsgd.run.initial_weights import check_base_of, check_start_of

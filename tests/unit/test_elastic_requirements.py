@@ -13,7 +13,7 @@ from lib.training import make_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from acsgd.config.options import AdapterConfig, ElasticConfig, ReplicaConfig
-from acsgd.elastic.setup import check_elastic, possible_cuts, setup_of, with_stages
+from acsgd.elastic.requirements import check_elastic, possible_cuts, setup_of, with_stages
 from acsgd.launch import Launch
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.inputs import open_inputs
