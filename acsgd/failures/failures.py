@@ -95,6 +95,9 @@ def report_failure(store: Store, launch: Launch, end: Callable[[int], None]) -> 
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when the first rank ends; this one ends, too
         report = FailureReport.of(error, launch, context)
         board = FailureBoard(client.with_timeout(context.grace_s), launch.rank, launch.world_size)
+        with contextlib.suppress(StoreError):  # the ranks that a stop signal ends first leave connections that fail here
+            if (name := board.stop_signal()) is not None:
+                _end_by_signal(name, launch, context, end)
         is_printer, text = _settle(board, report, context, launch)
         record_error(text, launch, is_cause=is_printer)
         if is_printer:
@@ -221,9 +224,7 @@ def _answering(board: FailureBoard, launch: Launch, context: RunContext, end: Ca
                 if context.signals is not None and context.signals.received is not None:
                     board.decide(context.signals.received)
                 if (name := board.stop_signal()) is not None:
-                    _report_stop(name, launch, context)
-                    _clean_up(context)
-                    end(128 + signal.Signals[name])
+                    _end_by_signal(name, launch, context, end)
             board.answer()
             if not context.is_training:
                 _wait_for(lambda: finished.is_set() or board.published() is not None, 2 * context.grace_s)
@@ -241,14 +242,16 @@ def _answering(board: FailureBoard, launch: Launch, context: RunContext, end: Ca
         thread.join(context.grace_s)  # a thread inside the store when Python ends would abort the process
 
 
-def _report_stop(name: str, launch: Launch, context: RunContext) -> None:
-    """Report that a stop signal ends all ranks during their set-up, or a command that has nothing to save."""
+def _end_by_signal(name: str, launch: Launch, context: RunContext, end: Callable[[int], None]) -> None:
+    """End this process, since a stop signal ends all ranks during their set-up, or a command with nothing to save."""
     when = "" if context.is_training else " before the first step, after which there is something to save"
     text = f"stopped by {name}{when}; start the same command again"
     record_error(text, launch)
     forbid_restart()
     if launch.rank == launch.local_rank == 0:
         print_error(text)
+    _clean_up(context)
+    end(128 + signal.Signals[name])
 
 
 def _report_cause(board: FailureBoard, launch: Launch) -> None:
