@@ -89,7 +89,7 @@ def run(
     for note in open_disks(job, groups, disks):
         if launch.rank == 0:
             print_note(note)
-    if launch.rank == 0 and not launch.is_one_host:
+    if launch.rank == 0 and not launch.is_one_host and disks.checkpoints.is_shared:
         print_note("hosts may join and leave this run if it is started with torchrun --rdzv-backend acsgd")
     inputs = open_inputs(job, groups, disks)
     groups.wait_for_all("opening the inputs", timeout_s=TIMEOUT_S)  # as long as another host may tokenize

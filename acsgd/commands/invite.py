@@ -1,8 +1,8 @@
 """The commands `acsgd host` and `acsgd join`: start an elastic run and invite other hosts, with one line for each.
 
 Both start torchrun with the rendezvous backend of acsgd, in place of this process, and print its command line. The
-secret of the run is in a file that only this user can read and in the environment of torchrun, never on a command line
-that other users of the host could see.
+secret of the run is in a file that only this user can read and in the environment of torchrun. An invitation on a
+command line is seen by other users of the host until torchrun starts; one in a file is not.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import secrets
 import shlex
 import sys
@@ -36,6 +37,8 @@ PREFIX = "acsgd1-"
 """Beginning of an invitation, with the version of its format."""
 PRIVATE = Path("~/.acsgd")
 """Directory with the secrets and invitations of this user's runs."""
+MAX_BYTES = 2**20
+"""Maximum size of what an invitation holds."""
 SHOWN = 20
 """Number of characters of a wrong invitation that are shown; it may hold a secret."""
 
@@ -79,7 +82,9 @@ class Invitation:
             check, content = data[:4], data[4:]
             if _checksum(content) != check:
                 raise ValueError
-            fields: dict[str, Any] = json.loads(zlib.decompress(content))
+            fields: dict[str, Any] = json.loads(zlib.decompressobj().decompress(content, MAX_BYTES))
+            if not re.fullmatch(r"\w[\w.-]*", fields["run"]):  # names files
+                raise ValueError
             return cls(**{**fields, "endpoints": tuple(fields["endpoints"])})
         except (ValueError, KeyError, TypeError, zlib.error, binascii.Error):
             raise ValueError("the invitation is damaged or not whole; copy all that acsgd host printed") from None
@@ -148,7 +153,8 @@ class JoinCommand:
     """
 
     invitation: tyro.conf.Positional[str]
-    """The invitation, or a file with it. It holds the secret of the run: send it to those alone who may join."""
+    """The invitation, or a file with it, which stays out of the shell's history. It holds the secret of the run: send
+    it to those alone who may join."""
     nproc: str = "auto"
     """Number of processes on this host, --nproc-per-node of torchrun; "auto": one per GPU, or per processor."""
     announce: str | None = None
@@ -162,6 +168,14 @@ class JoinCommand:
         invitation = Invitation.decode(self.invitation) if is_text else _read(Path(self.invitation))
         if invitation.version != VERSION:
             raise ValueError(f"the run has acsgd {invitation.version}, this host {VERSION}; install the same version")
+        from acsgd.mesh.mesh import is_public  # imports cryptography
+
+        has_mesh = invitation.mesh == "true" or (invitation.mesh == "auto" and is_public(invitation.endpoints))
+        if self.announce is not None and not has_mesh:
+            raise ValueError(
+                f"--announce {self.announce} is of a mesh, which the run does not have; remove it, or start the run "
+                "with acsgd host --mesh true"
+            )
         place = [f"announce={self.announce}"] if self.announce is not None else []
         if not is_text:
             _start(invitation, self.nproc, self.restarts, place)

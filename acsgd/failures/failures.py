@@ -95,7 +95,7 @@ def report_failure(store: Store, launch: Launch, end: Callable[[int], None]) -> 
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when the first rank ends; this one ends, too
         report = FailureReport.of(error, launch, context)
         board = FailureBoard(client.with_timeout(context.grace_s), launch.rank, launch.world_size)
-        with contextlib.suppress(StoreError):  # the ranks that a stop signal ends first leave connections that fail here
+        with contextlib.suppress(StoreError):  # a rank that a stop signal ends first leaves connections that fail here
             if (name := board.stop_signal()) is not None:
                 _end_by_signal(name, launch, context, end)
         is_printer, text = _settle(board, report, context, launch)

@@ -276,6 +276,13 @@ def test_a_peer_dials_back(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> N
         assert found == Diagnosis(
             "ok", f"link from 127.0.0.1:{doctor.port}", f"it reaches this host at 127.0.0.1:{mine.port}"
         )
+    monkeypatch.setattr(links, "CONNECT_S", 0.3)
+    with _silent() as silent:
+        command = DoctorCommand(listen=1, announce=f"127.0.0.1:{silent.getsockname()[1]}", seconds=0.1)
+        [*_, found] = command._check_link(f"127.0.0.1:{doctor.port}")[0]
+    assert found.level == "error"
+    assert "does not answer (no packet came back)" in found.text
+    command = DoctorCommand(listen=mine.port, seconds=0.1)
     [*_, found] = command._check_link(f"127.0.0.1:{doctor.port}")[0]
     assert found.level == "error"
     assert f"it does not reach this host at 127.0.0.1:{mine.port}: nothing listens" in found.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import stat
@@ -73,6 +74,8 @@ def test_an_invitation_that_is_not_whole_is_refused() -> None:
         for damaged in (text[:place], text[:place] + ("A" if text[place] != "A" else "B") + text[place + 1 :]):
             with pytest.raises(ValueError, match="the invitation is damaged or not whole; copy all"):
                 Invitation.decode(damaged)
+    with pytest.raises(ValueError, match="the invitation is damaged"):
+        Invitation.decode(dataclasses.replace(INVITATION, run="../run").encode())
     with pytest.raises(ValueError, match=r"acsgd2-abc\.\.\. is of another version of acsgd"):
         Invitation.decode("acsgd2-abc")
     with pytest.raises(ValueError, match=r"hello\.\.\. is no invitation"):
@@ -123,6 +126,10 @@ def test_mistakes_are_named_before_torchrun_starts(run_dir: Path) -> None:
     other = Invitation("r", "s", ("h:1",), "1:8", "auto", "", "9.9").encode()
     version = f"the run has acsgd 9.9, this host {VERSION}; install the same version"
     assert commands.acsgd("join", other) == (2, f"error: {version}\n")
+    plain = Invitation("r", "s", ("10.0.0.1:1",), "1:8", "auto", "", VERSION).encode()
+    assert commands.acsgd("join", plain, "--announce", "none")[1].startswith(
+        "error: --announce none is of a mesh, which"
+    )
     (run_dir / "notes").write_text("hello")
     assert commands.acsgd("join", "notes")[1].startswith("error: hello... is no invitation")
     assert "run file no.toml cannot be read" in commands.acsgd("host", "no.toml")[1]

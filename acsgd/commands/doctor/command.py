@@ -17,7 +17,7 @@ import tyro
 
 from acsgd.comm.addresses import join_address, parse_endpoints
 from acsgd.commands.doctor.host import Diagnosis, check_host
-from acsgd.commands.doctor.links import Doctor, Measured, Peer, PeerError, diagnose, measure
+from acsgd.commands.doctor.links import DIAL_S, Doctor, Measured, Peer, PeerError, diagnose, measure
 from acsgd.launch import gloo_interface, run_secret
 
 MARKS = {"ok": "ok", "warning": "[yellow]warning[/]", "error": "[bold red]error[/]"}
@@ -28,7 +28,7 @@ class DoctorCommand:
     """Find what would keep this host, or its links to others, from training, and say what to type.
 
     Start it with --listen on one host, and with --connect on the others, with the same ACSGD_SECRET. Exits with 1 if
-    training would fail.
+    training would fail, unless it listens.
     """
 
     run_file: tyro.conf.Positional[Path | None] = None
@@ -83,18 +83,22 @@ class DoctorCommand:
         try:
             link = measure(address, _secret(), self.seconds)
             addresses = {each.address for some in psutil.net_if_addrs().values() for each in some}
-            return [*diagnose(link, facts(), addresses), *self._dial_back(address)], link
         except PeerError as error:
             return [Diagnosis("error", f"link to {address}", str(error), error.remedy)], None
+        return [*diagnose(link, facts(), addresses), *self._dial_back(address)], link
 
     def _dial_back(self, address: str) -> Iterator[Diagnosis]:
-        """Let a peer connect to this host, if it listens. Raises PeerError if the peer no longer answers."""
+        """Let a peer connect to this host, if it listens."""
         if self.listen is None:
             return
-        with Peer(address, _secret()) as peer:
-            mine = self.announce or join_address(peer.facts["sees"], self.listen)
-            problem = peer.request("dial", address=mine)["problem"]
         subject = f"link from {address}"
+        try:
+            with Peer(address, _secret()) as peer:
+                mine = self.announce or join_address(peer.facts["sees"], self.listen)
+                problem = peer.request("dial", within_s=DIAL_S, address=mine)["problem"]
+        except PeerError as error:
+            yield Diagnosis("error", subject, str(error), error.remedy)
+            return
         if problem:
             remedy = (
                 f"let firewall and router pass TCP port {self.listen} to this host, give --announce, or let it dial"

@@ -108,7 +108,11 @@ def check_devices() -> Iterator[Diagnosis]:
 
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
-            yield _describe_gpu(torch, index)
+            try:
+                yield _describe_gpu(torch, index)
+            except RuntimeError as error:  # another process has all of it, or the only right to it
+                text = f"GPU {index} cannot be used ({str(error).splitlines()[0]})"
+                yield Diagnosis("error", "device", text, "nvidia-smi shows which processes use it")
         return
     if not DRIVER.exists():
         yield Diagnosis("ok", "device", "no NVIDIA driver: trains on the CPU")
@@ -140,7 +144,7 @@ def check_memory() -> Iterator[Diagnosis]:
     memory, limit = psutil.virtual_memory(), _cgroup_number("memory.max")
     available, text = memory.available, f"of {memory.total / GIB:.1f} GiB"
     if limit is not None and limit < memory.total:
-        available = min(available, limit - (_cgroup_number("memory.current") or 0))
+        available = min(available, limit - (_cgroup_number("memory.current") or 0) + _cached_bytes())
         text = f"of the {limit / GIB:.1f} GiB that this container may use"
     text = f"{available / GIB:.1f} GiB {text} are available"
     if available < MIN_GIB * GIB:
@@ -258,6 +262,13 @@ def check_interface(interface: str | None) -> Iterator[Diagnosis]:
             yield Diagnosis("error", "interface", text, f"give one of {', '.join(sorted(stats))}, or unset it")
             return
     yield Diagnosis("ok", "interface", f"gloo uses {interface}, as GLOO_SOCKET_IFNAME says")
+
+
+def _cached_bytes() -> int:
+    """Return how much of the memory of this process's cgroup holds files that can be read again."""
+    path = CGROUP / "memory.stat"
+    fields = dict(line.split() for line in path.read_text().splitlines()) if path.exists() else {}
+    return int(fields.get("inactive_file", 0))
 
 
 def _cgroup_number(name: str) -> int | None:

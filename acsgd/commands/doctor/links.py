@@ -30,6 +30,10 @@ MAX_CONNECTIONS = 32
 """Connections that a listening doctor serves at a time; others wait."""
 CONNECT_S = 5.0
 """Time in which a connection is made, or a line is answered."""
+DIAL_S = 30.0
+"""Time in which a peer says whether it reached an address."""
+QUEUE_S = 120.0
+"""Time for which other hosts may measure their links first."""
 MAX_MEASURED_S = 10.0
 """Longest time for which a peer sends or receives data."""
 STALL_S, TRIED_S = 3.0, 1.0
@@ -137,7 +141,7 @@ class Doctor:
                 case "take" | "give":
                     seconds, wait_s = (min(float(request[name]), MAX_MEASURED_S) for name in ("seconds", "wait_s"))
                     with self._measuring:
-                        lines.send({})
+                        lines.send({"begins": True})
                         if request["do"] == "give":
                             send_data(connection, seconds, wait_s)
                         else:
@@ -181,26 +185,31 @@ class Peer:
         """End the connection."""
         self._socket.close()
 
-    def request(self, what: str, **arguments: object) -> dict[str, Any]:
+    def request(self, what: str, *, within_s: float = CONNECT_S, **arguments: object) -> dict[str, Any]:
         """Return the answer to a request."""
         try:
+            self._socket.settimeout(within_s)
             self._lines.send({"do": what, **arguments})
-            return self._lines.receive()
+            answer = self._lines.receive()
         except (OSError, ValueError) as error:
             raise PeerError(f"{self._address} no longer answers ({error})", "start this command again") from error
+        if not answer:
+            raise PeerError(f"{self._address} no longer answers", "start this command again")
+        return answer
 
     def send(self, seconds: float, wait_s: float) -> tuple[float, float]:
         """Send data for some seconds. Returns the rate at the peer, bits per second, and the part that was lost.
 
         Raises OSError if none is taken for `wait_s` seconds, or the peer does not tell the rate.
         """
-        self.request("take", seconds=seconds, wait_s=wait_s)
+        self.request("take", within_s=QUEUE_S, seconds=seconds, wait_s=wait_s)
         send_data(self._socket, seconds, wait_s)
+        self._socket.settimeout(MAX_MEASURED_S + wait_s)  # what is in buffers arrives first
         return float(self._lines.receive()["bits"]), _loss(self._socket)
 
     def receive(self, seconds: float, wait_s: float) -> float:
         """Receive data for some seconds. Returns the rate, bits per second. Raises OSError if none for `wait_s`."""
-        self.request("give", seconds=seconds, wait_s=wait_s)
+        self.request("give", within_s=QUEUE_S, seconds=seconds, wait_s=wait_s)
         return receive_data(self._socket, wait_s)
 
     def _greet(self, secret: bytes) -> Mapping[str, str]:

@@ -272,6 +272,7 @@ def share_manifests(directory: CheckpointDirectory, groups: Groups, disks: Disks
                 (path / f".{MANIFEST}").write_text(raw)
                 flush(path / f".{MANIFEST}")
                 rename(path / f".{MANIFEST}", path / MANIFEST)
+    groups.wait_for_all("writing manifests", timeout_s=timeout_s)  # which all ranks of a disk read next
     return [
         f"{directory.of(int(step))} of {disks.names[disk]} is another one than that of {disks.names[sources[step]]}, "
         "and set aside"

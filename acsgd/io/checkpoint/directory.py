@@ -168,7 +168,7 @@ class CheckpointDirectory:
         for name in (*(self.of(step).name for step in reversed(self.steps())), BEST):
             if os.path.lexists(self.path / name):
                 rename(self.path / name, aside / name)
-        if metrics.is_file():
+        with contextlib.suppress(FileNotFoundError):  # of hosts that share it, but no checkpoints, one moves it
             rename(metrics, aside / metrics.name)
         return aside
 

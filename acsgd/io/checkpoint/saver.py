@@ -266,10 +266,15 @@ class Saver:
         return [json.loads(text) for text in texts]
 
     def _attempt(self, work: Callable[[], None]) -> str | None:
-        """Do `work`; return why it failed. Catches every error, since the other ranks wait for this rank's report."""
+        """Do `work`; return why it failed. Catches every error, since the other ranks wait for this rank's report.
+
+        Raises a failure of a copy between hosts: a peer waits for this rank's part of it, and not for a report.
+        """
         try:
             work()
         except Exception as error:
+            if isinstance(error, RunError) and error.awaited:
+                raise
             return f"rank {self.topology.rank} on {socket.gethostname()}: {_message(error)}"
         return None
 

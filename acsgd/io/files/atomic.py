@@ -73,7 +73,7 @@ def rename(source: Path, target: Path) -> None:
         source.rename(target)
         return
     except OSError as error:
-        if error.errno not in UNSUPPORTED:
+        if error.errno not in (*UNSUPPORTED, errno.EXDEV):
             raise
     if source.is_dir() and not source.is_symlink():
         target.mkdir(exist_ok=True)
