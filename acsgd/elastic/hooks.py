@@ -10,7 +10,7 @@ from acsgd.elastic.state.joins import JoiningRank, StateSource
 from acsgd.io.data.batches import AHEAD
 from acsgd.run.report import Report, StepField, StepSummary, by_rank, by_replica, in_grid, on_all, on_any
 from acsgd.run.session import Session
-from acsgd.run.setup.build import set_observers
+from acsgd.run.setup.build import admit_observers
 from acsgd.run.step.checkpointing import Checkpointing
 from acsgd.run.step.hooks import LoopState, StepHook
 from acsgd.run.step.run import STOP
@@ -30,7 +30,8 @@ class BackgroundJoin(StepHook):
 
     transfers: those in which this rank takes part; None if there are none. begun_at: number of completed steps at the
     start of the view, whose reports were those of another one. ahead: number of steps whose micro-batches are dealt
-    when a replica ceases to be idle. An observer takes part in the exchanges from the first step in which it has some.
+    when a replica ceases to be idle. Observers cease to be idle together, and take part in the exchanges from the first
+    step in which they have some.
     """
 
     fields = (JOINS, WANTED)
@@ -53,7 +54,9 @@ class BackgroundJoin(StepHook):
     def after_step(self, state: LoopState) -> None:
         assert state.summary is not None
         if state.progress.step > self._begun_at:
-            state.idle = [replica for replica, joining in enumerate(state.summary[JOINS]) if joining]
+            joining = [replica for replica, is_joining in enumerate(state.summary[JOINS]) if is_joining]
+            # together: an observer that is left could not follow the others when their number changes
+            state.idle = joining and list(self._session.peers.observers or joining)
             self._idle.append(state.idle)
             if len(self._idle) == self._idle.maxlen:
                 self._admit(self._idle[0])
@@ -71,10 +74,9 @@ class BackgroundJoin(StepHook):
             self._transfers.restart()
 
     def _admit(self, idle: Collection[int]) -> None:
-        """Let observers that are not idle take part in the exchanges."""
-        left = [replica for replica in self._session.peers.observers if replica in idle]
-        if len(left) < len(self._session.peers.observers):
-            set_observers(self._session, left)
+        """Let the observers take part in the exchanges, unless they are idle."""
+        if self._session.peers.observers and not idle:
+            admit_observers(self._session)
 
 
 class Pause(StepHook):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from acsgd.config.options import Config
 from acsgd.elastic.hooks import BackgroundJoin
 from acsgd.elastic.membership.plan import Plan, WorkerState, make_plan
 from acsgd.elastic.requirements import possible_cuts, with_stages
+from acsgd.elastic.state.channel import StateReceiver
 from acsgd.elastic.state.handover import (
     complete_step,
     end_transfers,
@@ -87,6 +89,10 @@ class ScriptedView(NamedTuple):
     is_formed: bool = True
     """Whether it comes to training; else all members are interrupted while they connect their links."""
     returns: Return | None = None
+    delay: tuple[int, int] | None = None
+    """A member that joins, and the number of steps after which it takes the first state that has arrived."""
+    ahead: int = 0
+    """See `BackgroundJoin`."""
     skipped: int | None = None
     """Step, counted from 1, that leaves the weights as they are, as if its gradients were not finite."""
 
@@ -215,7 +221,8 @@ class _Process:
             self._reader = reader
             self.streams[plan.step] = next(iter(reader.stream_states(plan.step)), None)
             snapshots = self._open_snapshots(self._session, groups, plan, number)
-            self._train(self._session, reader, view, snapshots)
+            with _delayed(view.delay[1] if view.delay and view.delay[0] == self._number else 0):
+                self._train(self._session, reader, view, snapshots)
             reader.close()
             groups.wait_for_all("ending the view", timeout_s=TIMEOUT.total_seconds())
             self._session.abort("the view has ended")
@@ -253,7 +260,7 @@ class _Process:
         state = self._state
         state.has_reported = False
         pace = Pace(session, lambda _: None, state.idle)
-        join = BackgroundJoin(session, self._transfers, state.progress.step, ahead=0)
+        join = BackgroundJoin(session, self._transfers, state.progress.step, view.ahead)
         script = _Script(session, view)
         hooks = StepHooks([join, script, pace] if snapshots is None else [join, script, snapshots, pace], Metrics([]))
         while (step := state.progress.step) < view.until:
@@ -326,6 +333,15 @@ class _Script(StepHook):
             loaded.add(load(message))
             loaded.load_layer(layer, self._session)
         return progress
+
+
+@contextlib.contextmanager
+def _delayed(steps: int) -> Iterator[None]:
+    """Let this process take no state in its first steps."""
+    take, taken = StateReceiver.take, itertools.count()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StateReceiver, "take", lambda receiver: None if next(taken) < steps else take(receiver))
+        yield
 
 
 @contextlib.contextmanager

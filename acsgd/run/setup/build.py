@@ -84,14 +84,11 @@ def reconnect(
     return new
 
 
-def set_observers(session: Session, observers: Collection[int]) -> None:
-    """Let observers take part in the exchanges, between two steps, but for those that are left.
-
-    All ranks call it together.
-    """
+def admit_observers(session: Session) -> None:
+    """Let all observers take part in the exchanges, between two steps. All ranks call it together."""
     was, states = _place(session.peers), [stage.sync.take_state() for stage in session.stages.values()]
     peers = session.peers
-    peers.waits.wait(peers.submit(partial(peers.set_observers, observers)))
+    peers.waits.wait(peers.submit(partial(peers.set_observers, ())))
     _restart_syncs(session, was, states)
 
 
