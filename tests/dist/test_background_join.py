@@ -52,10 +52,11 @@ UPDATE_RUNS = (
 UPDATE_SCRIPTS: dict[str, Script] = {
     "updates, newcomer ends": SCRIPTS["newcomer ends"],
     "updates, only the newcomer is late": SCRIPTS["only the newcomer is late"],
+    "updates, all others end": [JOINS[0], ScriptedView((0, 1, 2), 9, ahead=STEPS), ScriptedView((2,), STEPS)],
     "updates, two join": [ScriptedView((0, 1), 1), ScriptedView((0, 1, 2, 3), STEPS, delay=(3, 5))],
 }
 """Without an exchange after the step, in which a late rank does not take part. Of two that join together, process 3
-gets its first layer when process 2 has all."""
+gets its first layer when process 2 has all. When all others end, process 2 has all, and is still an observer."""
 RUNS = (*SCRIPTS, *OTHER_RUNS, *UPDATE_RUNS, *UPDATE_SCRIPTS)
 
 Runs = list[dict[str, Trained]]
@@ -145,3 +146,9 @@ def test_a_rank_joins_when_it_has_the_state_of_the_others_bit_for_bit(runs: Runs
         assert newcomer.origins == ["memory", "snapshot"]
     elif not name.endswith("newcomer ends"):
         assert min(newcomer.digests) > first
+
+
+def test_a_rank_that_was_still_an_observer_when_all_others_ended_trains(runs: Runs) -> None:
+    digests = runs[2]["updates, all others end"].digests
+    assert min(digests) < 9, "it had all of its state"
+    assert len(set(digests.values())) == len(digests), "its weights change in each step"

@@ -37,6 +37,11 @@ class FollowingOptimizer(ReplayOptimizer):
         """The layers that are on their way, and the updates after they were copied, with their size in bytes."""
 
     @property
+    def followed(self) -> Optimizer:
+        """The optimizer of its replica once this is no observer."""
+        return self._optimizer
+
+    @property
     def nbytes(self) -> int:
         return sum(each[1] for each in self._waiting if not isinstance(each, Recording))
 

@@ -119,6 +119,8 @@ def hand_over(
             elif transfer.target == rank:
                 received_bytes += receive_layers(groups, transfer.source, received)
     if session is not None and is_same:
+        if isinstance(session.optimizer, FollowingOptimizer):  # of the observers of the view before
+            session = replace(session, optimizer=session.optimizer.followed)
         return HandedOver(reconnect(session, job, groups, cache_plan, observers), received_bytes)
     if held is not None:
         incoming_layers = {layer for transfer in incoming for layer in transfer.layers}
