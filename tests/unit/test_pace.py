@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from acsgd.run.step.pace import MIN_GAIN, NORMAL, PATIENCE, SLOW, WINDOW, Dealer, SpeedChange, Stragglers
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.telemetry.record import RunEvent
+from acsgd.run.session import Session
+from acsgd.run.step.hooks import LoopState
+from acsgd.run.step.pace import MIN_GAIN, NORMAL, PATIENCE, SLOW, WINDOW, Dealer, Pace, SpeedChange, Stragglers
 
 
 def counts_over(dealer: Dealer, times: Iterable[Sequence[float]]) -> list[list[int]]:
@@ -52,6 +58,24 @@ def test_replicas_without_state_get_nothing_and_the_others_an_even_split() -> No
     assert counts_over(dealer, [(1.0, 0.0, 3.0)] * 20) == [[4, 0, 4]]
     dealer.deal_evenly(without=())
     assert dealer.counts == Dealer(8, 3, 0.0).counts
+
+
+def test_replicas_that_are_ready_when_the_run_returns_to_a_step_get_micro_batches_in_it() -> None:
+    """They take part in its exchanges."""
+    job = SimpleNamespace(
+        topology=SimpleNamespace(replica=1, replicas=2, stages=1),
+        config=SimpleNamespace(data=SimpleNamespace(deal="even")),
+        plugins=SimpleNamespace(schedule=SimpleNamespace(chunks=1)),
+        shapes=SimpleNamespace(num_micros=8),
+    )
+    events = list[RunEvent]()
+    pace = Pace(cast(Session, SimpleNamespace(job=job, groups=None)), events.append, idle=(1,))
+    pace.at_return(LoopState(Progress(), idle=[1]))
+    assert not pace.micros(0)
+    assert not events
+    pace.at_return(LoopState(Progress(), idle=[]))
+    assert pace.micros(0) == range(4, 8)
+    assert [event.fields for event in events] == [{"ready": [1], "micros": [4, 4]}]
 
 
 def changes_over(times: Iterable[list[list[float]]]) -> list[tuple[int, SpeedChange]]:

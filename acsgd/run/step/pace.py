@@ -47,19 +47,31 @@ class Pace(StepHook):
         assert state.summary is not None
         before, step = self._dealer.counts, state.progress.step
         micro_s = self._micro_s(state.summary)
-        if self._idle and tuple(state.idle) != self._idle:
-            ready = [replica for replica in self._idle if replica not in state.idle]
-            self._idle = tuple(state.idle)
-            self._dealer.deal_evenly(without=self._idle)
-            counts = self._dealer.counts
-            text = f"replicas that now have all of their state: {_listed(ready)}; micro-batches: {_listed(counts)}"
-            self._note(RunEvent("ready", step, text, {"ready": ready, "micros": counts}))
-        elif self._is_by_speed and self._dealer.record([max(of_replica) for of_replica in micro_s]):
+        if (
+            not self._deal_to_ready(state)
+            and self._is_by_speed
+            and self._dealer.record([max(of_replica) for of_replica in micro_s])
+        ):
             counts = self._dealer.counts
             text = f"micro-batches per replica, by speed: {_listed(counts)}, before {_listed(before)}"
             self._note(RunEvent("deal", step, text, {"micros": counts}))
         if changes := self._stragglers.record(micro_s):
             self._name(changes, step)
+
+    def at_return(self, state: LoopState) -> None:
+        self._deal_to_ready(state)
+
+    def _deal_to_ready(self, state: LoopState) -> bool:
+        """Deal evenly, and log an event, if other replicas are idle than before; return whether this is so."""
+        if not self._idle or tuple(state.idle) == self._idle:
+            return False
+        ready = [replica for replica in self._idle if replica not in state.idle]
+        self._idle = tuple(state.idle)
+        self._dealer.deal_evenly(without=self._idle)
+        counts = self._dealer.counts
+        text = f"replicas that now have all of their state: {_listed(ready)}; micro-batches: {_listed(counts)}"
+        self._note(RunEvent("ready", state.progress.step, text, {"ready": ready, "micros": counts}))
+        return True
 
     def _name(self, changes: Sequence[SpeedChange], step: int) -> None:
         """Log an event for each rank that has become slow, or normal again. A collective call."""
