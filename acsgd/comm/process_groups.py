@@ -22,6 +22,7 @@ from acsgd.comm.connections import GlooConnections
 from acsgd.comm.liveness import Heartbeat, heartbeat_interval_s
 from acsgd.comm.store import CallThread, StoreClient
 from acsgd.comm.waits import SLICE_S, Waits, Work
+from acsgd.errors import ConnectError
 
 T = TypeVar("T")
 
@@ -47,22 +48,45 @@ class Transport(NamedTuple):
 GLOO = Transport("gloo", torch.device("cpu"))
 _ON_DEVICE = "acsgd_gloo"
 """Name in torch.distributed of gloo on a device of one's own: torch takes no options for its own "gloo"."""
+PORT_ATTEMPTS = 5
+"""Number of ports that are tried, in a run with a mesh."""
 _THREADS = 2
 """Number of threads of a gloo group, as torch has."""
 
 
-@dataclass(frozen=True)
 class VirtualHost:
-    """Where the groups of this process listen, in a run with a mesh."""
+    """Where the groups of this process listen, in a run with a mesh.
 
-    address: str
-    publish: Callable[[], None]
-    """Lets the other hosts open new ports of this address, and waits for that."""
+    publish: lets the other hosts open new ports of the address, waits for that, and returns the ports that other
+    programs have taken there.
+    """
+
+    def __init__(self, address: str, publish: Callable[[], set[int]]) -> None:
+        self.address = address
+        self._publish = publish
+        self._taken = set[int]()
+
+    def publish(self) -> None:
+        """Let other hosts open new ports, and wait for that. Raises ConnectError if another program has one there."""
+        before, self._taken = self._taken, self._publish()
+        if new := self._taken - before:
+            ports = ", ".join(map(str, sorted(new)))
+            raise ConnectError(f"port {ports} of {self.address} is taken by another program on another host")
+
+    def open(self, create: Callable[[], T], attempts: int = PORT_ATTEMPTS) -> T:
+        """Return what opens a free port at the address, which other hosts have opened, too. Raises ConnectError."""
+        opened = create()
+        try:
+            self.publish()
+        except ConnectError:
+            if attempts == 1:
+                raise
+            return self.open(create, attempts - 1)  # the port that is taken is still in use, and not chosen again
+        return opened
 
     def transport(self) -> Transport:
-        """Return gloo on a new device at the address, whose port other hosts have opened."""
-        device = dist.ProcessGroupGloo.create_device(hostname=self.address)
-        self.publish()
+        """Return gloo on a new device at the address, whose port other hosts have opened. Raises ConnectError."""
+        device = self.open(lambda: dist.ProcessGroupGloo.create_device(hostname=self.address))
 
         def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs

@@ -102,14 +102,16 @@ def open_store(host: VirtualHost | None = None) -> dist.TCPStore:
     timeout = timedelta(seconds=STORE_TIMEOUT_S)
     if host is None:
         return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    with listen(host.address) as listener:
-        port = listener.getsockname()[1]
-        descriptor = listener.detach()
-    store = dist.TCPStore(
-        host.address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor
-    )
-    host.publish()
-    return store
+
+    def create() -> dist.TCPStore:
+        with listen(host.address) as listener:
+            port = listener.getsockname()[1]
+            descriptor = listener.detach()
+        return dist.TCPStore(
+            host.address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor
+        )
+
+    return host.open(create)
 
 
 def connect_store(host: str, port: int, waits: Waits) -> dist.TCPStore:

@@ -42,6 +42,7 @@ SCAN_S = 1.0
 OPENED_S = 2.0
 """Time in which other hosts open a new port, seconds."""
 REDIAL_S = 0.5
+TAKEN = "cannot be opened on {}, where another program listens at that port: end that program, or start this host again"
 OTHER_PROTOCOL = "has another version of the mesh: install the same version of acsgd on all hosts"
 
 
@@ -59,8 +60,13 @@ class Peer:
     connected: asyncio.Event = field(default_factory=asyncio.Event)
     ended: bool = False
     """Whether its process has ended: the address that it announces refuses connections."""
-    opened: int = 0
-    """Number of the latest message `Ports` that it has answered."""
+    daemon_port: int = 0
+    ports: Ports = field(default_factory=lambda: Ports(0, ()))
+    """Its ports, which are open here, too, except those in `taken_here`."""
+    taken_here: tuple[int, ...] = ()
+    """Its ports at which another program listens here."""
+    opened: Opened = field(default_factory=lambda: Opened(0, ()))
+    """Its latest answer to a message `Ports`."""
 
     def send(self, message: Message) -> None:
         if self.lines is not None:
@@ -185,7 +191,8 @@ class Forwarder:
         if old is not None:
             old.transport.abort()
         peer.connected.set()
-        self._mirror(member.address, set(hello.ports))
+        peer.daemon_port, peer.ports = hello.daemon_port, Ports(0, hello.ports)
+        self._mirror(peer)
         peer.send(Ports(self._published, self._ports))  # they may have changed since the greeting
         for other in self._peers.values():
             if other is not peer and other.lines is not None:
@@ -210,12 +217,15 @@ class Forwarder:
     def _receive(self, peer: Peer, line: bytes) -> None:
         peer.heard_at = time.monotonic()
         match from_line(line):
-            case Ports(number, ports):
-                self._mirror(peer.member.address, set(ports))
-                peer.send(Opened(number))
-            case Opened(number):
-                peer.opened = max(peer.opened, number)
+            case Ports() as ports:
+                peer.ports = ports
+                self._mirror(peer)
+            case Opened() as opened:
+                peer.opened = opened
                 self._opened.set()
+                if self._daemon_port in opened.taken:
+                    address = join_address(self.identity.address, self._daemon_port)
+                    self._on_rejected(address, TAKEN.format(peer.member.name))
             case Acquaintance(address, announced):
                 self._meet(address, announced)
             case Open(number):
@@ -250,8 +260,8 @@ class Forwarder:
             try:
                 await self._connect(peer.announced, peer.member.address)
             except (ConnectionRefusedError, StrangerError):  # or another process has its place
-                peer.ended = True
-                self._mirror(peer.member.address, set())
+                peer.ended, peer.ports = True, Ports(0, ())
+                self._mirror(peer)
                 return
             except (OSError, TimeoutError) as error:
                 log.info("%s: %s", peer.announced, error)
@@ -266,6 +276,8 @@ class Forwarder:
                 peer.send(Ping())
             if count % round(SCAN_S / PING_S) == 0:
                 self._scan()
+                for peer in self._peers.values():
+                    self._mirror(peer)  # what had a port here may have ended
             await asyncio.sleep(PING_S)
 
     # Ports.
@@ -278,29 +290,42 @@ class Forwarder:
             for peer in self._peers.values():
                 peer.send(Ports(self._published, ports))
 
-    async def publish(self) -> None:
-        """Look for new ports now; return once all connected hosts have opened them, at the latest after OPENED_S."""
+    async def publish(self) -> set[int]:
+        """Look for new ports now; return once all hosts have opened them, at the latest after OPENED_S.
+
+        Hosts that are silent are not awaited. Returns the ports that another program has taken on any host.
+        """
         self._scan()
-        number = self._published
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OPENED_S):
-                while any(peer.lines is not None and peer.opened < number for peer in self._peers.values()):
+                number = self._published
+                while any(peer.opened.number < number for peer in self._peers.values() if _is_heard(peer)):
                     self._opened.clear()
-                    await self._opened.wait()
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._opened.wait(), PING_S)
+        return {port for peer in self._peers.values() if peer.lines is not None for port in peer.opened.taken}
 
-    def _mirror(self, address: str, ports: set[int]) -> None:
-        """Listen at the address of another host at its ports, and at no others."""
+    def _mirror(self, peer: Peer) -> None:
+        """Listen at the address of another host at its ports, and at no others, and tell it."""
+        address, ports = peer.member.address, set(peer.ports.ports)
+        taken = []
         for port in {port for host, port in self._mirrors if host == address} - ports:
             self._close_mirror(address, port)
-        for port in ports - {port for host, port in self._mirrors if host == address}:
+        for port in sorted(ports - {port for host, port in self._mirrors if host == address}):
             try:
                 listener = open_mirror(address, port)
             except OSError as error:
-                if port not in listening_ports(address):  # else that host is on this machine
+                taken.append(port)
+                if port not in peer.taken_here:
                     self._on_note(f"mesh: port {port} of {address} cannot be opened here: {error.strerror}")
                 continue
-            self._mirrors[address, port] = listener
-            asyncio.get_running_loop().add_reader(listener, self._accept, address, port, listener)
+            if listener is not None:
+                self._mirrors[address, port] = listener
+                asyncio.get_running_loop().add_reader(listener, self._accept, address, port, listener)
+        if peer.daemon_port in taken:
+            self._on_rejected(join_address(address, peer.daemon_port), TAKEN.format("this host"))
+        peer.taken_here = tuple(taken)
+        peer.send(Opened(peer.ports.number, peer.taken_here))
 
     def _close_mirror(self, address: str, port: int) -> None:
         listener = self._mirrors.pop((address, port))
@@ -406,11 +431,23 @@ class Forwarder:
             log.error("mesh: %s", error, exc_info=error)
 
 
-def open_mirror(address: str, port: int) -> socket.socket:
-    """Return a socket that listens at the address of another host. Raises OSError."""
-    listener = socket.create_server((address, port), backlog=256)
+def open_mirror(address: str, port: int) -> socket.socket | None:
+    """Return a socket that listens at the address of another host. Raises OSError.
+
+    None if a process of this user listens there: that host, or another one that mirrors it, is on this machine.
+    """
+    try:
+        listener = socket.create_server((address, port), backlog=256)
+    except OSError:
+        if port in listening_ports(address):
+            return None
+        raise
     listener.setblocking(False)
     return listener
+
+
+def _is_heard(peer: Peer) -> bool:
+    return peer.lines is not None and time.monotonic() - peer.heard_at < 3 * PING_S
 
 
 def _read_hello(line: str) -> Hello:

@@ -112,8 +112,8 @@ class Mesh:
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.closing(writer):
-                await forwarder.publish()
-                writer.write(b"ok\n")
+                taken = await forwarder.publish()
+                writer.write(" ".join(map(str, taken)).encode())
 
         server = await asyncio.start_unix_server(serve, self._socket_path)
         os.chmod(self._socket_path, 0o600)
@@ -130,15 +130,18 @@ class Mesh:
         self.daemons[:] = dict.fromkeys(found)
 
 
-def publish(socket_path: Path) -> None:
+def publish(socket_path: Path) -> set[int]:
     """Let the other hosts open the ports that have been opened at the virtual address of this host, and wait for that.
 
-    socket_path: of the mesh of this host. Does nothing if that has ended.
+    socket_path: of the mesh of this host. Does nothing if that has ended. Returns the ports that another program has
+    taken on another host: what connects to them there would reach that program.
     """
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(PUBLISH_S)
         connection.connect(str(socket_path))
-        connection.recv(1)
+        with connection.makefile() as answer:
+            return set(map(int, answer.read().split()))
+    return set()
 
 
 def is_public(endpoints: Iterable[str]) -> bool:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 
 from acsgd.io.files.fields import Natural, from_json
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the messages, in each `Hello`."""
 
 
@@ -43,9 +43,10 @@ class Ports:
 
 @dataclass(frozen=True)
 class Opened:
-    """The ports of a message are open on the sender's host, too."""
+    """The ports of a message are open on the sender's host, too, except those that another program has taken there."""
 
     number: Natural
+    taken: tuple[Port, ...]
 
 
 @dataclass(frozen=True)

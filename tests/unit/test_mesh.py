@@ -19,6 +19,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from lib.patience import stretched
 
+from acsgd.comm.process_groups import VirtualHost
+from acsgd.errors import ConnectError
 from acsgd.mesh import forwarder, ports, tls
 from acsgd.mesh.identity import Identity, StrangerError, member_of, read_secret
 from acsgd.mesh.mesh import Mesh, MeshOptions, is_public, publish
@@ -199,6 +201,44 @@ def test_ports_are_closed_once_a_process_or_a_host_has_ended(start: Callable[...
         other.mesh.stop()
         assert connection.recv(1) == b""
         wait_until(lambda: is_refused(kept))
+
+
+def test_a_port_that_another_program_has_taken_on_another_host_is_reported_until_it_ends(
+    start: Callable[..., Host],
+) -> None:
+    """Else connections to it would reach that program."""
+    one, other = two(start)
+    with socket.create_server(("0.0.0.0", 0), reuse_port=True) as program:
+        port = program.getsockname()[1]
+        server = socket.create_server((other.address, port), reuse_port=True)
+        assert publish(other.socket_path) == {port}
+    with server:
+        wait_until(lambda: publish(other.socket_path) == set())
+        echo(server)
+        assert exchange(server, b"x") == b"x"
+    assert [note for note in one.notes if f"port {port} of {other.address} cannot be opened" in note]
+
+
+def test_a_host_the_port_of_whose_daemon_is_taken_elsewhere_is_told_so(start: Callable[..., Host]) -> None:
+    one, other = two(start)
+    port = other.mesh.daemon_port
+    with contextlib.ExitStack() as stack:
+        for host in ("0.0.0.0", other.address):
+            stack.enter_context(socket.create_server((host, port), reuse_port=True))
+        assert publish(other.socket_path) == {port}
+        wait_until(lambda: bool(one.rejected and other.rejected))
+    for each in one, other:
+        ((address, problem),) = set(each.rejected)
+        assert address == f"{other.address}:{port}"
+        assert "another program listens" in problem
+
+
+def test_a_new_port_is_chosen_in_place_of_one_that_is_taken() -> None:
+    answers = iter([set(), {7}, {7, 8}, {8}])
+    host, created = VirtualHost("127.88.0.1", lambda: next(answers)), iter(range(6, 10))
+    assert [host.open(lambda: next(created)) for _ in range(2)] == [6, 9]
+    with pytest.raises(ConnectError, match=r"port 7 of 127.88.0.1 is taken"):
+        VirtualHost("127.88.0.1", lambda: {7}).publish()
 
 
 # Others.
