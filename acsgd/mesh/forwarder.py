@@ -42,6 +42,12 @@ SCAN_S = 1.0
 OPENED_S = 2.0
 """Time in which other hosts open a new port, seconds."""
 REDIAL_S = 0.5
+REFUSALS = 3
+"""Number of refused connections in a row after which the process of a host has ended: one may be a forged reset."""
+ACQUAINT_S = 10.0
+"""Time between two times at which hosts are told of each other: a connection between them may have failed."""
+FORGET_S = 600.0
+"""Time after which a host is forgotten to which there is no connection, seconds."""
 TAKEN = "cannot be opened on {}, where another program listens at that port: end that program, or start this host again"
 OTHER_PROTOCOL = "has another version of the mesh: install the same version of acsgd on all hosts"
 
@@ -113,6 +119,8 @@ class Forwarder:
         """Listening sockets here by address and port of other hosts."""
         self._awaited: dict[int, asyncio.Future[FirstLine]] = {}
         """Connections that other hosts were requested to dial."""
+        self._meeting: set[str] = set()
+        """Virtual addresses of hosts, named by others, to which a connection is being opened."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
@@ -136,6 +144,14 @@ class Forwarder:
             if peer.lines is not None:
                 peer.lines.transport.abort()
 
+    def has_ended(self, address: str, port: int) -> bool:
+        """Return whether the process that listened at a port of another host has ended. Can be called in any thread.
+
+        A refused connection does not show that: its port may not be open here yet.
+        """
+        peer = self._peers.get(address)
+        return peer is not None and (peer.ended or (peer.lines is not None and port not in peer.ports.ports))
+
     # Connections to other hosts, for messages.
 
     async def _find(self, address: str) -> None:
@@ -157,9 +173,13 @@ class Forwarder:
         if member.address == self.identity.address:
             connection.transport.abort()
             return None
-        connection.transport.write(b"messages\n" + to_line(self._hello()))
-        async with asyncio.timeout(HANDSHAKE_S):
-            hello = _read_hello(await connection.line)
+        try:
+            connection.transport.write(b"messages\n" + to_line(self._hello()))
+            async with asyncio.timeout(HANDSHAKE_S):
+                hello = _read_hello(await connection.line)
+        except (OSError, TimeoutError):
+            connection.transport.abort()
+            raise
         self._greeted(connection, member, hello, is_dialer=True, dialed=address)
         return self._peers.get(member.address)
 
@@ -196,7 +216,9 @@ class Forwarder:
         peer.send(Ports(self._published, self._ports))  # they may have changed since the greeting
         for other in self._peers.values():
             if other is not peer and other.lines is not None:
-                peer.send(Acquaintance(other.member.address, other.announced))
+                _acquaint(peer, other)
+                if other.announced is None:  # it has to dial the newcomer
+                    _acquaint(other, peer)
         if is_new:
             self._on_note(f"mesh: {member.address} is {member.name} ({hello.announced or 'which has no port'})")
         if hello.announced is not None and not is_dialer:
@@ -236,12 +258,15 @@ class Forwarder:
     def _meet(self, address: str, announced: str | None) -> None:
         """Connect to a host that another one has named."""
         is_known = address in self._peers and self._peers[address].lines is not None
-        if address != self.identity.address and not is_known and announced is not None:
+        is_new = address != self.identity.address and not is_known and address not in self._meeting
+        if is_new and announced is not None:
+            self._meeting.add(address)
             self._spawn(self._try_to_connect(announced, address))
 
     async def _try_to_connect(self, announced: str, address: str) -> None:
         with contextlib.suppress(OSError, TimeoutError):
             await self._connect(announced, address)
+        self._meeting.discard(address)
 
     def _lost(self, peer: Peer, lines: Lines) -> None:
         if peer.lines is lines and not self._is_closed:
@@ -253,27 +278,42 @@ class Forwarder:
     async def _find_again(self, peer: Peer) -> None:
         """Connect to a host again whose connection has ended, or notice that its process has.
 
-        Only a refused connection shows that. Until then its ports stay open here: a port that refuses connections would
+        Only refused connections show that. Until then its ports stay open here: a port that refuses connections would
         tell a program that the host has ended, but it may be cut off.
         """
-        while peer.lines is None and peer.announced is not None:
+        refusals = 0
+        while peer.lines is None and peer.announced is not None and self._peers.get(peer.member.address) is peer:
             try:
                 await self._connect(peer.announced, peer.member.address)
-            except (ConnectionRefusedError, StrangerError):  # or another process has its place
+            except StrangerError:  # another process has its place
+                refusals = REFUSALS
+            except ConnectionRefusedError:
+                refusals += 1
+            except (OSError, TimeoutError) as error:
+                refusals = 0
+                log.info("%s: %s", peer.announced, error)
+            if refusals == REFUSALS and peer.lines is None:
                 peer.ended, peer.ports = True, Ports(0, ())
                 self._mirror(peer)
                 return
-            except (OSError, TimeoutError) as error:
-                log.info("%s: %s", peer.announced, error)
             await asyncio.sleep(REDIAL_S)
 
     async def _tick(self) -> None:
         for count in itertools.count():
             now = time.monotonic()
-            for peer in self._peers.values():
-                if peer.lines is not None and now - peer.heard_at > SILENCE_S:
+            for peer in list(self._peers.values()):
+                silence_s = now - peer.heard_at
+                if peer.lines is not None and silence_s > SILENCE_S:
                     peer.lines.transport.abort()
+                elif peer.lines is None and silence_s > FORGET_S:
+                    peer.ports = Ports(0, ())
+                    self._mirror(peer)
+                    del self._peers[peer.member.address]
                 peer.send(Ping())
+            if count % round(ACQUAINT_S / PING_S) == 0:
+                connected = [peer for peer in self._peers.values() if peer.lines is not None]
+                for peer, other in itertools.permutations(connected, 2):
+                    _acquaint(peer, other)
             if count % round(SCAN_S / PING_S) == 0:
                 self._scan()
                 for peer in self._peers.values():
@@ -321,7 +361,7 @@ class Forwarder:
                 continue
             if listener is not None:
                 self._mirrors[address, port] = listener
-                asyncio.get_running_loop().add_reader(listener, self._accept, address, port, listener)
+                asyncio.get_running_loop().add_reader(listener, self._accept, peer, port, listener)
         if peer.daemon_port in taken:
             self._on_rejected(join_address(address, peer.daemon_port), TAKEN.format("this host"))
         peer.taken_here = tuple(taken)
@@ -334,25 +374,25 @@ class Forwarder:
 
     # Carried connections.
 
-    def _accept(self, address: str, port: int, listener: socket.socket) -> None:
+    def _accept(self, peer: Peer, port: int, listener: socket.socket) -> None:
         try:
             connection, source = listener.accept()
         except OSError:
             return
         if not is_own_connection(source, listener.getsockname()):
             connection.close()
-            log.info("a process of another user has connected to %s:%d", address, port)
+            log.info("a process of another user has connected to %s:%d", peer.member.address, port)
             return
         connection.setblocking(False)
-        self._spawn(self._carry(address, port, connection))
+        self._spawn(self._carry(peer, port, connection))
 
-    async def _carry(self, address: str, port: int, connection: socket.socket) -> None:
+    async def _carry(self, peer: Peer, port: int, connection: socket.socket) -> None:
         """Carry a local connection to a port of another host."""
         _, local = await asyncio.get_running_loop().connect_accepted_socket(End, connection)
         try:
-            remote = await self._open(self._peers[address], f"port {port}\n")
+            remote = await self._open(peer, f"port {port}\n")
         except (OSError, TimeoutError) as error:
-            log.info("%s:%d: %s", address, port, error)
+            log.info("%s:%d: %s", peer.member.address, port, error)
             local.abort()
             return
         remote.hand_over(end := End())
@@ -383,10 +423,19 @@ class Forwarder:
         """Dial a host that cannot dial this one, and serve what it wants."""
         if peer.announced is None:
             return
-        with contextlib.suppress(OSError, TimeoutError):
+        try:
             connection, member = await dial(self.identity, peer.announced, peer.member.address)
+        except (OSError, TimeoutError) as error:
+            log.info("%s: %s", peer.announced, error)
+            return
+        try:
             connection.transport.write(f"requested {number}\n".encode())
-            await self._serve(connection, member, await connection.line)
+            async with asyncio.timeout(HANDSHAKE_S):
+                line = await connection.line
+            await self._serve(connection, member, line)
+        except (OSError, TimeoutError, ValueError) as error:
+            log.info("closed a connection to %s: %s", peer.announced, error)
+            connection.transport.abort()
 
     async def _serve(self, connection: FirstLine, member: Member, line: str) -> None:
         """Do what another host has opened a connection for. Raises OSError, ValueError."""
@@ -444,6 +493,10 @@ def open_mirror(address: str, port: int) -> socket.socket | None:
         raise
     listener.setblocking(False)
     return listener
+
+
+def _acquaint(peer: Peer, other: Peer) -> None:
+    peer.send(Acquaintance(other.member.address, other.announced))
 
 
 def _is_heard(peer: Peer) -> bool:

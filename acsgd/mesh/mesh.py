@@ -84,6 +84,10 @@ class Mesh:
             self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join(END_S)
 
+    def has_ended(self, address: str) -> bool:
+        """Return whether the process that listened at host:port, of another host, is known to have ended."""
+        return self.forwarder.has_ended(*split_address(address))
+
     def precedes(self, endpoint: str) -> bool:
         """Return whether this host is at an endpoint before another one."""
         announced, endpoints = self._options.announced, self._options.endpoints

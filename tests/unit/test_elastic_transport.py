@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 from contextlib import closing
+from typing import Any
 
 import pytest
 from lib.patience import stretched
@@ -38,19 +39,41 @@ def _greet_and_break(server: socket.socket, has_broken: threading.Event) -> None
 
 
 async def _send_many(address: str, has_broken: threading.Event) -> None:
-    connections = Connections(
-        "run",
-        b"secret",
-        sender=lambda: ME,
-        is_in_view=lambda: True,
-        on_message=lambda sender, message: None,
-        on_refused=lambda address, host_id: None,
-        on_rejected=lambda rejection: None,
-        connect_timeout_s=TIMEOUT_S,
-    )
-    with closing(connections):
+    with closing(_connections()) as connections:
         message = Decided(View(1, (ME,), Plan(stages=1)))
         await connections.send(address, message, None)
         assert has_broken.wait(TIMEOUT_S)
         for _ in range(20):  # before the event loop can notice
             await connections.send(address, message, None)
+
+
+def test_a_host_whose_port_refuses_connections_has_ended_once_that_is_known() -> None:
+    """In a mesh, a port may not be open here yet."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    refused, known = list[tuple[str | None, ...]](), iter([False, False, True])
+
+    def on_refused(*found: str | None) -> None:
+        refused.append(found)
+
+    async def send() -> None:
+        with closing(_connections(on_refused=on_refused, has_ended=lambda address: next(known))) as connections:
+            await connections.send(address, Decided(View(1, (ME,), Plan(stages=1))), "id")
+
+    asyncio.run(send())
+    assert refused == [(address, "id")]
+    assert not list(known)
+
+
+def _connections(**given: Any) -> Connections:
+    options = {"on_refused": lambda address, host_id: None, **given}
+    return Connections(
+        "run",
+        b"secret",
+        sender=lambda: ME,
+        is_in_view=lambda: True,
+        on_message=lambda sender, message: None,
+        on_rejected=lambda rejection: None,
+        connect_timeout_s=TIMEOUT_S,
+        **options,
+    )

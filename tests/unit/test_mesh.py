@@ -171,6 +171,45 @@ def test_hosts_find_each_other_through_any_member(start: Callable[..., Host]) ->
     wait_until(lambda: third.knows(one) and one.knows(third))
 
 
+def test_a_host_without_a_port_finds_those_that_join_later(start: Callable[..., Host]) -> None:
+    one, other = two(start, has_port=False)
+    third = start((one.announced,))
+    wait_until(lambda: third.knows(other) and other.knows(third))
+
+
+def test_hosts_whose_connection_has_failed_are_told_of_each_other_again(
+    start: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forwarder, "ACQUAINT_S", forwarder.PING_S)
+    monkeypatch.setattr(forwarder.Forwarder, "_find_again", nothing)
+    one, other = two(start)
+    third = start((one.announced,))
+    wait_until(lambda: third.knows(other) and other.knows(third))
+    peer = other.mesh.forwarder._peers[third.address]
+    lines = peer.lines
+    assert lines is not None
+    other.mesh._loop.call_soon_threadsafe(lines.transport.abort)
+    wait_until(lambda: peer.lines not in (None, lines))
+
+
+async def nothing(*_: object) -> None:
+    pass
+
+
+def test_a_host_without_a_connection_is_forgotten_in_time(
+    start: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = two(start)
+    with other.listen() as server:
+        kept = server.getsockname()
+        monkeypatch.setattr(forwarder, "FORGET_S", 0.0)
+        monkeypatch.setattr(forwarder, "REFUSALS", 1_000_000)
+        other.mesh.stop()
+        wait_until(lambda: other.address not in one.mesh.forwarder._peers)
+        assert is_refused(kept)
+        assert not one.mesh.has_ended(f"{kept[0]}:{kept[1]}"), "it may be cut off"
+
+
 def test_the_daemons_at_endpoints_are_in_the_order_of_the_endpoints(start: Callable[..., Host]) -> None:
     last, first = start(), start()
     middle = start((first.announced, "127.0.0.1:1", last.announced))
@@ -190,17 +229,20 @@ def is_refused(address: tuple[str, int]) -> bool:
 
 def test_ports_are_closed_once_a_process_or_a_host_has_ended(start: Callable[..., Host]) -> None:
     """A closed port shows the programs of another host that a process has ended."""
-    _, other = two(start)
+    one, other = two(start)
     first, second = other.listen(), other.listen()
     ended, kept = first.getsockname(), second.getsockname()
     first.close()
     publish(other.socket_path)
     assert is_refused(ended)
+    assert one.mesh.has_ended(f"{ended[0]}:{ended[1]}")
+    assert not one.mesh.has_ended(f"{kept[0]}:{kept[1]}")
     with second, connect(second) as connection:
         assert not is_refused(kept)
         other.mesh.stop()
         assert connection.recv(1) == b""
         wait_until(lambda: is_refused(kept))
+        assert one.mesh.has_ended(f"{kept[0]}:{kept[1]}")
 
 
 def test_a_port_that_another_program_has_taken_on_another_host_is_reported_until_it_ends(

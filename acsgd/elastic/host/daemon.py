@@ -45,11 +45,14 @@ END_S = 8.0
 class Daemon:
     """Speaks for the workers of a host. Start it once; its thread ends with the process, or by `stop`.
 
-    socket_path: where the workers connect.
+    socket_path: where the workers connect; has_ended: as in `Connections`.
     """
 
-    def __init__(self, options: DaemonOptions, socket_path: Path) -> None:
+    def __init__(
+        self, options: DaemonOptions, socket_path: Path, has_ended: Callable[[str], bool] = lambda address: True
+    ) -> None:
         self._options = options
+        self._has_ended = has_ended
         self._timing = options.timing
         self._socket_path = socket_path
         self._me = Host(secrets.token_hex(4), options.address)
@@ -97,6 +100,7 @@ class Daemon:
             on_refused=self._on_refused,
             on_rejected=self._on_rejected,
             connect_timeout_s=self._timing.silence_s / 2,
+            has_ended=self._has_ended,
         )
         try:
             await self._workers.listen(self._socket_path, self._options.address)

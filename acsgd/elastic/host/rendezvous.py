@@ -216,7 +216,7 @@ def _start_in_mesh(
     mesh = Mesh(options, directory / "mesh", on_rejected=on_rejected, on_note=print_note)
     address = join_address(mesh.address, mesh.daemon_port)
     path = directory / "daemon"
-    daemon = Daemon(_options(parameters, address, mesh.daemons, secret), path)
+    daemon = Daemon(_options(parameters, address, mesh.daemons, secret), path, mesh.has_ended)
     daemon.start()
     mesh.start()
     publish_daemon(path, interface=None)

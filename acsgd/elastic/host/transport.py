@@ -16,6 +16,8 @@ from acsgd.mesh.identity import is_virtual
 log = logging.getLogger(__name__)
 
 GREETING_BYTES = 64
+RETRY_S = 0.1
+"""Time after which a connection is opened again that was refused by a host of a mesh which has not ended, seconds."""
 REFUSED = b"refused\n"
 """Answer to a message of another run."""
 OTHER_RUN = "belongs to another run: give all hosts the same --rdzv-id and the same ACSGD_SECRET"
@@ -54,7 +56,8 @@ class Connections:
 
     sender: returns this host; is_in_view: returns whether this host is in a view; on_message: called with each message
     and its sender; on_refused: called with an address at which no process listens, and the id of the host that was
-    expected there; on_rejected: called with each rejection.
+    expected there; on_rejected: called with each rejection; has_ended: returns whether the process at an address that
+    refuses connections has ended.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Connections:
         on_refused: Callable[[str, str | None], None],
         on_rejected: Callable[[Rejection], None],
         connect_timeout_s: float,
+        has_ended: Callable[[str], bool] = lambda address: True,
     ) -> None:
         self._run = run
         self._secret = secret
@@ -77,6 +81,7 @@ class Connections:
         self._on_refused = on_refused
         self._on_rejected = on_rejected
         self._connect_timeout_s = connect_timeout_s
+        self._has_ended = has_ended
         self._outgoing: dict[str, _Outgoing] = {}
         self._connecting: dict[str, asyncio.Lock] = {}
         self._expected: dict[str, str | None] = {}
@@ -119,9 +124,8 @@ class Connections:
 
     async def _connect(self, address: str) -> _Outgoing | None:
         try:
-            host, port = split_address(address)
             async with asyncio.timeout(self._connect_timeout_s):
-                reader, writer = await asyncio.open_connection(host, port)
+                reader, writer = await self._open(address)
                 greeting = await reader.readline()
         except ConnectionRefusedError:
             self._on_refused(address, self._expected[address])
@@ -140,6 +144,16 @@ class Connections:
         self._watching.add(watch := asyncio.create_task(self._watch(address, reader)))
         watch.add_done_callback(self._watching.discard)
         return outgoing
+
+    async def _open(self, address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to an address. Raises ConnectionRefusedError if its process has ended, OSError, ValueError."""
+        while True:
+            try:
+                return await asyncio.open_connection(*split_address(address))
+            except ConnectionRefusedError:
+                if self._has_ended(address):
+                    raise
+            await asyncio.sleep(RETRY_S)
 
     async def _watch(self, address: str, reader: asyncio.StreamReader) -> None:
         """When the other end closes a connection, find out why, and whether its process has ended."""
