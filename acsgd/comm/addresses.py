@@ -81,6 +81,13 @@ def listen(host: str, port: int = 0) -> socket.socket:
     raise error
 
 
+def listen_everywhere(port: int = 0) -> socket.socket:
+    """Return a socket that listens at a port on all interfaces. Raises OSError."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
+
+
 def resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
     """Return the families and the socket addresses of a host. Raises OSError if it has none."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from acsgd.comm.addresses import join_address
@@ -29,7 +30,7 @@ from acsgd.mesh.messages import (
 )
 from acsgd.mesh.ports import is_own_connection, listening_ports
 from acsgd.mesh.streams import End, FirstLine, Lines
-from acsgd.mesh.tls import HANDSHAKE_S, Entrance, dial
+from acsgd.mesh.tls import HANDSHAKE_S, Entrance, accept_each, dial
 
 log = logging.getLogger(__name__)
 
@@ -361,7 +362,7 @@ class Forwarder:
                 continue
             if listener is not None:
                 self._mirrors[address, port] = listener
-                asyncio.get_running_loop().add_reader(listener, self._accept, peer, port, listener)
+                accept_each(listener, partial(self._accept, peer, port))
         if peer.daemon_port in taken:
             self._on_rejected(join_address(address, peer.daemon_port), TAKEN.format("this host"))
         peer.taken_here = tuple(taken)
@@ -374,16 +375,15 @@ class Forwarder:
 
     # Carried connections.
 
-    def _accept(self, peer: Peer, port: int, listener: socket.socket) -> None:
+    def _accept(self, peer: Peer, port: int, connection: socket.socket) -> None:
         try:
-            connection, source = listener.accept()
-        except OSError:
-            return
-        if not is_own_connection(source, listener.getsockname()):
+            is_own = is_own_connection(connection.getpeername(), connection.getsockname())
+        except OSError:  # gone already
+            is_own = False
+        if not is_own:
             connection.close()
             log.info("a process of another user has connected to %s:%d", peer.member.address, port)
             return
-        connection.setblocking(False)
         self._spawn(self._carry(peer, port, connection))
 
     async def _carry(self, peer: Peer, port: int, connection: socket.socket) -> None:

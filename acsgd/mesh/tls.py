@@ -25,6 +25,8 @@ MAX_HANDSHAKES = 256
 USER_TIMEOUT_MS = 60_000
 """Time after which a connection ends whose data is not acknowledged, milliseconds."""
 BACKLOG = 1024
+PAUSE_S = 0.1
+"""Time without accepting connections once no descriptor is left, seconds."""
 OTHER_SECRET = "has another secret, or is of another run: give all hosts the same ACSGD_SECRET and --rdzv-id"
 OTHER_PROGRAM = "is no host of acsgd with a mesh: the address leads elsewhere; check --rdzv-endpoint and announce="
 
@@ -48,7 +50,7 @@ class Entrance:
         """Accept connections of a listening socket from now on."""
         listener.setblocking(False)
         self._listener = listener
-        asyncio.get_running_loop().add_reader(listener, self._accept)
+        accept_each(listener, self._accept)
 
     def close(self) -> None:
         if self._listener is not None:
@@ -57,18 +59,12 @@ class Entrance:
         for task in [*self._handshakes, *self._tasks]:
             task.cancel()
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # gone already, or no descriptor is left
-            return
+    def _accept(self, connection: socket.socket) -> None:
         if len(self._handshakes) >= MAX_HANDSHAKES:
             oldest = next(iter(self._handshakes))
             self._handshakes.pop(oldest).close()
             oldest.cancel()
             self._count_refused("too many at once")
-        connection.setblocking(False)
         task = asyncio.get_running_loop().create_task(self._greet(connection))
         self._handshakes[task] = connection
         task.add_done_callback(lambda task: self._handshakes.pop(task, None))
@@ -106,6 +102,29 @@ class Entrance:
         self.refused += 1
         if self.refused in (1, 100) or self.refused % 10_000 == 0:
             log.warning("%d connections were not of members of this run, the last one: %.100s", self.refused, why)
+
+
+def accept_each(listener: socket.socket, on_connection: Callable[[socket.socket], None]) -> None:
+    """Call a function with each connection that a socket accepts, until the socket is closed."""
+    loop = asyncio.get_running_loop()
+
+    def resume() -> None:
+        if listener.fileno() >= 0:
+            loop.add_reader(listener, accept)
+
+    def accept() -> None:
+        try:
+            connection, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return  # gone already
+        except OSError:  # no descriptor is left: the connection waits, and would be reported again at once
+            loop.remove_reader(listener)
+            loop.call_later(PAUSE_S, resume)
+            return
+        connection.setblocking(False)
+        on_connection(connection)
+
+    resume()
 
 
 async def dial(identity: Identity, address: str, expected: str | None = None) -> tuple[FirstLine, Member]:

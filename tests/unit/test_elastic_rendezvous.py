@@ -206,6 +206,18 @@ def test_in_a_mesh_workers_get_the_virtual_address_and_gloo_no_interface_of_a_ne
         host.shutdown()
 
 
+def test_the_entrance_of_a_mesh_is_open_on_all_interfaces(environment: pytest.MonkeyPatch) -> None:
+    """As that of a daemon: the endpoint's name may resolve to 127.0.1.1 on the host itself."""
+    environment.setenv("ACSGD_SECRET", "a secret of these hosts alone")
+    port = split_address(free_addresses(1)[0])[1]
+    host = handler(f"127.0.1.1:{port}", mesh="true")
+    try:
+        host.next_rendezvous()
+        socket.create_connection(("127.0.0.1", port)).close()
+    finally:
+        host.shutdown()
+
+
 @pytest.mark.parametrize(
     ("conf", "secret", "message"),
     [
@@ -214,6 +226,8 @@ def test_in_a_mesh_workers_get_the_virtual_address_and_gloo_no_interface_of_a_ne
         ({"announce": "hostA:1"}, None, "announce=hostA:1 is of a mesh, which is off"),
         ({"mesh": "true", "listen": "TAKEN"}, "a secret of these hosts alone", "cannot listen there"),
         ({"mesh": "true", "secret": "/no/file"}, None, "/no/file"),
+        ({"mesh": "true"}, "", "ACSGD_SECRET is empty"),
+        ({}, "", "ACSGD_SECRET is empty"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_one_sentence(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -376,6 +377,23 @@ def test_many_that_are_slow_hold_a_bounded_number_of_connections(
         wait_until(lambda: third.knows(one) and third.knows(other))
         assert descriptors() - before - len(held) < tls.MAX_HANDSHAKES + 40
     assert len([record for record in caplog.records if "not of members" in record.message]) <= 3
+
+
+def test_without_a_descriptor_the_entrance_pauses(start: Callable[..., Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, calls = start(), list[float]()
+    accept = socket.socket.accept
+
+    def exhausted(listener: socket.socket) -> tuple[socket.socket, object]:
+        if listener.getsockname()[1] == one.port and len(calls) < 3:
+            calls.append(time.monotonic())
+            raise OSError(errno.EMFILE, "too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", exhausted)
+    other = start((one.announced,))
+    wait_until(lambda: one.knows(other) and other.knows(one))
+    assert len(calls) == 3
+    assert calls[2] - calls[0] >= tls.PAUSE_S
 
 
 def descriptors() -> int:

@@ -139,7 +139,7 @@ def facts() -> dict[str, str]:
 
 def _secret() -> bytes:
     """Return the secret of the run. Raises ValueError if there is none."""
-    if (secret := run_secret()) is None:
+    if not (secret := run_secret()):
         raise ValueError(
             "doctors of several hosts need a secret: set ACSGD_SECRET to the same text on all hosts, such as one made "
             "by: openssl rand -hex 32"

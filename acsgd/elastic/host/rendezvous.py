@@ -29,6 +29,7 @@ from acsgd.comm.addresses import (
     find_interface,
     join_address,
     listen,
+    listen_everywhere,
     parse_endpoints,
     split_address,
 )
@@ -179,11 +180,15 @@ def _options(parameters: RendezvousParameters, address: str, endpoints: Sequence
 
 
 def _secret(parameters: RendezvousParameters) -> bytes | None:
-    """Return the secret of the run, from a file or from the environment; None if none is given."""
-    if (path := parameters.get("secret")) is not None:
-        return read_secret(Path(path))
-    secret = run_secret()
-    return None if secret is None else secret.encode()
+    """Return the secret of the run, from a file or from the environment; None if none is given.
+
+    Raises OSError, ValueError.
+    """
+    path, text = parameters.get("secret"), run_secret()
+    secret = read_secret(Path(path)) if path is not None else None if text is None else text.encode()
+    if secret == b"":
+        raise ValueError(f"{path or 'ACSGD_SECRET'} is empty: the run has no secret; make one with {NEW_SECRET}")
+    return secret
 
 
 def _wants_mesh(parameters: RendezvousParameters, endpoints: Sequence[str]) -> bool:
@@ -233,8 +238,9 @@ def _entrance(parameters: RendezvousParameters, endpoints: tuple[str, ...]) -> t
     if announced == "none":
         return None, None
     at = listening or find_address(endpoints, parameters.local_addr)
-    try:
-        listener = listen(*split_address(at))
+    host, port = split_address(at)
+    try:  # the own name of a host may resolve to a loopback address, as on Debian
+        listener = listen(host, port) if listening or host in LOOPBACK else listen_everywhere(port)
     except OSError as error:
         raise ValueError(
             f"{at}: this host cannot listen there ({error.strerror}); give another --rdzv-conf listen="

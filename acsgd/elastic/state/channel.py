@@ -14,7 +14,7 @@ from collections import deque
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from acsgd.comm.addresses import LOOPBACK, resolve
+from acsgd.comm.addresses import LOOPBACK, listen_everywhere, resolve
 from acsgd.mesh.identity import is_virtual
 
 _LENGTH = struct.Struct("<Q")
@@ -160,9 +160,7 @@ def _listen(host: str) -> socket.socket:
     family, address = resolve(host, 0)[0]
     if address[0] in LOOPBACK or is_virtual(host):
         return socket.create_server(address, family=family)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
+    return listen_everywhere()
 
 
 def _read(connection: socket.socket, length: int) -> bytes:
