@@ -29,10 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from acsgd.streams import mix_seed
-from tests.lib.patience import stretched
+from tests.lib.patience import Patience, stretched
 from tests.soak.area import Area, Case, UnavailableError
 
 PRELOAD = ["tests.soak.preload"]
+DUMP_S = 10.0
+"""Time in which a process that hangs writes its stack, seconds."""
 SLICE_S = 5.0
 """Duration of a slice, seconds; a case in progress is completed."""
 PREPARE_S = 300.0
@@ -216,6 +218,7 @@ class Campaign:
         for worker in running.values():
             deadline_s = self._areas[worker.area].deadline_s
             if time.monotonic() - worker.case_at > stretched(deadline_s):
+                _dump_stack(worker)
                 _kill(worker.process)
                 self._fail(worker, f"hangs: more than {deadline_s:g} s", _tail(worker.log))
                 worker.connection.close()
@@ -322,7 +325,6 @@ def _run_slice(
         connection.send_bytes(json.dumps(message).encode())
 
     while number == first or (time.monotonic() < until and number != cases):
-        faulthandler.dump_traceback_later(0.9 * stretched(area.deadline_s))
         send(case=number)
         with tempfile.TemporaryDirectory(dir=base, ignore_cleanup_errors=True) as directory:
             os.chdir(directory)
@@ -336,7 +338,6 @@ def _run_slice(
                 send(verdict=outcome.verdict, row=outcome.row)
             os.chdir(base)
         number += 1
-    faulthandler.cancel_dump_traceback_later()
     connection.close()
     os._exit(0)  # threads that a case left behind would keep the process
 
@@ -349,6 +350,20 @@ def _begin_process(log: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR2, file=2)
+
+
+def _dump_stack(worker: _Worker) -> None:
+    """Let a worker that hangs write its stack to its log, and wait until it has, for a while."""
+    assert worker.process.pid is not None
+    before = size = worker.log.stat().st_size
+    os.kill(worker.process.pid, signal.SIGUSR2)
+    patience = Patience(DUMP_S)
+    while not patience.is_over:
+        time.sleep(0.1)
+        last, size = size, worker.log.stat().st_size
+        if before < last == size:
+            return
 
 
 def limit_memory(nbytes: int) -> None:
