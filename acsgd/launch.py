@@ -113,7 +113,7 @@ def set_interface(interface: str | None) -> None:
 
 
 def gloo_interface() -> str | None:
-    """Return the network interface that gloo was told to use; None if the choice is its own."""
+    """Return the value of GLOO_SOCKET_IFNAME; None if it is not set."""
     return os.environ.get(_INTERFACE)
 
 

@@ -1,13 +1,14 @@
 """Encrypted connections between hosts that have one open port each, or none. Beneath everything else of an elastic run.
 
-Each host has a virtual address 127.88.x.y, which follows from a key of its own. The processes of the run on that host
+Each host has a virtual address 127.88.x.y, which is derived from its key. The processes of the run on that host
 listen at that address alone. On each other host, the forwarder listens at 127.88.x.y with the same ports, and carries
 what connects there through TLS 1.3 to the forwarder of the host that has the address, which connects to the port. So an
 address and a port are the same on all hosts, and programs such as gloo need no change.
 
-- `identity`: `Identity`, the key, certificate and virtual address of this host in a run; `Member`, those of another.
-- `streams`: protocols of asyncio: `FirstLine` reads what a new connection is for, `Lines` exchanges messages, `End` is
-  one of the two ends of a carried connection.
+- `identity`: `HostIdentity`, the key, certificate and virtual address of this host; `VerifiedHost`, another one
+  whose certificate was verified.
+- `streams`: protocols of asyncio: `FirstLine` reads what a new connection is for, `Lines` exchanges messages,
+  `CarriedEnd` is one of the two ends of a carried connection.
 - `tls`: `Entrance` accepts connections of members, and bounds what others can cost; `dial` opens one to a member.
 - `ports`: which ports listen at an address, and which user a local connection belongs to, from /proc/net/tcp.
 - `messages`: what two forwarders send to each other.

@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any
 
 from acsgd.comm.addresses import join_address
-from acsgd.mesh.identity import Identity, Member, StrangerError
+from acsgd.mesh.identity import HostIdentity, StrangerError, VerifiedHost
 from acsgd.mesh.messages import (
     PROTOCOL,
     Acquaintance,
-    Hello,
+    Greeting,
     Message,
     Misled,
     Open,
@@ -29,7 +29,7 @@ from acsgd.mesh.messages import (
     to_line,
 )
 from acsgd.mesh.ports import is_own_connection, listening_ports
-from acsgd.mesh.streams import End, FirstLine, Lines
+from acsgd.mesh.streams import CarriedEnd, FirstLine, Lines
 from acsgd.mesh.tls import HANDSHAKE_S, Entrance, accept_each, dial
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ REDIAL_S = 0.5
 REFUSALS = 3
 """Number of refused connections in a row after which the process of a host has ended: one may be a forged reset."""
 ACQUAINT_S = 10.0
-"""Time between two times at which hosts are told of each other: a connection between them may have failed."""
+"""Interval at which connected hosts get each other's addresses again, since dialing may have failed, seconds."""
 FORGET_S = 600.0
 """Time after which a host is forgotten to which there is no connection, seconds."""
 TAKEN = "cannot be opened on {}, where another program listens at that port: end that program, or start this host again"
@@ -54,10 +54,10 @@ OTHER_PROTOCOL = "has another version of the mesh: install the same version of a
 
 
 @dataclass
-class Peer:
+class MeshPeer:
     """Another host, from the first connection on."""
 
-    member: Member
+    member: VerifiedHost
     announced: str | None = None
     is_dialer: bool = False
     """Whether this host has dialed the connection."""
@@ -91,7 +91,7 @@ class Forwarder:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: HostIdentity,
         *,
         announced: str | None,
         daemon_port: int,
@@ -108,7 +108,7 @@ class Forwarder:
         self._on_endpoint = on_endpoint
         self._on_rejected = on_rejected
         self._on_note = on_note
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, MeshPeer] = {}
         """By virtual address."""
         self._ports: tuple[int, ...] = ()
         self._numbers = itertools.count(1)
@@ -157,7 +157,7 @@ class Forwarder:
 
     async def _find(self, address: str) -> None:
         """Connect to the host at an address of --rdzv-endpoint, and again whenever it is another one."""
-        found: Peer | None = None
+        found: MeshPeer | None = None
         while True:
             if found is None or found.lines is None:
                 try:
@@ -168,43 +168,49 @@ class Forwarder:
                     log.info("%s: %s", address, error)
             await asyncio.sleep(REDIAL_S)
 
-    async def _connect(self, address: str, expected: str | None) -> Peer | None:
+    async def _connect(self, address: str, expected: str | None) -> MeshPeer | None:
         """Dial a host and exchange greetings; return it, None if it is this host. Raises OSError, TimeoutError."""
         connection, member = await dial(self.identity, address, expected)
         if member.address == self.identity.address:
             connection.transport.abort()
             return None
         try:
-            connection.transport.write(b"messages\n" + to_line(self._hello()))
+            connection.transport.write(b"messages\n" + to_line(self._greeting()))
             async with asyncio.timeout(HANDSHAKE_S):
-                hello = _read_hello(await connection.line)
+                greeting = _read_greeting(await connection.line)
         except (OSError, TimeoutError):
             connection.transport.abort()
             raise
-        self._greeted(connection, member, hello, is_dialer=True, dialed=address)
+        self._greeted(connection, member, greeting, is_dialer=True, dialed=address)
         return self._peers.get(member.address)
 
-    def _hello(self) -> Hello:
-        return Hello(PROTOCOL, self._announced, self._daemon_port, self._ports)
+    def _greeting(self) -> Greeting:
+        return Greeting(PROTOCOL, self._announced, self._daemon_port, self._ports)
 
     def _greeted(
-        self, connection: FirstLine, member: Member, hello: Hello, *, is_dialer: bool, dialed: str | None = None
+        self,
+        connection: FirstLine,
+        member: VerifiedHost,
+        greeting: Greeting,
+        *,
+        is_dialer: bool,
+        dialed: str | None = None,
     ) -> None:
         """Keep a connection whose other end has sent its greeting, unless there is another one."""
-        peer = self._peers.setdefault(member.address, Peer(member))
+        peer = self._peers.setdefault(member.address, MeshPeer(member))
         if peer.member.key != member.key:
             if peer.lines is not None:  # two of 65,536 addresses are equal
                 connection.transport.close()
                 raise ConnectionError(f"{member.address} is taken")
             peer.member = member
         if dialed is not None:
-            self._on_endpoint(dialed, join_address(member.address, hello.daemon_port))
+            self._on_endpoint(dialed, join_address(member.address, greeting.daemon_port))
         first = min(self.identity.address, member.address)  # of two that dial each other, its connection is kept
         dialer = self.identity.address if is_dialer else member.address
         if peer.lines is not None and dialer != first and peer.is_dialer != is_dialer:
             connection.transport.close()
             return
-        old, peer.announced, peer.is_dialer, peer.ended = peer.lines, hello.announced, is_dialer, False
+        old, peer.announced, peer.is_dialer, peer.ended = peer.lines, greeting.announced, is_dialer, False
         is_new = not peer.connected.is_set()
         lines = Lines(lambda line: self._receive(peer, line), lambda: self._lost(peer, lines))
         peer.lines, peer.heard_at = lines, time.monotonic()
@@ -212,7 +218,7 @@ class Forwarder:
         if old is not None:
             old.transport.abort()
         peer.connected.set()
-        peer.daemon_port, peer.ports = hello.daemon_port, Ports(0, hello.ports)
+        peer.daemon_port, peer.ports = greeting.daemon_port, Ports(0, greeting.ports)
         self._mirror(peer)
         peer.send(Ports(self._published, self._ports))  # they may have changed since the greeting
         for other in self._peers.values():
@@ -221,11 +227,11 @@ class Forwarder:
                 if other.announced is None:  # it has to dial the newcomer
                     _acquaint(other, peer)
         if is_new:
-            self._on_note(f"mesh: {member.address} is {member.name} ({hello.announced or 'which has no port'})")
-        if hello.announced is not None and not is_dialer:
-            self._spawn(self._verify(peer, hello.announced))
+            self._on_note(f"mesh: {member.address} is {member.name} ({greeting.announced or 'which has no port'})")
+        if greeting.announced is not None and not is_dialer:
+            self._spawn(self._verify(peer, greeting.announced))
 
-    async def _verify(self, peer: Peer, announced: str) -> None:
+    async def _verify(self, peer: MeshPeer, announced: str) -> None:
         """Check that the address that a host announces leads there."""
         try:
             connection, _ = await dial(self.identity, announced, peer.member.address)
@@ -237,7 +243,7 @@ class Forwarder:
             log.info("%s, of %s: %s", announced, peer.member.address, error)
             peer.announced = None  # it is behind a router; it dials this host
 
-    def _receive(self, peer: Peer, line: bytes) -> None:
+    def _receive(self, peer: MeshPeer, line: bytes) -> None:
         peer.heard_at = time.monotonic()
         match from_line(line):
             case Ports() as ports:
@@ -269,18 +275,18 @@ class Forwarder:
             await self._connect(announced, address)
         self._meeting.discard(address)
 
-    def _lost(self, peer: Peer, lines: Lines) -> None:
+    def _lost(self, peer: MeshPeer, lines: Lines) -> None:
         if peer.lines is lines and not self._is_closed:
             peer.lines = None
             peer.connected.clear()
             self._opened.set()
             self._spawn(self._find_again(peer))
 
-    async def _find_again(self, peer: Peer) -> None:
+    async def _find_again(self, peer: MeshPeer) -> None:
         """Connect to a host again whose connection has ended, or notice that its process has.
 
-        Only refused connections show that. Until then its ports stay open here: a port that refuses connections would
-        tell a program that the host has ended, but it may be cut off.
+        Only refused connections show that. Until then its ports stay open here: the host may be cut off, and a program
+        would take a port that refuses connections for the end of the host.
         """
         refusals = 0
         while peer.lines is None and peer.announced is not None and self._peers.get(peer.member.address) is peer:
@@ -346,8 +352,8 @@ class Forwarder:
                         await asyncio.wait_for(self._opened.wait(), PING_S)
         return {port for peer in self._peers.values() if peer.lines is not None for port in peer.opened.taken}
 
-    def _mirror(self, peer: Peer) -> None:
-        """Listen at the address of another host at its ports, and at no others, and tell it."""
+    def _mirror(self, peer: MeshPeer) -> None:
+        """Listen at exactly the ports of another host, at its address, and send it an `Opened`."""
         address, ports = peer.member.address, set(peer.ports.ports)
         taken = []
         for port in {port for host, port in self._mirrors if host == address} - ports:
@@ -375,7 +381,7 @@ class Forwarder:
 
     # Carried connections.
 
-    def _accept(self, peer: Peer, port: int, connection: socket.socket) -> None:
+    def _accept(self, peer: MeshPeer, port: int, connection: socket.socket) -> None:
         try:
             is_own = is_own_connection(connection.getpeername(), connection.getsockname())
         except OSError:  # gone already
@@ -386,19 +392,19 @@ class Forwarder:
             return
         self._spawn(self._carry(peer, port, connection))
 
-    async def _carry(self, peer: Peer, port: int, connection: socket.socket) -> None:
+    async def _carry(self, peer: MeshPeer, port: int, connection: socket.socket) -> None:
         """Carry a local connection to a port of another host."""
-        _, local = await asyncio.get_running_loop().connect_accepted_socket(End, connection)
+        _, local = await asyncio.get_running_loop().connect_accepted_socket(CarriedEnd, connection)
         try:
             remote = await self._open(peer, f"port {port}\n")
         except (OSError, TimeoutError) as error:
             log.info("%s:%d: %s", peer.member.address, port, error)
             local.abort()
             return
-        remote.hand_over(end := End())
+        remote.hand_over(end := CarriedEnd())
         local.join(end)
 
-    async def _open(self, peer: Peer, line: str) -> FirstLine:
+    async def _open(self, peer: MeshPeer, line: str) -> FirstLine:
         """Open a connection to another host, and send what it is for. Raises OSError, TimeoutError."""
         if peer.announced is None:
             connection = await self._request(peer)
@@ -407,7 +413,7 @@ class Forwarder:
         connection.transport.write(line.encode())
         return connection
 
-    async def _request(self, peer: Peer) -> FirstLine:
+    async def _request(self, peer: MeshPeer) -> FirstLine:
         """Let another host dial this one. Raises TimeoutError."""
         number = next(self._numbers)
         self._awaited[number] = asyncio.get_running_loop().create_future()
@@ -419,7 +425,7 @@ class Forwarder:
         finally:
             del self._awaited[number]
 
-    async def _dial_back(self, peer: Peer, number: int) -> None:
+    async def _dial_back(self, peer: MeshPeer, number: int) -> None:
         """Dial a host that cannot dial this one, and serve what it wants."""
         if peer.announced is None:
             return
@@ -437,15 +443,15 @@ class Forwarder:
             log.info("closed a connection to %s: %s", peer.announced, error)
             connection.transport.abort()
 
-    async def _serve(self, connection: FirstLine, member: Member, line: str) -> None:
+    async def _serve(self, connection: FirstLine, member: VerifiedHost, line: str) -> None:
         """Do what another host has opened a connection for. Raises OSError, ValueError."""
         match line.split():
             case ["messages"]:
                 connection = _next_line(connection)
-                connection.transport.write(to_line(self._hello()))
+                connection.transport.write(to_line(self._greeting()))
                 async with asyncio.timeout(HANDSHAKE_S):
-                    hello = _read_hello(await connection.line)
-                self._greeted(connection, member, hello, is_dialer=False)
+                    greeting = _read_greeting(await connection.line)
+                self._greeted(connection, member, greeting, is_dialer=False)
             case ["check"]:
                 connection.transport.close()
             case ["port", port]:
@@ -462,11 +468,11 @@ class Forwarder:
         if port not in self._ports:
             raise ConnectionRefusedError(f"nothing listens at port {port}")
         try:
-            _, local = await asyncio.get_running_loop().create_connection(End, self.identity.address, port)
+            _, local = await asyncio.get_running_loop().create_connection(CarriedEnd, self.identity.address, port)
         except OSError:
             self._scan()
             raise
-        remote.hand_over(end := End())
+        remote.hand_over(end := CarriedEnd())
         local.join(end)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -495,20 +501,20 @@ def open_mirror(address: str, port: int) -> socket.socket | None:
     return listener
 
 
-def _acquaint(peer: Peer, other: Peer) -> None:
+def _acquaint(peer: MeshPeer, other: MeshPeer) -> None:
     peer.send(Acquaintance(other.member.address, other.announced))
 
 
-def _is_heard(peer: Peer) -> bool:
+def _is_heard(peer: MeshPeer) -> bool:
     return peer.lines is not None and time.monotonic() - peer.heard_at < 3 * PING_S
 
 
-def _read_hello(line: str) -> Hello:
+def _read_greeting(line: str) -> Greeting:
     """Return the greeting of another host. Raises StrangerError for that of another version."""
     with contextlib.suppress(ValueError):
-        hello = from_line(line.encode())
-        if isinstance(hello, Hello) and hello.protocol == PROTOCOL:
-            return hello
+        greeting = from_line(line.encode())
+        if isinstance(greeting, Greeting) and greeting.protocol == PROTOCOL:
+            return greeting
     raise StrangerError(OTHER_PROTOCOL)
 
 

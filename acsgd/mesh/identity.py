@@ -59,7 +59,7 @@ def read_secret(path: Path) -> bytes:
 
 
 @dataclass(frozen=True)
-class Member:
+class VerifiedHost:
     """A host whose certificate was verified."""
 
     address: str
@@ -70,7 +70,7 @@ class Member:
     """Host name, as it says itself."""
 
 
-class Identity:
+class HostIdentity:
     """The key, the certificate and the virtual address of this host. secret: of the run; run: its name."""
 
     def __init__(self, secret: bytes, run: str) -> None:
@@ -113,7 +113,7 @@ class Identity:
         return context
 
 
-def member_of(connection: ssl.SSLObject | ssl.SSLSocket, expected: str | None = None) -> Member:
+def member_of(connection: ssl.SSLObject | ssl.SSLSocket, expected: str | None = None) -> VerifiedHost:
     """Return the host at the other end of a connection whose handshake is complete.
 
     expected: its virtual address; None = any. Raises StrangerError if the certificate is not for the address that
@@ -133,7 +133,7 @@ def member_of(connection: ssl.SSLObject | ssl.SSLSocket, expected: str | None = 
     if expected not in (None, address):
         raise StrangerError(f"{address} is there, and {expected} was expected")
     (name,) = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    return Member(address, _digest(key).hex(), str(name.value))
+    return VerifiedHost(address, _digest(key).hex(), str(name.value))
 
 
 def _digest(key: Ed25519PublicKey) -> bytes:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from acsgd.comm.addresses import listen, resolve, split_address
 from acsgd.mesh.forwarder import Forwarder
-from acsgd.mesh.identity import Identity
+from acsgd.mesh.identity import HostIdentity
 
 END_S = 5.0
 """Time for the thread to start or to end, seconds."""
@@ -56,7 +56,7 @@ class Mesh:
         self._socket_path = socket_path
         self._on_rejected = on_rejected
         self._on_note = on_note
-        self._identity = Identity(options.secret, options.run)
+        self._identity = HostIdentity(options.secret, options.run)
         self.address = self._identity.address
         """Virtual address of this host."""
         with listen(self.address) as server:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args
 from acsgd.io.files.fields import Natural, from_json
 
 PROTOCOL = 2
-"""Version of the messages, in each `Hello`."""
+"""Version of the messages, in each `Greeting`."""
 
 
 def _check_port(port: int) -> None:
@@ -21,7 +21,7 @@ Port = Annotated[int, _check_port]
 
 
 @dataclass(frozen=True)
-class Hello:
+class Greeting:
     """The first message, in each direction."""
 
     protocol: Natural
@@ -77,7 +77,7 @@ class Misled:
     problem: str
 
 
-Message = Hello | Ports | Opened | Ping | Acquaintance | Open | Misled
+Message = Greeting | Ports | Opened | Ping | Acquaintance | Open | Misled
 
 
 def to_line(message: Message) -> bytes:

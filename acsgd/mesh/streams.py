@@ -75,11 +75,11 @@ class Lines(asyncio.Protocol):
         self._on_lost()
 
 
-class End(asyncio.Protocol):
+class CarriedEnd(asyncio.Protocol):
     """One end of a carried connection: writes what it reads to the other end, no faster than that one takes it."""
 
     def __init__(self) -> None:
-        self._other: End | None = None
+        self._other: CarriedEnd | None = None
         self._transport: asyncio.Transport | None = None
         self._early = b""
         self._is_lost = False
@@ -89,7 +89,7 @@ class End(asyncio.Protocol):
         transport.set_write_buffer_limits(BUFFER_BYTES)
         transport.pause_reading()
 
-    def join(self, other: End) -> None:
+    def join(self, other: CarriedEnd) -> None:
         """Connect two ends, both of which are connected."""
         for one, two in ((self, other), (other, self)):
             one._other = two

@@ -13,7 +13,7 @@ import ssl
 from collections.abc import Awaitable, Callable
 
 from acsgd.comm.addresses import split_address
-from acsgd.mesh.identity import Identity, Member, StrangerError, member_of
+from acsgd.mesh.identity import HostIdentity, StrangerError, VerifiedHost, member_of
 from acsgd.mesh.streams import FirstLine
 
 log = logging.getLogger(__name__)
@@ -30,13 +30,13 @@ PAUSE_S = 0.1
 OTHER_SECRET = "has another secret, or is of another run: give all hosts the same ACSGD_SECRET and --rdzv-id"
 OTHER_PROGRAM = "is no host of acsgd with a mesh: the address leads elsewhere; check --rdzv-endpoint and announce="
 
-OnMember = Callable[[FirstLine, Member, str], Awaitable[None]]
+OnMember = Callable[[FirstLine, VerifiedHost, str], Awaitable[None]]
 
 
 class Entrance:
     """Accepts connections of members at one TCP port. on_member: takes a connection, its member and its first line."""
 
-    def __init__(self, identity: Identity, on_member: OnMember) -> None:
+    def __init__(self, identity: HostIdentity, on_member: OnMember) -> None:
         self._identity = identity
         self._on_member = on_member
         self._handshakes: dict[asyncio.Task[None], socket.socket] = {}
@@ -91,7 +91,7 @@ class Entrance:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, connection: FirstLine, member: Member, line: str) -> None:
+    async def _serve(self, connection: FirstLine, member: VerifiedHost, line: str) -> None:
         try:
             await self._on_member(connection, member, line)
         except (OSError, TimeoutError, ValueError) as error:
@@ -127,7 +127,7 @@ def accept_each(listener: socket.socket, on_connection: Callable[[socket.socket]
     resume()
 
 
-async def dial(identity: Identity, address: str, expected: str | None = None) -> tuple[FirstLine, Member]:
+async def dial(identity: HostIdentity, address: str, expected: str | None = None) -> tuple[FirstLine, VerifiedHost]:
     """Connect to a member at host:port. expected: its virtual address; None = any.
 
     Raises StrangerError if another process answers, OSError or TimeoutError if none does.

@@ -15,7 +15,7 @@ import pytest
 
 from acsgd.config.options import AdapterConfig, CheckpointConfig, Config
 from acsgd.io.checkpoint import saver as saver_module
-from acsgd.io.checkpoint.copies import FileExchange, Transfer
+from acsgd.io.checkpoint.copies import FileExchange, FileTransfer
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.inspect import inspect
 from acsgd.shards.disk import ShardDirectory
@@ -242,7 +242,7 @@ def test_frozen_weights_are_linked_on_each_host_and_not_sent(hosts: Hosts, tmp_p
 def record_sent(rank: int, *, out: Path) -> None:
     run = FileExchange.run
 
-    def recorded(exchange: FileExchange, transfers: Sequence[Transfer], directory: Path) -> str:
+    def recorded(exchange: FileExchange, transfers: Sequence[FileTransfer], directory: Path) -> str:
         for transfer in transfers:
             (out / f"{transfer.file.file}.sent").touch()
         return run(exchange, transfers, directory)

@@ -17,7 +17,7 @@ from torch import Tensor
 from acsgd.comm.waits import DIRECT
 from acsgd.groups import Groups
 from acsgd.io.checkpoint import copies
-from acsgd.io.checkpoint.copies import Disks, FileExchange, Transfer, place, plan_transfers
+from acsgd.io.checkpoint.copies import Disks, FileExchange, FileTransfer, place, plan_transfers
 from acsgd.io.files.checksum import new_file_checksum
 from acsgd.shards.manifest import StoredFile
 
@@ -96,7 +96,7 @@ class Links:
         return cast(Groups, SimpleNamespace(world=world, background=background, waits=DIRECT, meet=meet))
 
 
-def exchange(directories: Sequence[Path], transfers: Sequence[Transfer], rate: float | None = None) -> list[str]:
+def exchange(directories: Sequence[Path], transfers: Sequence[FileTransfer], rate: float | None = None) -> list[str]:
     """Carry out transfers between hosts of one rank each; return what `FileExchange.run` does."""
     links, ranks = Links(), range(len(directories))
     disks = Disks(tuple((rank,) for rank in ranks), tuple(f"host{rank}" for rank in ranks))
@@ -118,10 +118,10 @@ def hosts(tmp_path: Path) -> list[Path]:
     return directories
 
 
-def all_to_all(hosts: Sequence[Path]) -> list[Transfer]:
+def all_to_all(hosts: Sequence[Path]) -> list[FileTransfer]:
     files = [StoredFile(f"{n}.file", 25, new_file_checksum(bytes([n + 1]) * 25).hexdigest()) for n in range(len(hosts))]
     pairs = itertools.permutations(range(len(hosts)), 2)
-    return [Transfer(files[source], source, target) for source, target in pairs]
+    return [FileTransfer(files[source], source, target) for source, target in pairs]
 
 
 def test_all_hosts_send_and_receive_at_once(hosts: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

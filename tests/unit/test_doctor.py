@@ -263,7 +263,7 @@ def test_hosts_that_hold_connections_do_not_keep_others_out(doctor: Doctor, monk
         for _ in range(3 * links.MAX_CONNECTIONS):
             stack.enter_context(socket.create_connection(("127.0.0.1", doctor.port)))
         monkeypatch.setattr(links, "CONNECT_S", 20.0)
-        with links.Peer(f"127.0.0.1:{doctor.port}", SECRET) as peer:
+        with links.DoctorClient(f"127.0.0.1:{doctor.port}", SECRET) as peer:
             assert peer.facts["torch"] == "2"
 
 

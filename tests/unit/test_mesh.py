@@ -23,7 +23,7 @@ from lib.patience import stretched
 from acsgd.comm.process_groups import VirtualHost
 from acsgd.errors import ConnectError
 from acsgd.mesh import forwarder, ports, tls
-from acsgd.mesh.identity import Identity, StrangerError, member_of, read_secret
+from acsgd.mesh.identity import HostIdentity, StrangerError, member_of, read_secret
 from acsgd.mesh.mesh import Mesh, MeshOptions, is_public, publish
 
 SECRET = secrets.token_hex(16).encode()
@@ -293,7 +293,7 @@ def raw(host: Host) -> socket.socket:
 
 def tls_of(secret: bytes | None, **options: object) -> ssl.SSLContext:
     """Return the context of a client with the certificate of a run with another secret, or without any."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if secret is None else Identity(secret, "run").client
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if secret is None else HostIdentity(secret, "run").client
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     for name, value in options.items():
         setattr(context, name, value)
@@ -340,7 +340,7 @@ def test_a_stranger_gets_no_byte_and_members_notice_nothing(stranger: str, start
 def test_what_was_recorded_on_another_connection_is_of_no_use(start: Callable[..., Host]) -> None:
     one = start()
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = Identity(SECRET, "run").client.wrap_bio(incoming, outgoing)
+    client = HostIdentity(SECRET, "run").client.wrap_bio(incoming, outgoing)
     recorded = []
     with raw(one) as connection:
         while True:
@@ -434,7 +434,7 @@ def test_a_host_whose_announced_address_leads_elsewhere_is_told_so(start: Callab
 
 def test_a_certificate_is_for_the_address_of_its_key_alone() -> None:
     """Also one that was signed with the secret."""
-    one, other = Identity(SECRET, "run"), Identity(SECRET, "run")
+    one, other = HostIdentity(SECRET, "run"), HostIdentity(SECRET, "run")
     assert member_of(handshake(one.client, other.server), other.address).address == other.address
     with pytest.raises(StrangerError, match="was expected"):
         member_of(handshake(one.client, other.server), one.address)
@@ -442,7 +442,7 @@ def test_a_certificate_is_for_the_address_of_its_key_alone() -> None:
     false = one._context(ssl.PROTOCOL_TLS_SERVER, key, one.sign(key.public_key(), other.address, "host"))
     with pytest.raises(StrangerError, match="does not follow from its key"):
         member_of(handshake(one.client, false))
-    for stranger in (Identity(SECRET, "another run"), Identity(SECRET[:-1], "run")):
+    for stranger in (HostIdentity(SECRET, "another run"), HostIdentity(SECRET[:-1], "run")):
         with pytest.raises(ssl.SSLCertVerificationError):
             handshake(one.client, stranger.server)
         with pytest.raises(ssl.SSLError):
@@ -493,7 +493,7 @@ def test_hosts_of_another_version_are_named() -> None:
     hello = {"protocol": forwarder.PROTOCOL + 1, "announced": None, "daemon_port": 1, "ports": []}
     for body in (hello, {}, {**hello, "protocol": forwarder.PROTOCOL, "ports": [0]}):
         with pytest.raises(StrangerError, match="install the same version"):
-            forwarder._read_hello(json.dumps({"kind": "Hello", "body": body}))
+            forwarder._read_greeting(json.dumps({"kind": "Greeting", "body": body}))
 
 
 def test_a_secret_is_long_and_in_a_file_of_this_user_alone(tmp_path: Path) -> None:
@@ -505,7 +505,7 @@ def test_a_secret_is_long_and_in_a_file_of_this_user_alone(tmp_path: Path) -> No
     path.chmod(0o600)
     assert read_secret(path) == SECRET
     with pytest.raises(ValueError, match="has 5 bytes, and needs 16"):
-        Identity(b"short", "run")
+        HostIdentity(b"short", "run")
 
 
 def test_public_addresses() -> None:

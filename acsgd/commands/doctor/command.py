@@ -17,7 +17,7 @@ import tyro
 
 from acsgd.comm.addresses import join_address, parse_endpoints
 from acsgd.commands.doctor.host import Diagnosis, check_host
-from acsgd.commands.doctor.links import DIAL_S, Doctor, Measured, Peer, PeerError, diagnose, measure
+from acsgd.commands.doctor.links import DIAL_S, Doctor, DoctorClient, Measured, PeerError, diagnose, measure
 from acsgd.launch import gloo_interface, run_secret
 
 MARKS = {"ok": "ok", "warning": "[yellow]warning[/]", "error": "[bold red]error[/]"}
@@ -93,7 +93,7 @@ class DoctorCommand:
             return
         subject = f"link from {address}"
         try:
-            with Peer(address, _secret()) as peer:
+            with DoctorClient(address, _secret()) as peer:
                 mine = self.announce or join_address(peer.facts["sees"], self.listen)
                 problem = peer.request("dial", within_s=DIAL_S, address=mine)["problem"]
         except PeerError as error:

@@ -62,7 +62,7 @@ class Diagnosis:
 def check_host(directory: Path, interface: str | None) -> Iterator[Diagnosis]:
     """Yield what the checks of this host find.
 
-    directory: in which runs will be saved; need not exist. interface: that gloo was told to use, if any.
+    directory: in which runs will be saved; need not exist. interface: see `check_interface`.
     """
     checks: list[tuple[str, Callable[[], Iterator[Diagnosis]]]] = [
         ("versions", check_versions),
@@ -249,7 +249,7 @@ def check_addresses() -> Iterator[Diagnosis]:
 
 
 def check_interface(interface: str | None) -> Iterator[Diagnosis]:
-    """Look at the network interface that gloo will use. interface: that it was told to use, if any."""
+    """Look at the network interface that gloo will use. interface: value of GLOO_SOCKET_IFNAME; None = not set."""
     stats = psutil.net_if_stats()
     if interface is None:
         found = find_interface(socket.gethostname(), ())

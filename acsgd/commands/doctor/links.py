@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from acsgd.comm.addresses import listen, split_address
+from acsgd.comm.addresses import listen_everywhere, split_address
 from acsgd.commands.doctor.host import Diagnosis
 
 PROTOCOL = 1
@@ -91,7 +91,7 @@ class Doctor:
     def __init__(self, port: int, secret: bytes, facts: Mapping[str, str]) -> None:
         self._secret = secret
         self._facts = facts
-        self._server = _listen_everywhere(port)
+        self._server = listen_everywhere(port)
         self.port: int = self._server.getsockname()[1]
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._measuring = threading.Lock()
@@ -150,13 +150,13 @@ class Doctor:
 
     def _dial(self, address: str) -> str:
         try:
-            with Peer(address, self._secret):
+            with DoctorClient(address, self._secret):
                 return ""
         except PeerError as error:
             return str(error)
 
 
-class Peer:
+class DoctorClient:
     """A connection to the doctor of another host. Raises PeerError.
 
     address: host:port; segment: largest segment of either side, bytes, None = that of the path.
@@ -175,7 +175,7 @@ class Peer:
             self.close()
             raise
 
-    def __enter__(self) -> Peer:
+    def __enter__(self) -> DoctorClient:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -200,7 +200,7 @@ class Peer:
     def send(self, seconds: float, wait_s: float) -> tuple[float, float]:
         """Send data for some seconds. Returns the rate at the peer, bits per second, and the part that was lost.
 
-        Raises OSError if none is taken for `wait_s` seconds, or the peer does not tell the rate.
+        Raises OSError if none is taken for `wait_s` seconds, or the peer does not send the rate.
         """
         self.request("take", within_s=QUEUE_S, seconds=seconds, wait_s=wait_s)
         send_data(self._socket, seconds, wait_s)
@@ -229,7 +229,7 @@ class Peer:
 
 def measure(address: str, secret: bytes, seconds: float) -> Measured:
     """Measure the link to a doctor that listens. seconds: of data in each direction. Raises PeerError."""
-    with Peer(address, secret) as peer:
+    with DoctorClient(address, secret) as peer:
         facts, rounds = peer.facts, []
         for _ in range(ECHOES):
             began = time.time()
@@ -237,7 +237,7 @@ def measure(address: str, secret: bytes, seconds: float) -> Measured:
             ended = time.time()
             rounds.append((ended - began, there - (began + ended) / 2))
     rounds.sort()
-    delay_s, clock_s = rounds[ECHOES // 2][0], rounds[0][1]  # the fastest round tells the clock best
+    delay_s, clock_s = rounds[ECHOES // 2][0], rounds[0][1]  # the fastest round has the most accurate clock
     sent, received, loss = _rates(address, secret, seconds, STALL_S)
     segment = None
     if sent is None or received is None:
@@ -251,13 +251,13 @@ def _rates(
 ) -> tuple[float | None, float | None, float]:
     """Return the rates to and from a peer, None where no data arrives for `wait_s`, and the loss.
 
-    segment: see `Peer`.
+    segment: see `DoctorClient`.
     """
     sent = received = None
     loss = 0.0
-    with Peer(address, secret, segment) as peer, contextlib.suppress(OSError, ValueError, KeyError, PeerError):
+    with DoctorClient(address, secret, segment) as peer, contextlib.suppress(OSError, ValueError, KeyError, PeerError):
         sent, loss = peer.send(seconds, wait_s)
-    with Peer(address, secret, segment) as peer, contextlib.suppress(OSError, PeerError):
+    with DoctorClient(address, secret, segment) as peer, contextlib.suppress(OSError, PeerError):
         received = peer.receive(seconds, wait_s)
     return sent, received, loss
 
@@ -378,14 +378,6 @@ def _connect(address: str, segment: int | None) -> socket.socket:
         f"{address} does not answer ({os.strerror(problems[0].errno) if problems[0].errno else 'no packet came back'})",
         f"let firewall and router of that host pass TCP port {port}, or correct the address",
     )
-
-
-def _listen_everywhere(port: int) -> socket.socket:
-    """Listen on all addresses, of both families where the host has them. Raises OSError."""
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return listen("0.0.0.0", port)
 
 
 def _loss(connection: socket.socket) -> float:

@@ -75,7 +75,7 @@ def place(origin: int, layers: Sequence[Collection[str]], layer: str, *, copies:
     return tuple(sorted(ring, key=lambda disk: (disk != origin, layer not in layers[disk]))[:copies])
 
 
-class Transfer(NamedTuple):
+class FileTransfer(NamedTuple):
     """A file that one disk sends to another."""
 
     file: StoredFile
@@ -85,7 +85,7 @@ class Transfer(NamedTuple):
 
 def plan_transfers(
     files: Iterable[StoredFile], held: Sequence[Collection[str]], wanted: Sequence[Collection[str]]
-) -> list[Transfer]:
+) -> list[FileTransfer]:
     """Return the transfers after which each disk has the files that it wants, spread evenly over those that have them.
 
     held, wanted: names of files, by disk. A file that no disk holds is left out.
@@ -97,7 +97,7 @@ def plan_transfers(
             if file.file in names and holders and target not in holders:
                 source = min(holders, key=lambda disk: sent[disk])
                 sent[source] += file.bytes
-                transfers.append(Transfer(file, source, target))
+                transfers.append(FileTransfer(file, source, target))
     return transfers
 
 
@@ -114,7 +114,7 @@ class FileExchange:
     def _disk(self) -> int:
         return self.disks.of(self.groups.world.rank())
 
-    def run(self, transfers: Sequence[Transfer], directory: Path) -> str:
+    def run(self, transfers: Sequence[FileTransfer], directory: Path) -> str:
         """Do this rank's part of some transfers, the same on all ranks; no-op on a rank that is no leader.
 
         directory: of the files, at the same path on all disks. A file that was received is verified and on disk, or
@@ -141,7 +141,7 @@ class FileExchange:
             raise failure
         return next(iter(problems), "")
 
-    def _send_all(self, transfers: Sequence[Transfer], directory: Path) -> Iterator[str]:
+    def _send_all(self, transfers: Sequence[FileTransfer], directory: Path) -> Iterator[str]:
         free_at = 0.0
         for file, source, target in transfers:
             if source != self._disk:
@@ -161,7 +161,7 @@ class FileExchange:
                         self.groups.waits.wait(self.groups.background.isend(tensor, rank, TAG))
             yield from problems
 
-    def _receive_all(self, transfers: Sequence[Transfer], directory: Path) -> Iterator[str]:
+    def _receive_all(self, transfers: Sequence[FileTransfer], directory: Path) -> Iterator[str]:
         for file, source, target in transfers:
             if target != self._disk:
                 continue

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from acsgd.errors import RefusedError, RunError
 from acsgd.groups import Groups
-from acsgd.io.checkpoint.copies import SHARED, Disks, FileExchange, Transfer, share_manifests
+from acsgd.io.checkpoint.copies import SHARED, Disks, FileExchange, FileTransfer, share_manifests
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.files.atomic import missing_operations, write_once
 from acsgd.io.files.checksum import new_file_checksum
@@ -104,7 +104,7 @@ def _check_copies(directory: Path, exchange: FileExchange, *, timeout_s: float) 
     content, count, rank = groups.run_id.encode(), len(disks.members), groups.world.rank()
     checksum = new_file_checksum(content).hexdigest()
     files = [StoredFile(f"{PROBE}{groups.run_id}.{disk}", len(content), checksum) for disk in range(count)]
-    transfers = [Transfer(file, disk, (disk + 1) % count) for disk, file in enumerate(files)]
+    transfers = [FileTransfer(file, disk, (disk + 1) % count) for disk, file in enumerate(files)]
     if disks.is_leader(rank):
         (directory / files[disks.of(rank)].file).write_bytes(content)
     problems = groups.all_gather_text("copying a file", exchange.run(transfers, directory), timeout_s=timeout_s)
@@ -146,7 +146,7 @@ def share_metrics(job: Job, groups: Groups, disks: Disks, step: int) -> list[str
     lines, size, checksum = max(reports, key=lambda each: each[0])  # the first of those with most lines
     source = next(disk for disk, each in enumerate(reports) if each[0] == lines)
     file = StoredFile(METRICS, size, checksum)
-    transfers = [Transfer(file, source, disk) for disk, each in enumerate(reports) if each[0] < lines]
+    transfers = [FileTransfer(file, source, disk) for disk, each in enumerate(reports) if each[0] < lines]
     problem = FileExchange(groups, disks).run(transfers, directory)
     problems = groups.all_gather_text("completing metrics", problem, timeout_s=math.inf)
     return [f"{path} lacks lines on some hosts: {problem}" for problem in problems if problem]

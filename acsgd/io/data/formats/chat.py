@@ -61,7 +61,7 @@ PLACEHOLDER = "\U00100000"
 """Character that stands for those of a special token in a message, to find where the template puts it."""
 
 
-class Chat(NamedTuple):
+class ChatRecord(NamedTuple):
     """Messages in the form in which chat templates take them."""
 
     messages: list[ChatMessage]
@@ -117,13 +117,13 @@ class Messages(DeclaredFormat):
             plain=self._plain(chat, text) if control_token and self.options.split_special_tokens else (),
         )
 
-    def _control_token(self, chat: Chat) -> str | None:
+    def _control_token(self, chat: ChatRecord) -> str | None:
         """Return a special token that a text of a chat contains, None if there is none."""
         found: list[str] = []
         _map_strings([chat.messages, chat.variables], lambda text: found.extend(self._special_tokens.findall(text)))
         return found[0] if found else None
 
-    def _plain(self, chat: Chat, text: str) -> tuple[TextSpan, ...]:
+    def _plain(self, chat: ChatRecord, text: str) -> tuple[TextSpan, ...]:
         """Return where the text of a chat has special tokens of its messages; nothing if that cannot be known.
 
         The template writes the chat again, with placeholders of the same length in the messages.
@@ -160,7 +160,7 @@ class Messages(DeclaredFormat):
             )
         return [(turn, True) for turn in turns]
 
-    def _chat(self, fields: Mapping[str, Any]) -> Chat:
+    def _chat(self, fields: Mapping[str, Any]) -> ChatRecord:
         """Return the chat of a record. Raises FormatError."""
         template, messages, answers = self._template(fields), list[ChatMessage](), list[int]()
         system, turns = string_of(fields, SYSTEM, default=""), self._turns(fields)
@@ -177,7 +177,7 @@ class Messages(DeclaredFormat):
             messages.append(message)
         if not any(message["role"] == ASSISTANT for message in messages):
             raise FormatError("has no message of the assistant", "write an answer, or remove the record")
-        return Chat(self._with_arguments(messages, variables), answers, variables)
+        return ChatRecord(self._with_arguments(messages, variables), answers, variables)
 
     def _message(self, turn: Any, place: str, template: str, *, is_learned: bool) -> tuple[ChatMessage, bool]:
         """Return a message for the template, and whether it is learned. Raises FormatError."""
@@ -230,7 +230,7 @@ class Messages(DeclaredFormat):
         assert isinstance(template, str)
         return template
 
-    def _marked(self, chat: Chat, template: str) -> tuple[str, list[TextSpan]]:
+    def _marked(self, chat: ChatRecord, template: str) -> tuple[str, list[TextSpan]]:
         """Return the text of a chat, and the spans of answers that the template marks."""
         options: dict[str, Any] = {"chat_template": template, **self.tokenizer.special_tokens_map, **chat.variables}
         try:
@@ -248,7 +248,7 @@ class Messages(DeclaredFormat):
             spans = [span for span, number in zip(spans, answers, strict=True) if number in chat.answers]
         return text, [(start, end) for start, end in spans if end > start]
 
-    def _derived(self, chat: Chat) -> tuple[str, list[TextSpan]]:
+    def _derived(self, chat: ChatRecord) -> tuple[str, list[TextSpan]]:
         """Return the text of a chat, and what each answer adds to the prompt before it."""
         messages, answers = chat.messages, chat.answers
         prompts = self._rendered([messages[:end] for end in answers], chat.variables, add_generation_prompt=True)
