@@ -254,6 +254,17 @@ def _answer_http(server: socket.socket) -> None:
         connection.recv(100)
 
 
+def test_a_client_without_the_secret_gets_nothing(doctor: Doctor) -> None:
+    with socket.create_connection(("127.0.0.1", doctor.port)) as client:
+        lines = links._Lines(client)
+        assert lines.receive().keys() == {"acsgd", "protocol", "nonce"}
+        lines.send({"nonce": "0", "proof": "0" * 64})
+        assert lines.receive() == {"refused": True}
+        with contextlib.suppress(ConnectionError):  # it has closed the connection
+            lines.send({"do": "time"})
+            assert lines.receive() == {}
+
+
 def test_hosts_that_hold_connections_do_not_keep_others_out(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(2 * links.MAX_CONNECTIONS):
