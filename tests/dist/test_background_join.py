@@ -15,8 +15,8 @@ from lib.views import Return, Script, ScriptedView, Trained, train_in_views
 from acsgd.config.options import Config, ElasticConfig, ReplicaConfig
 from acsgd.elastic.state import handover
 
-STEPS = 12
-"""Enough for the 4 layers of the model, of which at least one arrives in each step but the first, twice."""
+STEPS = 10
+"""Enough for the 3 layers of the model, of which at least one arrives in each step but the first, twice."""
 JOINS = [ScriptedView((0, 1), 2), ScriptedView((0, 1, 2), STEPS)]
 """Process 2 joins, with state from process 0."""
 INTERRUPTED = ScriptedView((0, 1, 2), 4, late=(0, 1, 2))
@@ -31,7 +31,7 @@ SCRIPTS: dict[str, Script] = {
         ScriptedView((0, 1, 2), 4, late=(0, 1)),
         ScriptedView((0, 1, 2), STEPS),
     ],
-    "returns to a step": [JOINS[0], ScriptedView((0, 1, 2), STEPS, returns=Return(after=6, to=3))],
+    "returns to a step": [JOINS[0], ScriptedView((0, 1, 2), STEPS, returns=Return(after=5, to=3))],
     "another one joins": [ScriptedView((1,), 2), ScriptedView((1, 2), 4), ScriptedView((1, 2, 0), STEPS)],
     "all others end": [ScriptedView((0,), 2), ScriptedView((0, 2), 4), ScriptedView((2,), STEPS)],
 }
@@ -66,7 +66,7 @@ Runs = list[dict[str, Trained]]
 def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """What each process has done, by name of the run."""
     path = tmp_path_factory.mktemp("views")
-    config = make_config(tiny_model(n_layer=2), path, steps=STEPS, micro=2)
+    config = make_config(tiny_model(n_layer=1), path, steps=STEPS, micro=2)
     config = dataclasses.replace(config, elastic=ElasticConfig(join_budget=0, snapshot="2"))
     scripts: dict[str, tuple[Config, Script]] = {"calm": (config, [ScriptedView((0, 1), STEPS)])}
     scripts |= {name: (config, script) for name, script in SCRIPTS.items()}

@@ -49,10 +49,9 @@ TABLES = {
 PEFT = {"classification": "SEQ_CLS", "regression": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM"}
 """ModelClass -> its name in PEFT."""
 EXPORTED = [
-    ("classification", "bert", "lora:r=4"),
     ("regression", "deberta-v2", "lora:r=4,dora=true"),
     ("seq2seq", "bart", "lora:r=4,rslora=true,modules_to_save=fc2"),
-    ("seq2seq", "bart", "ia3"),
+    ("classification", "bert", "ia3"),
 ]
 """Tasks, types of models and adapters."""
 

@@ -59,9 +59,7 @@ PLANTS = [
 ]
 CUTS = [
     # ranks of a pipeline, replicas, blocks per stage, schedule, recompute
-    (1, 1, (6,), "1f1b", "none"),
     (2, 1, (2, 1, 1, 2), "interleaved:chunks=2", "none"),
-    (1, 2, (6,), "gpipe", "layers"),
     (2, 2, (3, 3), "1f1b", "layers"),
 ]
 
@@ -145,7 +143,7 @@ def search_on_rank(rank: int, world_size: int, store: Path, config: Config, scal
         assert digest(gradients(session)) == grads
 
 
-@pytest.mark.parametrize(("world_size", "micro", "dropout_mask"), [(1, 1, "step"), (4, 1, "step"), (4, 2, "sample")])
+@pytest.mark.parametrize(("world_size", "micro", "dropout_mask"), [(1, 1, "step"), (4, 2, "sample")])
 def test_a_search_has_no_side_effects(
     world_size: int, micro: int, dropout_mask: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:

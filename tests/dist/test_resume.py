@@ -158,7 +158,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_in_each_mode_and_with_each_op
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     """All that replicas keep is saved: losses, weights, moments and the state of modes are equal bit for bit."""
-    model = tiny_model("gpt2", **DROPOUT, n_layer=2)
+    model = tiny_model("gpt2", **DROPOUT, n_layer=1)
     runs = [run for run in RUNS if HAS_8BIT or run.optimizer != "adamw8bit"]
     configs = [config_of(run, model, tmp_path / f"whole-{number}") for number, run in enumerate(runs)]
     on_ranks(4, train_ranks, tmp_path / "store", configs)

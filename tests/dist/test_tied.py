@@ -137,10 +137,9 @@ def test_steps_are_those_of_one_process_and_so_are_table_and_moments(
     [one] = on_ranks(1, train_on, tmp_path / "one", [alone], True)[0]
     assert one.losses == pytest.approx(expected, rel=RELATIVE)
     assert max(one.grad_norms) > alone.optim.clip, "nothing was clipped"
-    splits = {
-        2: [alone, make_config(model, tmp_path, steps=STEPS, stages=2)],
-        4: [*configs_of(model, tmp_path, stages=2, how=["rows"]), *configs_of(model, tmp_path, stages=4)],
-    }
+    splits = {2: [alone], 4: configs_of(model, tmp_path, stages=2, how=["rows"])}
+    if family == "gpt2":
+        splits = {2: [alone], 4: [*splits[4], *configs_of(model, tmp_path, stages=4)]}
     exchanged = {}
     for processes, configs in splits.items():
         by_rank = on_ranks(processes, train_on, tmp_path / f"on-{processes}", configs, True)

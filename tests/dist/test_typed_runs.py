@@ -48,11 +48,9 @@ DROPOUT_SPLITS = {"opt": ["4 stages"]}
 
 
 def compared(model_type: str) -> list[str]:
-    """Return the names of the splits in which a type is compared with one process; of decoders, one on four ranks."""
+    """Return the names of the splits in which a type is compared with one process, one of them on two ranks."""
     two, replicas, four = splits(model_type)
-    if model_type not in DECODERS:
-        return [two, replicas, four]
-    return [two, (four, replicas)[DECODERS.index(model_type) % 2]]
+    return [two, replicas, four] if model_type == "t5" else [two, (four, replicas)[TYPES.index(model_type) % 2]]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +52,7 @@ class Host:
     environment: Mapping[str, str]
     """Added to that of this process."""
     directory: Path
-    """Empty directory: current directory of all processes, with their stdout, stderr and pids."""
+    """Current directory of all processes; their stdout, stderr and pids are written there."""
     namespace: str | None = None
     """Network namespace."""
     agent: Setup = nothing
@@ -251,7 +250,7 @@ def _exit_with(function: Callable[[], Any]) -> NoReturn:
             print(error.code, file=sys.stderr)
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

@@ -49,7 +49,7 @@ timeout = {stretched(30)}
 [log]
 to = "jsonl,print"
 """
-CALM_STEPS = 200
+CALM_STEPS = 120
 """Number of steps of the runs to which losses are compared."""
 PACE_S = 0.03
 """Time added to each step, seconds, so that a run does not take thousands of them."""
@@ -242,8 +242,9 @@ class Scene:
         return set(map(int, path.read_text().split())) if path.exists() else set()
 
     def end(self) -> None:
-        """End the run by SIGTERM on all hosts."""
+        """End the run by SIGTERM on all hosts, once each takes part: one that still starts has nothing to save."""
         self.wait_for_steps(3)
+        self.wait_until(self._all_take_part, "step on each host")
         ended = [name for name, host in self.running.items() if host.exit_code is not None]
         assert not ended, f"hosts {ended} have ended: {self.output()}"
         for host in self.running.values():
@@ -251,6 +252,10 @@ class Scene:
         self.wait_until(lambda: not any(host.pids() for host in self.running.values()), "end of all processes")
         for name, host in self.running.items():
             assert not host.errors, f"host {name} prints {host.errors}"
+
+    def _all_take_part(self) -> bool:
+        trained = {step.pid for step in self.traced()}
+        return all(trained.intersection(host.pids()) for host in self.running.values() if host.exit_code is None)
 
     def check(self, calm: Sequence[float], tolerance: float = TOLERANCE) -> float:
         """Check the laws of a run that has ended; return the largest relative difference of losses."""

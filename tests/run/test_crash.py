@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import signal
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,10 @@ from acsgd.io.checkpoint import saver
 from acsgd.run.session import Session
 from tests.lib.cache import shared_model, with_shared_cache
 from tests.lib.crashes import Campaign, summary
+from tests.lib.forked_torchrun import Host, forked_torchrun
 from tests.lib.forks import checkpoints_of, finish, make_config, started
-from tests.lib.launched import MARGIN_S, TORCHRUN, TRAIN, running
+from tests.lib.injection import Pace
+from tests.lib.launched import MARGIN_S, TRAIN
 
 STEPS = 40
 
@@ -43,30 +44,29 @@ def test_a_run_that_is_stopped_repeatedly_equals_the_undisturbed_one(tmp_path: P
     assert summary(campaign, 0.0)["leftovers"] == 0
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_command_that_is_interrupted_saves_and_resumes_to_the_undisturbed_run(processes: int, tmp_path: Path) -> None:
-    """A single process receives SIGINT; torchrun receives SIGTERM and forwards it to its ranks."""
+def test_a_torchrun_that_is_ended_saves_and_resumes_to_the_undisturbed_run(tmp_path: Path) -> None:
+    """torchrun receives SIGTERM and forwards it to its ranks."""
     rarely, often = CheckpointConfig(best="eval_loss"), CheckpointConfig(every="1", keep=2, best="eval_loss")
     model = shared_model(tmp_path)
-    undisturbed = make_config(model, tmp_path / "undisturbed", processes=processes, steps=STEPS, checkpoint=rarely)
+    undisturbed = make_config(model, tmp_path / "undisturbed", processes=2, steps=STEPS, checkpoint=rarely)
     with_shared_cache(undisturbed)
-    expected = finish(undisturbed, processes)
-    config = make_config(model, tmp_path / "run", processes=processes, steps=STEPS, checkpoint=often)
+    expected = finish(undisturbed, 2)
+    config = make_config(model, tmp_path / "run", processes=2, steps=STEPS, checkpoint=often)
     printing = dataclasses.replace(config, log=dataclasses.replace(config.log, to="print,jsonl"))
     (tmp_path / "run.toml").write_text(to_toml(printing))
-    launcher = [*TORCHRUN, str(processes)] if processes > 1 else [sys.executable]
-    with running([*launcher, TRAIN, "run.toml"], tmp_path) as run:
-        run.wait_until(lambda: run.process.poll() is not None or len(checkpoints_of(config).steps()) >= 2, 120)
-        run.process.send_signal(signal.SIGTERM if processes > 1 else signal.SIGINT)
-        code = run.wait()
-        run.wait_until(lambda: not run.environments(), MARGIN_S)
+    arguments = ["--standalone", "--nproc-per-node", "2", TRAIN, "run.toml"]
+    with forked_torchrun(Host(arguments, {"OMP_NUM_THREADS": "1"}, tmp_path, worker=Pace(0.05))) as run:
+        run.wait_until(lambda: run.exit_code is not None or len(checkpoints_of(config).steps()) >= 2, 120)
+        run.signal(signal.SIGTERM)
+        code = run.wait(MARGIN_S)
+        assert not run.pids()
         newest = max(checkpoints_of(config).steps())
         assert f"stopped after step {newest} of {STEPS} on SIG" in run.stdout
         assert run.stdout.endswith(f"resumes from {checkpoints_of(config).of(newest)}\n")
         assert not run.errors
-        assert code == (1 if processes > 1 else 0)
-        assert ("SignalException" in run.stderr) == (processes > 1), "torchrun itself exits with an exception"
-    assert finish(config, processes) == expected
+        assert code == 1
+        assert "SignalException" in run.stderr, "torchrun itself exits with an exception"
+    assert finish(config, 2) == expected
 
 
 def fail_while_saving(rank: int) -> None:

@@ -17,11 +17,13 @@ from acsgd.shards.disk import ShardDirectory
 from tests.lib.corpora import write_records
 from tests.lib.forks import finish
 from tests.lib.hosts import LIMIT_S, Hosts
-from tests.lib.injection import FullDisk
+from tests.lib.injection import FullDisk, Pace
 from tests.lib.patience import NO_LIMIT_S, stretched
 
 TinyModel = Callable[..., Path]
-STEPS = 120
+STEPS = 60
+PACE = Pace(0.1)
+"""So that a run lasts for seconds at little work."""
 YEAR_S = 365 * 86400.0
 
 
@@ -38,7 +40,7 @@ def run_file(tiny_model: TinyModel, tmp_path: Path) -> Path:
         sources = "stream:{tmp_path / "a.jsonl"}:0.5,demo:0.5"
         window = 32
         sequence = 32
-        batch = 8
+        batch = 4
         [pp]
         micro = 1
         [optim]
@@ -66,10 +68,10 @@ def assert_same_losses(hosts: Hosts, run_file: Path, tmp_path: Path, *flags: str
 
 def test_a_run_of_which_hosts_end_join_and_leave_is_the_calm_run(run_file: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
-        flags = ("--elastic.min_replicas", "2", "--elastic.join_budget", "0", "--checkpoint.every", "40")
+        flags = ("--elastic.min_replicas", "2", "--elastic.join_budget", "0", "--checkpoint.every", "20")
         hosts = Hosts(tmp_path, run_file, stack, 1, flags)
         clocks = {"a": 0.0, "b": -60.0, "c": YEAR_S}  # which nothing compares
-        a, b, c = (hosts.start(name, min_hosts=3, clock_s=clock_s) for name, clock_s in clocks.items())
+        a, b, c = (hosts.start(name, min_hosts=3, clock_s=clock_s, worker=PACE) for name, clock_s in clocks.items())
         hosts.wait_for_step(b, 3)
         worker = c.workers[0]
         a.kill()  # it has the first endpoint, and probably rank 0
@@ -85,7 +87,7 @@ def test_a_run_of_which_hosts_end_join_and_leave_is_the_calm_run(run_file: Path,
         b.signal(signal.SIGINT)  # b leaves; c waits again
         b.wait(LIMIT_S)
         assert c.workers[0] == worker, "c was not disturbed"
-        a = hosts.start("a2")
+        a = hosts.start("a2", worker=PACE)
         assert a.wait(LIMIT_S) == 0
         assert c.wait(LIMIT_S) == 0
         assert len(hosts.hosts_that("joined")) == 1, "the new host has not joined"
@@ -102,7 +104,7 @@ def test_stages_on_hosts_that_hang_and_end(run_file: Path, tmp_path: Path) -> No
     with ExitStack() as stack:
         flags = ("--pp.stages", "2", "--elastic.hang", str(stretched(3.0)), "--elastic.silence", str(stretched(2.0)))
         hosts = Hosts(tmp_path, run_file, stack, 2, flags)
-        a, b = (hosts.start(name, min_hosts=2) for name in "ab")
+        a, b = (hosts.start(name, min_hosts=2, worker=PACE) for name in "ab")
         hosts.wait_for_step(a, 3)
         stopped = b.workers[0]
         os.kill(stopped, signal.SIGSTOP)
@@ -122,7 +124,7 @@ def test_a_stage_whose_only_holder_ends_comes_from_the_snapshot_on_the_next_host
     with ExitStack() as stack:
         flags = ("--pp.stages", "2", "--elastic.snapshot", "5")
         hosts = Hosts(tmp_path, run_file, stack, 1, flags)
-        started = [hosts.start(name, min_hosts=3) for name in "abc"]
+        started = [hosts.start(name, min_hosts=3, worker=PACE) for name in "abc"]
         hosts.wait_for_step(started[0], 13)
         first, *others = sorted(started, key=lambda host: hosts.lease_holder() not in host.workers)
         first.kill()  # it has rank 0, too, and so the metrics

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,12 @@ from transformers import AutoModelForCausalLM
 from acsgd import cli
 from acsgd.config.run_file import parse
 from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.shards.disk import ShardDirectory
+from tests.lib.forked_torchrun import ForkedTorchrun, Host, Setup, forked_torchrun, nothing
 from tests.lib.forks import finish
+from tests.lib.injection import Pace
 from tests.lib.launched import TORCHRUN, TRAIN, running
 from tests.lib.patience import stretched
 
@@ -125,8 +128,8 @@ def test_a_run_starts_from_a_checkpoint_of_another_run_in_bf16_and_interleaved(
 
 def test_an_error_at_start_is_printed_once_before_anything_is_written(tiny_model: TinyModel, tmp_path: Path) -> None:
     file = run_file(tmp_path, tiny_model())
-    with running([*TORCHRUN, "2", TRAIN, str(file), "--pp.stages", "3"], tmp_path) as run:
-        before = sorted(tmp_path.rglob("*"))
+    files = sorted(tmp_path.rglob("*"))
+    with torchrun(tmp_path / "host", "--standalone", "--nproc-per-node", "2", TRAIN, file, "--pp.stages", "3") as run:
         assert run.wait(LIMIT_S) != 0
         (error,) = run.errors
         message = "error: pp.stages=3 does not divide the number of processes, 2"
@@ -134,29 +137,27 @@ def test_an_error_at_start_is_printed_once_before_anything_is_written(tiny_model
         lines = run.stderr.strip().splitlines()
         assert lines[-1] in [f"rank {rank}: {error}" for rank in range(2)], "torchrun's summary"
         assert len(lines) <= 24 - 8, "with one line for each of eight processes that torchrun ends, one screen"
-        assert sorted(tmp_path.rglob("*")) == before
+        assert [path for path in sorted(tmp_path.rglob("*")) if tmp_path / "host" not in [path, *path.parents]] == files
+        assert {path.name for path in run.directory.iterdir()} == {"stdout", "stderr", "pids"}
 
 
-FAULTY = """
-import os, runpy, sys
-from acsgd.pp.stage import Stage
-forward = Stage.forward
-def dying(self, micro, *args, **options):
-    if os.environ["RANK"] == "1" and micro.step == 1:
-        os._exit(7)
-    return forward(self, micro, *args, **options)
-Stage.forward = dying
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-"""Runs a script in which rank 1 dies in the second step."""
+def rank_1_dies() -> None:
+    """Let rank 1 die in the second step."""
+    forward = Stage.forward
+
+    def dying(self: Stage, micro: MicroBatch, *args: Any, **options: Any) -> Any:
+        if os.environ["RANK"] == "1" and micro.step == 1:
+            os._exit(7)
+        return forward(self, micro, *args, **options)
+
+    Stage.forward = dying  # type: ignore[method-assign]
 
 
 def test_a_dead_rank_is_named_once_with_stage_and_action(tiny_model: TinyModel, tmp_path: Path) -> None:
     file = run_file(tmp_path, tiny_model())
-    (tmp_path / "faulty.py").write_text(FAULTY)
-    flags = ["--pp.stages", "2", "--run.timeout", str(stretched(12.0)), "--data.batch", "8", "--pp.micro", "2"]
-    with running([*TORCHRUN, "2", "faulty.py", TRAIN, str(file), *flags], tmp_path) as run:
+    flags = ["--pp.stages", "2", "--run.timeout", stretched(12.0), "--data.batch", "8", "--pp.micro", "2"]
+    arguments = ["--standalone", "--nproc-per-node", "2", TRAIN, file, *flags]
+    with torchrun(tmp_path / "host", *arguments, worker=rank_1_dies) as run:
         assert run.wait(LIMIT_S) != 0
         (error,) = run.errors
         assert error.startswith("error: step 2, stage 0, action "), error
@@ -171,13 +172,13 @@ def test_a_run_whose_worker_is_killed_is_started_again_by_torchrun_and_resumes(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     """--max-restarts: torchrun's store keeps what the first attempt has written, its failures among it."""
-    file, steps = run_file(tmp_path, tiny_model()), 40
+    file, steps = run_file(tmp_path, tiny_model()), 20
     static = ["--nnodes", "1", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    torchrun = [*(each for each in TORCHRUN[:-1] if each != "--standalone"), *static, "--max-restarts", "1"]
-    flags = ["--pp.stages", "2", "--checkpoint.every", "1", "--optim.steps", str(steps)]
-    with running([*torchrun, TORCHRUN[-1], "2", TRAIN, str(file), *flags], tmp_path) as run:
+    flags = ["--pp.stages", "2", "--checkpoint.every", "1", "--optim.steps", steps]
+    arguments = [*static, "--max-restarts", "1", "--nproc-per-node", "2", TRAIN, file, *flags]
+    with torchrun(tmp_path / "host", *arguments, worker=Pace(0.1)) as run:
         run.wait_until(lambda: list(tmp_path.glob("runs/one/checkpoints/step-*")), LIMIT_S)
-        os.kill(run.ranks()[1], signal.SIGKILL)
+        os.kill(run.workers[1], signal.SIGKILL)
         assert run.wait(LIMIT_S) == 0, run.stderr
         assert run.stdout.count("resuming from") == 1
     assert [r["step"] for r in records(tmp_path / "runs" / "one")] == list(range(1, steps + 1))
@@ -210,12 +211,20 @@ def train_on_hosts(hosts: list[Path], *arguments: Any) -> None:
     with contextlib.ExitStack() as stack:
         runs = []
         for rank, host in enumerate(hosts):
-            torchrun = [*(each for each in TORCHRUN if each != "--standalone"), "1", "--nnodes", str(len(hosts))]
-            torchrun += ["--node-rank", str(rank), "--master-addr", "127.0.0.1", "--master-port", port]
-            runs.append(stack.enter_context(running([*torchrun, TRAIN, *map(str, arguments)], host)))
+            static = ["--nnodes", len(hosts), "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", port]
+            runs.append(stack.enter_context(torchrun(host, "--nproc-per-node", 1, *static, TRAIN, *arguments)))
         for run in runs:
             assert run.wait(LIMIT_S) == 0, run.stderr
         assert f"run/checkpoints is a directory of its own on {len(hosts)} hosts" in runs[0].stderr
+
+
+@contextlib.contextmanager
+def torchrun(directory: Path, *arguments: object, worker: Setup = nothing) -> Iterator[ForkedTorchrun]:
+    """Start torchrun in a directory, forked, since interpreters take seconds to start. worker: see `Host`."""
+    directory.mkdir(exist_ok=True)
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with forked_torchrun(Host([*map(str, arguments)], environment, directory, worker=worker)) as run:
+        yield run
 
 
 def free_port() -> int:

@@ -79,7 +79,14 @@ def continue_conversion(source: Path, target: Path, monkeypatch: pytest.MonkeyPa
     return written
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        signal.SIGKILL,
+        *(pytest.param(each, marks=pytest.mark.soak) for each in (signal.SIGHUP, signal.SIGTERM)),
+    ],
+)
 def test_an_interrupted_conversion_continues(
     number: signal.Signals, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
