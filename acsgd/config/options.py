@@ -112,8 +112,9 @@ class DataConfig:
     chat_template: str | None = None
     """File with a chat template (Jinja), which checkpoints and exports carry. Default: that of the tokenizer."""
     chat_template_kwargs: str | None = None
-    """Variables of the chat template for all chats, "enable_thinking=false,...": JSON values or texts, unless a record
-    has others under "chat_template_kwargs". Checkpoints and exports carry them in the template. Default: none."""
+    """Variables of the chat template for all chats, "enable_thinking=false,...": JSON values or texts, or one JSON
+    object, unless a record has others under "chat_template_kwargs". Checkpoints and exports carry them in the template.
+    Default: none."""
     split_special_tokens: bool = True
     """Whether the texts of special tokens in the messages of a chat, such as "<|im_end|>", are encoded as ordinary
     text, for model.task="lm". Otherwise they are control tokens."""

@@ -8,6 +8,7 @@ An option whose text may have commas is named by `FREE_TEXT: ClassVar[str]`.
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from acsgd.config.ranges import out_of_range
 from acsgd.errors import similar
 
+ASSIGNMENT = re.compile(r',(?=\s*\w[^,="]*=)(?=(?:[^"]*"[^"]*")*[^"]*$)')
+"""Comma between two assignments."""
 LIMIT = 10**12
 """Limit of the magnitude of numbers; fields declare narrower ranges."""
 
@@ -56,6 +59,15 @@ def from_spec(spec: str, table: Mapping[str, type], *, key: str) -> Any:
     for wrong in out_of_range(parsed):
         raise ValueError(f'{key}="{spec}": {wrong}')
     return parsed
+
+
+def assignments(text: str) -> list[tuple[str, str]] | None:
+    """Parse "name=value,...". A comma ends a value where a name and "=" follow it, outside of double quotes.
+
+    Returns None if the text is no such list.
+    """
+    pairs = [tuple(each.strip() for each in part.split("=", 1)) for part in ASSIGNMENT.split(text)]
+    return [(pair[0], pair[1]) for pair in pairs] if all(len(pair) == 2 and all(pair) for pair in pairs) else None
 
 
 def to_spec(plugin: Any, table: Mapping[str, type]) -> str:

@@ -320,4 +320,6 @@ class ElasticWorker:
 
     def _notes(self, job: Job, inputs: RunInputs, begin: Start) -> list[str]:
         """Return what rank 0 prints at the start of a view; what does not change, in the first alone."""
-        return begin.notes if self._view else [job.describe(), *inputs.notes, *begin.notes]
+        if self._view:
+            return begin.notes
+        return [job.describe(), *inputs.describe(begin.session, begin.progress.step), *begin.notes]

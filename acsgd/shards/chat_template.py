@@ -17,6 +17,7 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from acsgd.config.options import DataConfig
+from acsgd.config.spec import assignments
 from acsgd.errors import missing
 from acsgd.io.files.checksum import new_file_checksum
 
@@ -105,14 +106,23 @@ def _read(path: Path) -> str:
 
 
 def _parse(text: str | None) -> dict[str, Any]:
-    """Return variables by name: values as JSON, or as texts. Raises ValueError."""
-    found = dict[str, Any]()
-    for part in text.split(",") if text is not None else ():
-        name, equals, value = (each.strip() for each in part.partition("="))
-        if not (equals and name.isidentifier() and name.isascii()) or name in found:
-            raise ValueError(f'{VARIABLES}="{text}" is not a list of variables; write "enable_thinking=false"')
-        try:
-            found[name] = json.loads(value, parse_constant=str)
-        except ValueError:
-            found[name] = value
+    """Return variables by name: values as JSON, or as texts; or all of them as a JSON object. Raises ValueError."""
+    if text is None:
+        return {}
+    whole, pairs = _value(text), assignments(text) or []
+    found: dict[str, Any] = whole if isinstance(whole, dict) else {name: _value(value) for name, value in pairs}
+    are_names = all(name.isidentifier() and name.isascii() for name in found)
+    if not (found and are_names) or (found is not whole and len(found) < len(pairs)):
+        raise ValueError(
+            f'{VARIABLES}="{text}" is not a list of variables; write "enable_thinking=false", or a JSON object, '
+            '{"enable_thinking": false}'
+        )
     return found
+
+
+def _value(text: str) -> Any:
+    """Return a JSON value, or the text if it is none."""
+    try:
+        return json.loads(text, parse_constant=str)
+    except ValueError:
+        return text

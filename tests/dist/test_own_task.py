@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 
 from acsgd.config.options import AdapterConfig, Config
 from acsgd.groups import connect
-from acsgd.io.data.formats.base import DeclaredFormat, Example, TextSegment, string_of
+from acsgd.io.data.formats.base import Example, Format, TextSegment, string_of
 from acsgd.io.data.formats.formats import FORMATS
 from acsgd.io.data.rows.base import INPUT_IDS, LABELS, LENGTHS, Row, read_window
 from acsgd.io.data.rows.layout import RowLayout
@@ -54,7 +54,7 @@ STEPS, PAIRS, SEQUENCE = 6, 10, 48
 # ---- the task
 
 
-class PreferenceFormat(DeclaredFormat):
+class PreferenceFormat(Format):
     """A "prompt", the answer "chosen", and the answer "rejected"."""
 
     required = ("prompt", "chosen", "rejected")
@@ -94,6 +94,7 @@ class PreferenceRows:
     notes = ()
     mean_targets = 0.5
     ends = TextEnds()
+    format = "preference"
 
     def num_empty(self, rows: range) -> int:
         return 0

@@ -105,6 +105,9 @@ class Drawn:
     def stream_states(self, step: int) -> tuple[()]:
         return ()
 
+    def look_ahead(self, step: int) -> None:
+        """Nothing is streamed."""
+
     def restore(self, states: Sequence[object]) -> None:
         pass
 

@@ -38,6 +38,7 @@ TEMPLATES = {
     "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}",
 }
 VALUES: dict[str, Any] = {"false": False, "true": True, "null": None, "3": 3, "low": "low", "\"a 'b' %}\"": "a 'b' %}"}
+VALUES |= {"3 May, noon": "3 May, noon", '"a, b=c"': "a, b=c", '[1, {"a": "b, c=d"}]': [1, {"a": "b, c=d"}]}
 
 
 @pytest.fixture

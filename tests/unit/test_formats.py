@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from acsgd.config.options import DataConfig
 from acsgd.io.data.formats.base import Example, TextSegment
-from acsgd.io.data.formats.formats import FORMATS, read_options
+from acsgd.io.data.formats.formats import FORMATS, describe_unused, read_options
 from acsgd.io.data.sources.base import ReadOptions, RecordCounts
 from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.data.tokens.encode import DocumentEncoder
@@ -120,13 +120,6 @@ def test_a_run_reports_the_format_and_gets_the_mask(tmp_path: Path, tokenizer: P
         (ReadOptions(format="io"), ()),
         (ReadOptions(format="io", targets="all"), ()),
         (ReadOptions(format="io", input_format="Q: __input__"), ()),
-        (
-            ReadOptions(format="io", split_special_tokens=False),
-            (
-                f'data.sources: {path}: data.split_special_tokens has no effect on format "io"; remove it, or give '
-                "--data.format messages",
-            ),
-        ),
     ):
         sources = parse_sources(str(path), options=options)
         [corpus] = tokenize_all(sources, tokenizer, tmp_path / "cache", vocab_size=512)
@@ -135,6 +128,25 @@ def test_a_run_reports_the_format_and_gets_the_mask(tmp_path: Path, tokenizer: P
         if corpus.targets is not None:
             targets = corpus.tokens[:][corpus.targets[:] == 1]
             assert tokenizer.decode(targets.tolist()) == " three<|endoftext|>" * 3
+
+
+def test_options_that_no_format_of_the_sources_reads_are_named() -> None:
+    options: dict[str, Any] = {"targets": "all", "input_format": "Q: __input__", "split_special_tokens": False}
+    options |= {"output_format": " __output__", "chat_template": "a.jinja", "chat_template_kwargs": "a=1"}
+    unused = {
+        "text": {*options},
+        "io": {"chat_template", "chat_template_kwargs", "split_special_tokens"},
+        "messages": {"input_format", "output_format"},
+        "prompt": set(),
+        "alpaca": {*options} - {"targets"},
+        "label": {*options},
+    }
+    for form, names in unused.items():
+        sentences = describe_unused(DataConfig("a", sequence=1, batch=1, **options), {form})
+        assert {sentence.removeprefix("data.").partition("=")[0] for sentence in sentences} == names, form
+        assert all(f'has no effect on format "{form}"; remove it, or give --data.format ' in each for each in sentences)
+        assert describe_unused(DataConfig("a", sequence=1, batch=1), {form}) == []
+    assert describe_unused(DataConfig("a", sequence=1, batch=1, **options), {"text", "prompt"}) == []
 
 
 def test_input_and_output_are_put_into_formats(tmp_path: Path) -> None:

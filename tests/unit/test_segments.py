@@ -222,6 +222,31 @@ def test_a_resumed_run_reads_the_format_that_the_first_record_has(maker: Maker, 
         assert read(resumed, numbers) == expected
 
 
+@pytest.mark.parametrize("maker", ["prompts"], indirect=True)
+@pytest.mark.parametrize("layout", [{}, {"rows": "pack"}, {"rows": "single", "long": "truncate"}])
+def test_ends_format_and_rows_without_targets_are_known_and_counted(
+    layout: dict[str, Any], maker: Maker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "long.jsonl"
+    lengths = np.random.default_rng(0).integers(1, 40, 120).tolist()
+    path.write_text("".join(json.dumps({"input": "1 " * n, "output": f"{n}"}) + "\n" for n in lengths))
+    with closing(maker.streamed(sources=f"stream:{path}", format="auto", **layout)) as rows:
+        rows.look_ahead(0)
+        assert (rows.format, rows.ends.ids, rows.ends.num_open) == ("io", (maker.tokenizer.eos_token_id,), 0)
+        total = length_of(rows)
+        empty = sum(not (rows.read(number)[LABELS] >= 0).any() for number in range(total))
+        assert rows.notes[1] == f"rows: stream:{path}: {empty} of {total} rows have no target tokens, and no loss"
+        rows.read(total)  # the first row of the second epoch
+        assert f" {empty} of {total} " in rows.notes[1]
+    assert "rows have no target tokens" in capsys.readouterr().err
+    path.write_text('{"input": "' + "1 " * 9999 + '", "output": "1"}\n')
+    with (
+        closing(maker.streamed("empty", f"stream:{path}", **layout)) as rows,
+        pytest.raises(RunError, match=r"no target tokens in the .* rows of its first window: there is no loss"),
+    ):
+        rows.look_ahead(0)
+
+
 def test_segments_on_disk_are_few_and_those_removed_are_made_again(
     maker: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from acsgd.commands.data.findings import Finding, LabelCounts
 from acsgd.commands.data.show import open_sources, unused_run
 from acsgd.config.options import DataConfig
+from acsgd.io.data.formats.formats import describe_unused
 from acsgd.io.data.row_spec import RowSpec
 from acsgd.io.data.sources.base import BadRecord, RecordCounts, Source
 from acsgd.io.data.tokens.encode import Encoded, Encoder
@@ -98,10 +99,10 @@ class SourceReport:
             self.labels.add(encoded.labels)
 
 
-def check(data: DataConfig, model: str, task_name: str, sequence: int | None) -> bool:
+def check(data: DataConfig, model: str, task_name: str, sequence: int | None, typed: Callable[[str], str]) -> bool:
     """Print a report on each source; return whether all are valid. Raises ValueError.
 
-    sequence: see SourceReport.
+    sequence: see SourceReport; typed: returns a message with the options of the command.
     """
     task, (sources, tokenizer, config) = find_task(task_name), open_sources(data, model, task_name)
     data = replace(data, sequence=MAX_TOKENS, long="truncate")
@@ -117,6 +118,8 @@ def check(data: DataConfig, model: str, task_name: str, sequence: int | None) ->
         )
     for report in reports:
         _print(report, console)
+    for sentence in describe_unused(data, {report.counts.format for report in reports} - {""}):
+        console.print(Text(typed(sentence), style="bold"))
     return all(report.is_valid for report in reports)
 
 

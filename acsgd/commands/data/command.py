@@ -90,7 +90,7 @@ class Show(DataOptions):
         if self.sequence is not None:
             from acsgd.commands.data.show import show_rows  # imports torch
 
-            show_rows(self.config(), self.model, self.task, self.n)
+            show_rows(self.config(), self.model, self.task, self.n, lambda text: typed(text, Show))
             return
         if (self.task, self.objective, self.rows or self.long) != (Show.task, Show.objective, None):
             raise ValueError("--task, --rows, --long and --objective are options of rows; give --sequence, too")
@@ -114,7 +114,7 @@ class Check(DataOptions):
         """Print the report."""
         from acsgd.commands.data.check import check
 
-        if not check(self.config(), self.model, self.task, self.sequence):
+        if not check(self.config(), self.model, self.task, self.sequence, lambda text: typed(text, Check)):
             sys.exit(1)
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from acsgd.config.options import Config, DataConfig, ModelConfig, OptimConfig
-from acsgd.io.data.formats.formats import read_each, read_options
+from acsgd.io.data.formats.formats import describe_unused, read_each, read_options
 from acsgd.io.data.row_spec import RowSpec
 from acsgd.io.data.sources.base import BadRecord, RecordCounts, Source
 from acsgd.io.data.sources.sources import WeightedSource, parse_sources
@@ -71,6 +71,7 @@ def show_records(data: DataConfig, model: str, number: int, typed: Callable[[str
     typed: returns a message with the options of the command.
     """
     sources, tokenizer, _ = open_sources(data, model)
+    formats = set[str]()
     console = Console(soft_wrap=True, highlight=False)
     masked = "dimmed" if console.is_terminal else "in ⟦⟧"
     for source in sources:
@@ -89,10 +90,13 @@ def show_records(data: DataConfig, model: str, number: int, typed: Callable[[str
             learned = int(encoded.targets.sum())
             console.print(Text(f"\n{where}: {len(encoded.tokens)} tokens, {learned} of them learned", style="bold"))
             console.print(decoded(encoded.tokens, encoded.targets, tokenizer, marks=not console.is_terminal))
+        formats |= {counts.format} - {""}
         if unread := counts.unread_summary():
             console.print(Text(f"\n{unread}", style="bold"))
         known = ends_of(read_generation_config(find_model(model, option="--model", weights=False)), tokenizer)
         console.print(Text("\n".join(["", ends.describe(tokenizer), *ends.notes(tokenizer, known)])))
+    for sentence in describe_unused(data, formats):
+        console.print(Text(f"\n{typed(sentence)}", style="bold"))
 
 
 def decoded(
@@ -110,8 +114,8 @@ def decoded(
     return text
 
 
-def show_rows(data: DataConfig, model: str, task_name: str, number: int) -> None:
-    """Print the first rows of each source, after the notes of a run. Raises ValueError."""
+def show_rows(data: DataConfig, model: str, task_name: str, number: int, typed: Callable[[str], str]) -> None:
+    """Print the first rows of each source, after the notes of a run. typed: see `show_records`. Raises ValueError."""
     config = unused_run(data, model, task_name)
     task = check_options(config)
     found, tokenizer, model_config = open_sources(data, model, task_name)
@@ -124,7 +128,10 @@ def show_rows(data: DataConfig, model: str, task_name: str, number: int) -> None
     spec = RowSpec.of(config, task, model_config, tokenizer, sources)
     with tempfile.TemporaryDirectory(prefix="acsgd-") as name:
         cache = Path(name)
-        for rows in RowMaker(spec, model_config, tokenizer, model, cache, stream_dir=cache).open(sources):
+        opened = RowMaker(spec, model_config, tokenizer, model, cache, stream_dir=cache).open(sources)
+        for sentence in describe_unused(data, {rows.format for rows in opened}):
+            console.print(Text(typed(sentence), style="bold"))
+        for rows in opened:
             masked = "in ⟦⟧" if marks else "dimmed"
             console.print(Text("\n".join([*rows.notes, f"masked tokens are {masked}"]), style="bold"))
             for index in range(min(number, len(rows))):

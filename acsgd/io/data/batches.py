@@ -60,6 +60,11 @@ class BatchReader:
             checksum=sum(streamed.checksum(index) for _, streamed, index in self._streams(step)),
         )
 
+    def look_ahead(self, step: int) -> None:
+        """Read what streamed sources have in a step, as `StreamedRows.look_ahead`."""
+        for _, rows, index in self._streams(step):
+            rows.look_ahead(index)
+
     def stream_states(self, step: int) -> tuple[StreamState | None, ...]:
         """Return what a checkpoint of `step` steps records of each source. Empty if this rank streams none."""
         states = {source: rows.state(index) for source, rows, index in self._streams(step)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from acsgd.config.adapters import ADAPTERS
@@ -12,14 +13,17 @@ from acsgd.groups import Groups
 from acsgd.io.checkpoint.identity import ADAPTER, WEIGHTS, RunIdentity, SourceIdentity, describe_options
 from acsgd.io.checkpoint.resume import Candidates, find
 from acsgd.io.data.batches import BatchReader
+from acsgd.io.data.formats.formats import describe_unused
 from acsgd.io.data.held_out import HeldOut
 from acsgd.io.data.row_spec import RowSpec
 from acsgd.io.data.rows.ul2r import UL2R
+from acsgd.io.files.read_ahead import read_ahead
 from acsgd.layers.verify import PACKED, PREFIXED
 from acsgd.pp.wire.cache_plan import CachePlan, plan_caches
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.initial_weights import check_base_of, checksum_of, open_weight_source
 from acsgd.run.plan.job import Job
+from acsgd.run.session import Session
 from acsgd.run.setup.choices import describe_choices
 from acsgd.run.setup.data import Data, open_data
 from acsgd.run.setup.describe import describe_padding, has_padding
@@ -46,14 +50,27 @@ class RunInputs:
     steps: int
     """Number of optimizer steps of the run."""
     notes: tuple[str, ...]
-    """Sentences on special tokens, formats, skipped text, held-out data, epochs, padding, activation caches and options
-    without effect."""
+    """Sentences on special tokens, skipped text, held-out data, epochs, padding, activation caches and options without
+    effect; see `describe`."""
     disks: RunDisks = SHARED_DISKS
 
     @property
     def held_out_key(self) -> str:
         """Hash of the evaluation data; empty if there is none."""
         return hashlib.sha256(self.held_out.fingerprint().encode()).hexdigest() if self.held_out else ""
+
+    def describe(self, session: Session, step: int) -> list[str]:
+        """Return `notes`, and sentences on what the sources of the next step contain, for which it waits if streamed.
+
+        These are about how the learned texts end, if generation with the files of the model would not stop there, and
+        options of [data] that no format reads. Raises RunError if a streamed source cannot be read.
+        """
+        for _ in read_ahead(self.reader.look_ahead, [step], 0, waits=session.groups.waits):
+            pass  # in a thread: an interrupt ends the wait
+        job = session.job
+        rows = [*self.reader.rows.rows, *(self.held_out.rows.rows if self.held_out else ())]
+        ends = [] if job.model.task.has_labels else self.reader.rows.ends.notes(job.tokenizer, job.ends)
+        return [*self.notes, *ends, *describe_unused(job.config.data, {each.format for each in rows} - {""})]
 
     def fingerprint(self) -> str:
         """Return a string that must be equal on all ranks."""
@@ -71,6 +88,8 @@ def open_inputs(
     """
     verify_layers(job)
     data = open_data(job, groups)
+    if groups is not None:  # else a thread that waits for a streamed source waits on
+        groups.waits.on_interrupt(partial(data.reader.close, wait=False))
     reader, identity = data.reader, _identity(job, data)
     candidates = find(job.paths.checkpoints, job.config.checkpoint.resume, identity)
     if job.model.adapter is not None and candidates.checkpoints and disks.checkpoints.is_shared:
@@ -85,7 +104,7 @@ def open_inputs(
     of_data = (_describe_tokens(job, data.spec), *reader.notes, *held_out_notes, *data.notes)
     known_length = replace(job, config=job.config.with_steps(data.steps))
     choices = describe_choices(known_length, reader.sampler.epochs(data.steps))
-    notes = (*of_data, *_describe_ends(job, reader), *describe_padding(job), *plan_notes, *choices)
+    notes = (*of_data, *describe_padding(job), *plan_notes, *choices)
     return RunInputs(reader, data.held_out, identity, candidates, source, plan, data.steps, notes, disks)
 
 
@@ -123,11 +142,6 @@ def _describe_tokens(job: Job, spec: RowSpec) -> str:
         f"tokens: a text begins with {around[0]} and ends with {around[1]}; padding is "
         f"{name_tokens(tokenizer, [spec.padding])}"
     )
-
-
-def _describe_ends(job: Job, reader: BatchReader) -> list[str]:
-    """Return sentences on how the learned texts end, if generation with the files of the model would not stop there."""
-    return [] if job.model.task.has_labels else reader.rows.ends.notes(job.tokenizer, job.ends)
 
 
 def verify_layers(job: Job) -> None:

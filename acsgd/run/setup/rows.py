@@ -80,10 +80,11 @@ class RowMaker(RowContext):
 
         def make(segment: OpenSegment) -> Rows:
             corpus = segment.corpus
-            if corpus.targets is not None and not corpus.targets[:].any():
-                raise ValueError(no_targets(source, f"the {segment.about.rows:,} rows of a window"))
-            corpus = corpus._replace(ends=finder.find(corpus.tokens, corpus.targets, corpus.offsets[1:]))
-            return task.rows(corpus, self, layout_of(segment.layout) if segment.layout else None)
+            corpus = corpus._replace(ends=finder.find_in_part(corpus.tokens, corpus.targets, corpus.offsets[1:]))
+            rows = task.rows(corpus, self, layout_of(segment.layout, corpus) if segment.layout else None)
+            if rows.num_empty(range(len(rows))) == len(rows) and not segment.about.start.tokens:
+                raise ValueError(no_targets(source, f"the {len(rows):,} rows of its first window"))
+            return rows
 
         span = -(-spec.batch // window)
         directory = self.stream_dir / f"{number}-{spec.key(RowStage.SEGMENTS, version)}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from acsgd.failures.signals import StopSignals
@@ -151,8 +150,6 @@ def open_run(
         if inputs.held_out is not None:
             hooks.append(Evaluations(session, inputs.held_out, metrics.note, signals, stops))
         hooks += [checkpointing, pace]
-        # else the thread that reads ahead waits on
-        session.groups.waits.on_interrupt(partial(inputs.reader.close, wait=False))
         yield TrainingRun(session, inputs, state, StepHooks(hooks, metrics), checkpointing, pace.micros)
 
 

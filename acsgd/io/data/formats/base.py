@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -62,25 +63,9 @@ class FormatError(Exception):
         """Label of the record if that is why: the model cannot learn it."""
 
 
-class Format(Protocol):
-    """What the fields of a record mean. Created with the options and the tokenizer of a run."""
-
-    def detect(self, fields: Mapping[str, Any]) -> bool:
-        """Return whether a record with these fields has this format."""
-        ...
-
-    def example(self, record: SourceRecord) -> Example:
-        """Make an example of a record. Raises FormatError; ValueError if no record can have this format."""
-        ...
-
-    def unread(self, fields: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the names of the fields of a record that have a value and no effect on the example."""
-        ...
-
-
 @dataclass(frozen=True)
-class DeclaredFormat:
-    """A format that declares the fields that it reads. Formats are created with `options` and `tokenizer`."""
+class Format(ABC):
+    """What the fields of a record mean. Created with the options and the tokenizer of a run."""
 
     options: ReadOptions
     tokenizer: PreTrainedTokenizerBase
@@ -89,13 +74,19 @@ class DeclaredFormat:
     """Fields that a record must have. A record with all of them has the format."""
     optional: ClassVar[Sequence[str]] = ()
     """Fields that are read if a record has them."""
+    options_read: ClassVar[Sequence[str]] = ()
+    """Options of [data] that affect the examples, of those that do not affect all formats."""
 
     def detect(self, fields: Mapping[str, Any]) -> bool:
         """Return whether a record has a value in all required fields."""
         return not any(is_null(fields.get(name)) for name in self.required)
 
+    @abstractmethod
+    def example(self, record: SourceRecord) -> Example:
+        """Make an example of a record. Raises FormatError; ValueError if no record can have this format."""
+
     def unread(self, fields: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the names of fields that have a value and are not declared."""
+        """Yield the names of the fields of a record that have a value and no effect on the example: not declared."""
         declared = (*self.required, *self.optional)
         yield from (name for name, value in fields.items() if name not in declared and has_value(value))
 

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, NamedTuple, TypeGuard
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from acsgd.io.data.formats.base import (
-    DeclaredFormat,
     Example,
+    Format,
     FormatError,
     TextSegment,
     TextSpan,
@@ -71,7 +71,7 @@ class ChatRecord(NamedTuple):
     """Tools, and variables of the template."""
 
 
-class Messages(DeclaredFormat):
+class Messages(Format):
     """A list under "messages" of objects with "role" and "content"; maybe "system", and the "tools" that may be called.
 
     Messages may have "tool_calls", and one of FLAGS. "chat_template_kwargs" are variables of the template.
@@ -80,6 +80,7 @@ class Messages(DeclaredFormat):
     field, speaker, content = "messages", "role", "content"
     required: ClassVar[Sequence[str]] = (field,)
     optional = (SYSTEM, TOOLS, VARIABLES)
+    options_read = ("targets", "chat_template", "chat_template_kwargs", "split_special_tokens")
     roles: Mapping[str, str] = {role: role for role in (SYSTEM, USER, ASSISTANT, TOOL, DEVELOPER)}
 
     def detect(self, fields: Mapping[str, Any]) -> bool:

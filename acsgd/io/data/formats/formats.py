@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from acsgd.config.options import DataConfig
-from acsgd.config.spec import suggest
+from acsgd.config.spec import assignments, suggest
 from acsgd.io.data.formats.base import AS_TEXT, Example, Format, FormatError, TextSegment, field_of, has_value, names_of
 from acsgd.io.data.formats.chat import Messages, ShareGpt
 from acsgd.io.data.formats.labelled import Labelled
@@ -19,7 +19,7 @@ from acsgd.io.data.formats.text import Text
 from acsgd.io.data.sources.base import TEXT, BadRecord, ReadOptions, RecordCounts, Source, SourceRecord
 from acsgd.io.data.sources.text import pieces_of
 
-FORMATS: dict[str, Callable[[ReadOptions, PreTrainedTokenizerBase], Format]] = {
+FORMATS: dict[str, type[Format]] = {
     "messages": Messages,
     "sharegpt": ShareGpt,
     "prompt": PromptCompletion,
@@ -53,6 +53,23 @@ def read_options(data: DataConfig, *, has_labels: bool = False) -> ReadOptions:
             )
     given = {each.name: getattr(data, each.name) for each in fields(ReadOptions)}
     return ReadOptions(**{**given, "format": form, "fields": _parse_fields(data.fields)})
+
+
+def describe_unused(data: DataConfig, used: Collection[str]) -> list[str]:
+    """Return a sentence on each option of [data] that no format of the sources reads. used: names of these formats."""
+    readers = dict[str, list[str]]()
+    for name, form in FORMATS.items():
+        for option in form.options_read:
+            readers.setdefault(option, []).append(name)
+    if not used:  # not known
+        return []
+    found = " and ".join(f'"{name}"' for name in sorted(used))
+    return [
+        f"data.{option}={getattr(data, option)} has no effect on format {found}; remove it, or give --data.format "
+        f"{names[0]}, if the data are of this format"
+        for option, names in readers.items()
+        if getattr(data, option) != getattr(DataConfig, option) and not {*names} & {*used}
+    ]
 
 
 def read_each(
@@ -129,13 +146,14 @@ class _Reader:
 
 def _parse_fields(text: str | None) -> tuple[tuple[str, str], ...]:
     """Parse data.fields. Raises ValueError."""
-    pairs = [tuple(part.strip() for part in pair.split("=")) for pair in text.split(",")] if text is not None else []
-    if not all(len(pair) == 2 and all(pair) for pair in pairs):
-        words = (text or "").split()
-        is_list = len(words) > 1 and all(re.fullmatch("[^=,]+=[^=,]+", word) for word in words)
-        example = ",".join(words) if is_list else "text=content"
+    if text is None:
+        return ()
+    pairs, words = assignments(text), text.split()
+    is_spaced = len(words) > 1 and all(re.fullmatch("[^=,]+=[^=,]+", word) for word in words)
+    if pairs is None or is_spaced:
+        example = ",".join(words) if is_spaced else "text=content"
         raise ValueError(f'data.fields="{text}" is not a list of fields; write, for example, "{example}"')
-    return tuple((pair[0], pair[1]) for pair in pairs)
+    return tuple(pairs)
 
 
 def parts_of(example: Example) -> Iterator[Example]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from acsgd.io.data.formats.base import DeclaredFormat, Example, FormatError, TextSegment, is_null, names_of, string_of
+from acsgd.io.data.formats.base import Example, Format, FormatError, TextSegment, is_null, names_of, string_of
 from acsgd.io.data.sources.base import Label, SourceRecord
 
 TEXTS = (
@@ -22,7 +22,7 @@ TEXTS = (
 LABEL = "label"
 
 
-class Labelled(DeclaredFormat):
+class Labelled(Format):
     """A "text", or texts under names of TEXTS, and a "label": a class, by number or name, or a number."""
 
     required = (LABEL,)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
-from acsgd.io.data.formats.base import DeclaredFormat, Example, FormatError, TextSegment, has_value, string_of
+from acsgd.io.data.formats.base import Example, Format, FormatError, TextSegment, has_value, string_of
 from acsgd.io.data.formats.chat import PromptMessages
 from acsgd.io.data.sources.base import TEXT, SourceRecord
 
@@ -25,13 +25,14 @@ HUMAN, BOT = "<human>:", "<bot>:"
 _TURN = re.compile(rf"(?:^|(?<=\n))({HUMAN}|{BOT})")
 
 
-class _PromptFormat(DeclaredFormat):
+class _PromptFormat(Format):
     """A prompt and its answer. "system" is a text before them, "history" a list of earlier pairs of prompt and answer.
 
     The answers of the history are learned, too, as LLaMA-Factory does.
     """
 
     optional: ClassVar[Sequence[str]] = (SYSTEM, HISTORY)
+    options_read: ClassVar[Sequence[str]] = ("targets",)
     answer: ClassVar[str]
 
     def example(self, record: SourceRecord) -> Example:
@@ -71,6 +72,7 @@ class _PromptFormat(DeclaredFormat):
 class _Pair(_PromptFormat):
     """A prompt and an answer, which data.input_format and data.output_format put into a text."""
 
+    options_read = ("targets", "input_format", "output_format")
     prompts: ClassVar[Sequence[str]]
     """Fields with the parts of the prompt, of which records may have some; they are joined by newlines."""
 
@@ -95,6 +97,7 @@ class PromptCompletion(_Pair):
     required, answer = ("prompt", "completion"), "completion"
     optional = ("input", *_Pair.optional)
     prompts = ("prompt", "input")
+    options_read = (*_Pair.options_read, *PromptMessages.options_read)
 
     def example(self, record: SourceRecord) -> Example:
         return self._messages.example(record) if self._messages.detect(record.fields) else super().example(record)
@@ -158,10 +161,11 @@ class Dolly(_Instruction):
     required, answer = ("instruction", "response"), "response"
 
 
-class OigChat(DeclaredFormat):
+class OigChat(Format):
     """A text of turns that begin with "<human>:" and "<bot>:". Each answer is learned up to the next turn."""
 
     required = (TEXT,)
+    options_read = ("targets",)
 
     def detect(self, fields: Mapping[str, Any]) -> bool:
         """Return False: such a text is learned as a whole unless this format is asked for."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from acsgd.io.data.formats.base import DeclaredFormat, Example, TextSegment, string_of
+from acsgd.io.data.formats.base import Example, Format, TextSegment, string_of
 from acsgd.io.data.sources.base import TEXT, SourceRecord
 
 
-class Text(DeclaredFormat):
+class Text(Format):
     """A document under "text", all of which is learned."""
 
     required = (TEXT,)

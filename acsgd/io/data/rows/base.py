@@ -60,7 +60,12 @@ class Rows(Protocol):
 
     @property
     def ends(self) -> TextEnds:
-        """How the learned texts end; of a streamed source, those read last."""
+        """How the learned texts end; of a streamed source, those read so far."""
+        ...
+
+    @property
+    def format(self) -> str:
+        """Name of the format of the records; empty if it is not known."""
         ...
 
     def __len__(self) -> int:
@@ -184,7 +189,8 @@ class DescribedRows:
     """Mean number of labels of a row that are not IGNORED."""
     is_streamed: bool = False
     ends: ClassVar[TextEnds] = TextEnds()
-    """Not known, as is `num_empty`."""
+    """Not known, as are `num_empty` and `format`."""
+    format: ClassVar[str] = ""
 
     def num_empty(self, rows: range) -> int:
         """Return 0."""

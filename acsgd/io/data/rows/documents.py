@@ -51,6 +51,11 @@ class ConcatRows:
         return self.corpus.ends
 
     @property
+    def format(self) -> str:
+        """Name of the format of the records."""
+        return self.corpus.format
+
+    @property
     def mean_targets(self) -> float:
         """Mean number of target tokens of a row; as in the whole corpus, also if its end is dropped."""
         return self._sequence * self.corpus.target_fraction
@@ -116,6 +121,11 @@ class DocumentRows:
     def ends(self) -> TextEnds:
         """How the learned texts end."""
         return self.corpus.ends
+
+    @property
+    def format(self) -> str:
+        """Name of the format of the records."""
+        return self.corpus.format
 
     @property
     def mean_targets(self) -> float:

@@ -59,6 +59,11 @@ class _ExampleRows:
         return self.corpus.ends
 
     @property
+    def format(self) -> str:
+        """Name of the format of the records."""
+        return self.corpus.format
+
+    @property
     def mean_targets(self) -> float:
         """Mean number of labels of a row."""
         return 1.0

@@ -50,7 +50,7 @@ class RowLayout(NamedTuple):
     num_targets: int
     """Number of labels of all rows that are not ignored."""
     targets: Array = np.empty(0, np.int64)
-    """Number of those of each row; empty if each has some, or if it is not known."""
+    """Number of those of each row; empty if each has some."""
 
 
 def open_layout(path: Path, make: Callable[[], RowLayout], *, reports_wait: bool = True) -> RowLayout:
@@ -96,17 +96,27 @@ def make_layout(
             f"data.rows={kind}: no document of {corpus.name} has at least 2 tokens and fits into a row of "
             f"data.sequence={sequence}; use another source, or data.long=split"
         )
-    is_masked = corpus.targets is not None
-    targets = count_targets(corpus, starts, lengths) if is_masked else np.empty(0, np.int64)
-    num_targets = int(targets.sum()) if is_masked else round(float(objective.learned(lengths).sum()))
     offsets = np.arange(len(starts) + 1)
     if kind == "pack":
         rows = best_fit(objective.sizes(lengths), sequence)
         rows = shuffled(rows, int(rows.max()) + 1, np.zeros(len(rows), np.uint64))
-        targets = np.bincount(rows, targets).astype(np.int64) if is_masked else targets
         starts, lengths, offsets = by_row(starts, lengths, rows)
+    targets = targets_of_rows(corpus, starts, lengths, offsets)
+    num_targets = int(targets.sum() if len(targets) else round(float(objective.learned(lengths).sum())))
     note = _describe(corpus, sequence, kind, long, objective.mean_sizes(lengths), len(offsets) - 1, num_long)
     return RowLayout(starts, lengths, offsets, note, num_targets, targets)
+
+
+def targets_of_rows(corpus: Corpus, starts: Ints, lengths: Ints, offsets: Ints) -> Ints:
+    """Return the number of labels of each row that are not ignored; nothing if all tokens are targets.
+
+    starts, lengths, offsets: see RowLayout.
+    """
+    if corpus.targets is None:
+        return np.empty(0, np.int64)
+    order, counts = np.argsort(starts, kind="stable"), np.empty(len(starts), np.int64)
+    counts[order] = count_targets(corpus, starts[order], lengths[order])
+    return np.add.reduceat(counts, offsets[:-1])
 
 
 def parts_of(corpus: Corpus, sequence: int, long: LongDocument, objective: Objective) -> tuple[Ints, Ints, int]:

@@ -11,8 +11,8 @@ import numpy as np
 
 from acsgd.errors import RunError
 from acsgd.io.data.row_spec import LongDocument
-from acsgd.io.data.rows.base import Row, Rows
-from acsgd.io.data.rows.layout import ARRAYS, RowKind, RowLayout, best_fit, by_row, parts_of
+from acsgd.io.data.rows.base import Row, Rows, describe_empty
+from acsgd.io.data.rows.layout import ARRAYS, RowKind, RowLayout, best_fit, by_row, parts_of, targets_of_rows
 from acsgd.io.data.rows.objectives import Objective
 from acsgd.io.data.sampler import Ints, order_key, shuffled
 from acsgd.io.data.stream.segment_cache import SegmentCache
@@ -22,6 +22,7 @@ from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.io.data.tokens.ends import TextEnds
 from acsgd.io.files.arrays import Array
 from acsgd.io.files.fields import Natural
+from acsgd.notes import print_note
 
 OPEN = 4
 """Number of segments that are kept open, if as many are not read at a time."""
@@ -75,8 +76,16 @@ class StreamedRows:
         source: int,
         span: int = 1,
     ) -> None:
-        self.notes = (f"data.sources: {name}: tokenized during training, shuffled within {window:,} sequences",)
         self.cache = cache
+        self.ends = TextEnds()
+        """How the learned texts of the segments read so far end."""
+        self.format = ""
+        """Format of the records; empty before the first segment is read."""
+        self._name = name
+        self._num_empty: dict[int, int] = {}
+        """Number of rows without a target of each segment read so far, by its index."""
+        self._num_read = 0
+        """Number of rows of these segments."""
         self._version = version
         self._make = make
         self._window = window
@@ -86,14 +95,15 @@ class StreamedRows:
         self._current: dict[tuple[int, int], _Current] = {}
         """Segments read last, by epoch and index."""
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on the source, and on rows without targets among those read so far."""
+        how = f"data.sources: {self._name}: tokenized during training, shuffled within {self._window:,} sequences"
+        return (how, *describe_empty(self._name, sum(self._num_empty.values()), self._num_read))
+
     def fingerprint(self) -> tuple[object, ...]:
         """Return values that differ between hosts with different texts."""
         return (self._version,)
-
-    @property
-    def ends(self) -> TextEnds:
-        """How the learned texts of the segments read last end."""
-        return TextEnds.union(current.rows.ends for current in [*self._current.values()])
 
     def num_empty(self, rows: range) -> int:
         """Return 0."""
@@ -106,6 +116,13 @@ class StreamedRows:
         """Read the row with the number `index` in the run, counted from 0, waiting until it is tokenized."""
         place, current = self._locate(index)
         return current.rows.read(int(current.order[place]), current.epoch)
+
+    def look_ahead(self, index: int) -> None:
+        """Read the segment of a row before training, waiting until it is tokenized: then `ends` and `format` are known.
+
+        Raises RunError as `SegmentCache.segment`, and if the first segment of the source has no target.
+        """
+        self._locate(index)
 
     def checksum(self, index: int) -> int:
         """Return the checksum of the segment with a row, equal on all hosts, waiting until it is tokenized."""
@@ -148,7 +165,19 @@ class StreamedRows:
         except ValueError as error:  # training goes on already: it is an error of this rank's host, not of its start
             raise RunError(str(error)) from None
         self._current = {**dict([*self._current.items()][1 - self._num_open :]), (epoch, number): current}
+        self.ends = TextEnds.union([self.ends, current.rows.ends])
+        self.format = segment.about.after.format
+        if number not in self._num_empty:
+            self._count(number, current.rows)
         return current
+
+    def _count(self, number: int, rows: Rows) -> None:
+        """Count rows without targets; print a sentence when their number has reached another power of two."""
+        before, is_first = sum(self._num_empty.values()), not self._num_read
+        self._num_read += len(rows)
+        self._num_empty[number] = found = rows.num_empty(range(len(rows)))
+        if (before + found).bit_length() > before.bit_length() and self.cache.writes and not is_first:
+            print_note(self.notes[-1])
 
 
 def cut_concat(rows: int, sequence: int) -> Cutter:
@@ -213,7 +242,8 @@ def fill(sizes: Ints, capacity: int, rows: int) -> Ints:
     return np.concatenate([placed, np.arange(int(placed.max(initial=-1)) + 1, rows)[: len(sizes) - low]])
 
 
-def layout_of(arrays: Mapping[str, Array]) -> RowLayout:
-    """Return the layout of a segment from the arrays of its Cut."""
-    starts, lengths, offsets = (arrays[name] for name in ARRAYS)
-    return RowLayout(starts, lengths, offsets, note="", num_targets=0)
+def layout_of(arrays: Mapping[str, Array], corpus: Corpus) -> RowLayout:
+    """Return the layout of a segment from the arrays of its cut."""
+    starts, lengths, offsets = (arrays[name][:] for name in ARRAYS)
+    targets = targets_of_rows(corpus, starts, lengths, offsets)
+    return RowLayout(starts, lengths, offsets, note="", num_targets=int(targets.sum()), targets=targets)

@@ -45,6 +45,8 @@ class Corpus(NamedTuple):
     """Sentences for the user: on the format of the records, and on those skipped as unreadable."""
     ends: TextEnds = TextEnds()
     """How its learned texts end."""
+    format: str = ""
+    """Name of the format of its records."""
 
     def spans(self) -> tuple[Ints, Ints]:
         """Return the position of the first token of each document, and that after the last one."""

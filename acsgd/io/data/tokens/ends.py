@@ -81,6 +81,13 @@ class EndFinder:
         found = tuple(np.unique(ids[places][is_mark]).tolist())
         return TextEnds(found, int(is_final.sum()), int((is_final & ~is_mark).sum()))
 
+    def find_in_part(self, tokens: Array, targets: Array | None, ends: NDArray[np.int64]) -> TextEnds:
+        """Return how documents end of which the last one may go on after these tokens: it counts if it ends in a token
+        that is no ordinary one.
+        """
+        known, complete = self.find(tokens, targets, ends[:-1]), self.find(tokens, targets, ends)
+        return complete if complete.num_open == known.num_open else known._replace(ids=complete.ids)
+
     def _are_blank(self, tokens: NDArray[Any]) -> NDArray[np.bool_]:
         """Return which tokens are ordinary ones without a visible character."""
         known, places = np.unique(tokens, return_inverse=True)

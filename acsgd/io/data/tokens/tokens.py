@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from acsgd.config.options import DataConfig
 from acsgd.io.data.row_spec import RowSpec, RowStage
 from acsgd.io.data.sources.base import TEXT, RecordCounts, Source
 from acsgd.io.data.tokens.corpus import Corpus, CorpusWriter, open_arrays
@@ -27,13 +26,6 @@ if TYPE_CHECKING:
 
 ABOUT = "about.json"
 """File of a cache entry with the fields of TokenStats, beside the arrays of the Corpus."""
-
-READ_BY = {
-    "input_format": ("io", "prompt", "p3"),
-    "output_format": ("io", "prompt", "p3"),
-    "split_special_tokens": ("messages", "sharegpt", "prompt"),
-}
-"""Options that only some formats read."""
 
 NAME_BYTES = 80
 """Maximum length of the name of a source in the name of its cache entry."""
@@ -60,15 +52,10 @@ class TokenStats(NamedTuple):
     """How the learned texts end."""
 
     def notes(self, source: Source) -> tuple[str, ...]:
-        """Return sentences on a format that was detected, on skipped records, and on fields and options not read."""
+        """Return sentences on a format that was detected, on skipped records, and on fields not read."""
         is_detected = source.options.format == "auto" and self.format != TEXT
         clauses = [f'format "{self.format}", detected from the first record'] if is_detected else []
         clauses += [clause for clause in (self.unread, self.skipped, self.long) if clause]
-        clauses += [
-            f'data.{name} has no effect on format "{self.format}"; remove it, or give --data.format {formats[0]}'
-            for name, formats in READ_BY.items()
-            if getattr(source.options, name) != getattr(DataConfig, name) and self.format not in formats
-        ]
         return tuple(f"{source.key}: {source.name}: {clause}" for clause in clauses)
 
 
@@ -128,6 +115,7 @@ def _read_entry(path: Path, source: Source) -> tuple[Corpus, int]:
         target_fraction=fraction,
         notes=stats.notes(source),
         ends=stats.ends,
+        format=stats.format,
     )
     return corpus, stats.largest
 
