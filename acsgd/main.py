@@ -8,7 +8,7 @@
 
 Flags override the file. The run directory (log.dir) gets config.toml, metrics.jsonl, logs/ and checkpoints/. The same
 command, with any number of processes, resumes from the newest checkpoint. SIGINT, SIGTERM, SIGUSR1 and SIGHUP (the
-terminal was closed) stop the run after the current step, or in an evaluation, and save it.
+terminal was closed) stop the run after the current step, in an evaluation or a wait for streamed data, and save it.
 """
 
 from __future__ import annotations

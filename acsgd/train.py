@@ -100,6 +100,8 @@ def run_steps(run: TrainingRun) -> None:
     batches = run.read_ahead()
     while state.progress.step < run.num_steps and not (state.is_stopped or state.is_paused):
         state.started_at = time.perf_counter()  # the wait for the batch is part of the step
+        if not hooks.before_step(state):
+            break
         train_step(run.session, next(batches), state.progress, hooks.report(state), state=state)
         if hooks.after_step(state):
             hooks.before_next(state)

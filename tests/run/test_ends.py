@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from acsgd import main, train
-from acsgd.config.options import CheckpointConfig, Config, RunConfig
+from acsgd.config.options import CheckpointConfig, Config, EvalConfig, RunConfig
 from acsgd.errors import RunError
 from acsgd.failures.failures import GRACE_S
 from acsgd.failures.signals import REPEAT_S, WATCH_S
@@ -30,8 +30,12 @@ from acsgd.layers.batch import Batch
 from acsgd.pp.runtime import Evaluated, Pipeline
 from acsgd.pp.stage import Stage
 from acsgd.run.lock import lease, lock
+from acsgd.run.setup import rows
 from acsgd.run.step.checkpointing import Checkpointing
+from acsgd.run.step.hooks import LoopState
+from acsgd.run.step.run import NextBatch
 from tests.lib.cache import shared_model, with_shared_cache
+from tests.lib.corpora import write_records
 from tests.lib.forks import checkpoints_of, finish, make_config, started
 from tests.lib.launched import MARGIN_S, TRAIN, running
 from tests.lib.patience import NO_LIMIT_S, stretched
@@ -205,6 +209,49 @@ def test_a_stop_signal_in_an_evaluation_is_saved_and_the_resumed_run_repeats_it(
     assert any(note.startswith("step 3: a stop signal has ended the evaluation") for note in notes)
     assert notes[-1].startswith("stopped after step 3 of 4 on ")
     assert checkpoints_of(config).steps() == [3]
+    assert finish(config, processes) == finish(config_in("calm"), processes)
+
+
+STALLED_AT = 3
+"""Step after which no more streamed data arrive."""
+
+
+def stall_the_stream(rank: int, notice: Path) -> None:
+    """Patch this process: a source yields two windows of 8 sequences, and training creates `notice` when it waits."""
+    read_segments, before_step = rows.read_segments, NextBatch.before_step
+
+    def stalling(*args: Any, **options: Any) -> Iterator[Any]:
+        yield from itertools.islice(read_segments(*args, **options), 2)
+        time.sleep(600)
+
+    def noticed(self: NextBatch, state: LoopState) -> None:
+        if state.progress.step == STALLED_AT:  # whose next batch, that of two steps later, is not there
+            notice.with_name(f"{notice.name}-{rank}").touch()
+        before_step(self, state)
+
+    rows.read_segments, NextBatch.before_step = stalling, noticed  # type: ignore[attr-defined, method-assign]
+
+
+def test_a_stop_signal_while_ranks_wait_for_streamed_data_is_saved(tmp_path: Path) -> None:
+    processes = 4
+    write_records(tmp_path / "a.jsonl")
+
+    def config_in(name: str) -> Config:
+        model = shared_model(tmp_path, blocks=2)
+        config = make_config(model, tmp_path / name, processes=processes, steps=6, checkpoint=CheckpointConfig())
+        streamed = {"sources": f"stream:{tmp_path / 'a.jsonl'}", "window": 8, "eval_fraction": 0.0}
+        data = dataclasses.replace(config.data, **streamed)  # type: ignore[arg-type]
+        return with_shared_cache(dataclasses.replace(config, data=data, eval=EvalConfig()))
+
+    config, notice = config_in("run"), tmp_path / "waits"
+    with started(config, processes, setup=partial(stall_the_stream, notice=notice)) as run:
+        run.wait_until(lambda: len([*tmp_path.glob("waits-*")]) == processes)
+        run.send(signal.SIGUSR1, [processes - 1])
+        assert run.join(MARGIN_S) == [0] * processes, run.stderr
+        notes = run.notes()
+    assert any(note.startswith("step 3: a stop signal has ended the wait for streamed data") for note in notes)
+    assert notes[-1].startswith("stopped after step 3 of 6 on ")
+    assert checkpoints_of(config).steps() == [STALLED_AT]
     assert finish(config, processes) == finish(config_in("calm"), processes)
 
 

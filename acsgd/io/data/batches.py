@@ -14,7 +14,7 @@ from acsgd.comm.waits import DIRECT, Waits
 from acsgd.io.data.rows.base import RowReader
 from acsgd.io.data.rows.streamed import StreamedRows, StreamState
 from acsgd.io.data.sampler import Ints, Sampler
-from acsgd.io.files.read_ahead import read_ahead
+from acsgd.io.files.read_ahead import ReadAhead
 from acsgd.layers.batch import Batch
 
 AHEAD = 3
@@ -118,16 +118,23 @@ class Dataset:
     ) -> None:
         self.reader = reader
         keys = ((step, micros(step)) for step in steps)
-        self._batches = read_ahead(lambda key: reader.batch(*key), keys, max(ahead - 1, 0), waits=waits)
+        self._batches = ReadAhead(lambda key: reader.batch(*key), keys, max(ahead - 1, 0), waits=waits)
         self._upcoming: Batch | None = None
+        self._waiting_since: float | None = None
         self._error: Exception | None = None
         """Of the read of the batch after the last one."""
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
+    def is_ready(self, timeout_s: float = 0.0) -> bool:
+        """Return whether the next batch is there, after at most some seconds, which count as a wait for it."""
+        if timeout_s:
+            self._waiting_since = self._waiting_since or time.perf_counter()
+        return self._error is not None or self._batches.has(1 if self._upcoming else 2, timeout_s)
+
     def __next__(self) -> Batch:
-        started = time.perf_counter()
+        started, self._waiting_since = self._waiting_since or time.perf_counter(), None
         if self._error is not None:
             raise self._error
         batch = self._upcoming or next(self._batches)

@@ -146,9 +146,16 @@ class Checkpointing(StepHook):
         self._has_copy = False
 
     def at_end(self, state: LoopState) -> None:
-        """Wait for the last save. Until it is written the step counts as open, so that it can be saved again."""
+        """Wait for the last save, after one of a run that has stopped later than after its last step.
+
+        Until it is written the step counts as open, so that it can be saved again.
+        """
         state.is_open = True
         self.finish_save(wait=True, last=True)
+        if state.is_stopped and self.newest_step < state.progress.step:
+            self.copy_state(state.progress, due=True, best=False, idle=state.idle)
+            self.after_log(state)
+            self.finish_save(wait=True, last=True)
         state.is_open = False
         self._note(self._describe_end(state.progress.step))
 
@@ -224,6 +231,8 @@ class Checkpointing(StepHook):
             return f"nothing left to train: {last}; raise {length}, or give another log.dir ({self.newest})"
         if step == steps:
             return f"done: step {step} of {steps}, {self.newest}"
+        if self.newest is None:
+            return f"stopped before the first step on {self._signals.received or 'a signal to another rank'}"
         return (
             f"stopped after step {step} of {steps} on {self._signals.received or 'a signal to another rank'}; "
             f"the same command, with any number of processes, resumes from {self.newest}"

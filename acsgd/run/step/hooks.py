@@ -90,6 +90,9 @@ class StepHook:
         """Return this rank's numbers for the step that begins. Fields that are left out are reported as 0."""
         return {}
 
+    def before_step(self, state: LoopState) -> None:
+        """Act before a step, also the first one of a loop, or end the loop by `state.is_stopped`."""
+
     def after_step(self, state: LoopState) -> Progress | None:
         """Act after a step, before its metrics are logged. Nothing that is written may be ahead of them.
 
@@ -130,6 +133,12 @@ class StepHooks:
                 raise ValueError(f"{type(hook).__name__} reports fields that it does not declare: {undeclared}")
             numbers |= {field: reported.get(field, 0.0) for field in hook.fields}
         return numbers
+
+    def before_step(self, state: LoopState) -> bool:
+        """Act before a step; return whether it is to be run."""
+        for hook in self._hooks:
+            hook.before_step(state)
+        return not state.is_stopped
 
     def after_step(self, state: LoopState) -> bool:
         """Close the last step: act, log its metrics, act; return False if the run has returned to an earlier step."""

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from acsgd.failures.signals import StopSignals
-from acsgd.io.data.batches import Dataset
+from acsgd.io.data.batches import BatchReader, Dataset
 from acsgd.io.data.held_out import HeldOut
+from acsgd.io.data.sources.streamed import Streamed
 from acsgd.io.telemetry.metrics import TEXT, Metrics
 from acsgd.io.telemetry.text_log import open_text_log
 from acsgd.layers.batch import Batch
 from acsgd.metrics import describe
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan.job import Job
-from acsgd.run.report import Report, StepField, Vote, on_any
+from acsgd.run.report import Report, StepField, Vote, on_all, on_any
 from acsgd.run.session import Session
 from acsgd.run.setup.inputs import RunInputs
 from acsgd.run.setup.resume import Start
@@ -27,6 +28,10 @@ from acsgd.run.step.spikes import SpikeGuard
 
 STOP = StepField("stop", on_any)
 """Whether this rank has received a stop signal."""
+READY = StepField("ready", on_all)
+"""Whether this rank has the next batch already."""
+POLL_S = 0.2
+"""Seconds between two votes of ranks that wait for streamed data."""
 
 
 class StopOnSignal(StepHook):
@@ -98,6 +103,63 @@ class Evaluations(StepHook):
         vote.settle()
 
 
+class NextBatch(StepHook):
+    """Opens the batches of a run. If a source is streamed, all ranks wait for the next one together, if one has to.
+
+    So a stop signal to any of them ends the wait. stops: see `StopOnSignal`; note: prints a sentence for the user.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        reader: BatchReader,
+        micros: Callable[[int], range],
+        signals: StopSignals,
+        stops: StepField[bool],
+        note: Callable[[str], None],
+    ) -> None:
+        self._session = session
+        self._reader = reader
+        self._micros = micros
+        self._signals = signals
+        self._stops = stops
+        self._note = note
+        self._is_streamed = any(isinstance(source, Streamed) for source, _ in session.job.sources)
+        self.fields = (READY,) if self._is_streamed else ()
+        self._batches: Dataset | None = None
+        self._is_ready = False
+        """Whether all ranks have the next batch, as they have reported with the last step."""
+
+    def open(self, steps: range) -> Dataset:
+        """Return the batches of some steps, in place of those that were opened before."""
+        if self._batches is not None:
+            self._batches.close()
+        self._batches = Dataset(self._reader, steps, micros=self._micros, waits=self._session.groups.waits)
+        self._is_ready = False
+        return self._batches
+
+    def report(self, state: LoopState) -> Report:
+        return {READY: self._batches is not None and self._batches.is_ready()} if self._is_streamed else {}
+
+    def after_step(self, state: LoopState) -> None:
+        assert state.summary is not None
+        self._is_ready = state.summary[READY]
+
+    def before_step(self, state: LoopState) -> None:
+        if not self._is_streamed or self._is_ready:
+            return
+        assert self._batches is not None
+        vote, before = Vote(self._session.groups), list[bool]()
+        while not (before and not before[0]):
+            is_ready, stops = self._batches.is_ready(POLL_S), self._signals.received is not None
+            before = vote.cast(not is_ready, stops, not stops)
+            if before and self._stops.reduce([[before[1], not before[2]]]):
+                state.is_stopped = True
+                self._note(f"step {state.progress.step}: a stop signal has ended the wait for streamed data")
+                break
+        vote.settle()
+
+
 class _LeftError(Exception):
     """All ranks leave an evaluation."""
 
@@ -111,8 +173,7 @@ class TrainingRun:
     state: LoopState
     hooks: StepHooks
     checkpointing: Checkpointing
-    micros: Callable[[int], range]
-    """Returns the micro-batches of this replica in a step that is read from now on."""
+    batches: NextBatch
 
     @property
     def num_steps(self) -> int:
@@ -121,8 +182,7 @@ class TrainingRun:
 
     def read_ahead(self) -> Iterator[Batch]:
         """Return the batches of the steps that are left."""
-        left = range(self.state.progress.step, self.num_steps)
-        return Dataset(self.inputs.reader, left, micros=self.micros, waits=self.session.groups.waits)
+        return self.batches.open(range(self.state.progress.step, self.num_steps))
 
 
 @contextlib.contextmanager
@@ -149,8 +209,9 @@ def open_run(
         hooks.append(StopOnSignal(signals, stops))
         if inputs.held_out is not None:
             hooks.append(Evaluations(session, inputs.held_out, metrics.note, signals, stops))
-        hooks += [checkpointing, pace]
-        yield TrainingRun(session, inputs, state, StepHooks(hooks, metrics), checkpointing, pace.micros)
+        batches = NextBatch(session, inputs.reader, pace.micros, signals, stops, metrics.note)
+        hooks += [checkpointing, pace, batches]
+        yield TrainingRun(session, inputs, state, StepHooks(hooks, metrics), checkpointing, batches)
 
 
 def text_log_of(job: Job) -> contextlib.AbstractContextManager[None]:
