@@ -250,6 +250,9 @@ BAD: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ({"messages": [CHAT[0], {"role": "assistant", "tool_calls": [{}]}]}, {}, "has tool calls in message 2, which the"),
     ({"conversations": [{"from": "function_call", "value": "tide()"}]}, {}, "has no tool call in message 1 ('tide()')"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}, CHAT[1]]}, {}, "has a part in message 1 that is"),
+    ({"messages": [CHAT[0], {**CHAT[1], "train_detail": [{}]}]}, {}, 'has "train_detail" in message 2: parts of an'),
+    ({"messages": CHAT, "label": False}, {}, 'has "label": false, which says that its answer is one to avoid'),
+    ({"prompt": "a", "completion": "b", "kto_tag": False}, {}, 'has "kto_tag": false, which says that its answer'),
     ({"prompt": "a", "completion": "b", "history": [["c"]]}, {}, 'has no list of pairs under "history"; write'),
 ]
 """Record, options, and the message."""
@@ -340,10 +343,30 @@ def test_fields_without_effect_are_counted(tmp_path: Path, tokenizer: PreTrained
     messages = [{**CHAT[0], "name": "x", "train": True}, {**CHAT[1], "weight": 1, "name": None}]
     found = unread(tmp_path, {"messages": messages, "tools": [{"name": "f"}], "id": 1}, tokenizer=chat)
     assert found == {"messages.name": 1, "messages.train": 1, "tools": 1, "id": 1}
+    record = {"a": {"b": {"text": "t", "n": 1}, "c": 2, "d": None}, "e": 3}
+    assert unread(tmp_path, record, fields="text=a.b.text") == {"a.b.n": 1, "a.c": 1, "e": 1}
+    parts = [{"type": "text", "text": "a", "cache_control": {"type": "x"}, "image": None}]
+    messages = [{"role": "user", "content": parts, "weight": 0}, {**CHAT[1], "training": 1}]
+    record = {"messages": messages, "chat_template_kwargs": {"mode": 1}, "functions": [{"name": "f"}]}
+    names = {"messages.content.cache_control", "chat_template_kwargs.mode", "functions"}
+    assert unread(tmp_path, record, tokenizer=chat) == dict.fromkeys(names, 1)
+    record = {"prompt": [{**CHAT[0], "id": 1}], "completion": [{**CHAT[1], "name": "x"}]}
+    assert unread(tmp_path, record, tokenizer=chat) == {"prompt.id": 1, "completion.name": 1}
     path = tmp_path / "b.jsonl"
     path.write_text('{"text": "one", "id": 3}\n' * 2)
     [corpus] = tokenize_all(parse_sources(str(path)), tokenizer, tmp_path / "cache", vocab_size=512)
     assert corpus.notes == (f'data.sources: {path}: fields that are not read (records with them): "id" (2)',)
+
+
+def test_a_field_of_a_message_is_read_if_it_changes_the_text(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Not if the template names it elsewhere, as "name" in tool calls, or on a condition that no message meets."""
+    template = OBJECTS.replace("m.role +", "(m.name if m.role == 'tool' and m.name else m.role) +")
+    chat, named = with_template(tokenizer, template), {"name": "x"}
+    assert unread(tmp_path, {"messages": [{**CHAT[0], **named}, CHAT[1]]}, tokenizer=chat) == {"messages.name": 1}
+    user, call, result, answer = calling(ARGUMENTS)
+    assert unread(tmp_path, {"messages": [user, call, {**result, **named}, answer]}, tokenizer=chat) == {}
 
 
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -493,6 +516,14 @@ def calling(arguments: Any) -> list[dict[str, Any]]:
     return [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call]}, result, answer]
 
 
+def legacy() -> list[dict[str, Any]]:
+    """Return the chat of `calling` as OpenAI had it before tools."""
+    user, _, result, answer = calling(ARGUMENTS)
+    call = {"name": "tide", "arguments": json.dumps(ARGUMENTS)}
+    asked = {"role": "assistant", "content": None, "function_call": call}
+    return [user, asked, {**result, "role": "function", "name": "tide"}, answer]
+
+
 def sharegpt(call: Any) -> list[dict[str, str]]:
     """Return the chat of `calling` as ShareGPT has it."""
     texts = {"human": CHAT[0]["content"], "function_call": json.dumps(call), "observation": "4", "gpt": "4 m."}
@@ -513,6 +544,7 @@ CHATS: list[tuple[str, dict[str, Any], list[dict[str, Any]], dict[str, Any]]] = 
     (OBJECTS, {"messages": calling(json.dumps(ARGUMENTS))}, calling(ARGUMENTS), {}),
     (OBJECTS, {"messages": calling("{}")}, calling({}), {}),
     (TEXTS, {"messages": calling(json.dumps(ARGUMENTS))}, calling(json.dumps(ARGUMENTS)), {}),
+    (OBJECTS, {"messages": legacy(), "functions": [FUNCTION["function"]]}, calling(ARGUMENTS), {"tools": [FUNCTION]}),
     (
         OBJECTS,
         {"conversations": sharegpt({"name": "tide", "arguments": ARGUMENTS})},

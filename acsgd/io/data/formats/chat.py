@@ -31,8 +31,9 @@ from acsgd.shards.chat_template import names
 ChatMessage = dict[str, Any]
 
 SYSTEM, USER, ASSISTANT, TOOL, DEVELOPER = "system", "user", "assistant", "tool", "developer"
+ROLES = {**{role: role for role in (SYSTEM, USER, ASSISTANT, TOOL, DEVELOPER)}, "function": TOOL}
 SPEAKERS = {
-    **{role: role for role in (SYSTEM, USER, ASSISTANT, TOOL, DEVELOPER)},
+    **ROLES,
     "human": USER,
     "gpt": ASSISTANT,
     "chatgpt": ASSISTANT,
@@ -43,9 +44,15 @@ SPEAKERS = {
 """Speakers of ShareGPT and their roles."""
 FUNCTION_CALL = "function_call"
 """Speaker of ShareGPT whose text is a tool call, or a list of them: {"name": ..., "arguments": {...}}."""
-FLAGS = ("weight", "train", "loss")
+FUNCTIONS = "functions"
+"""Tools as OpenAI had them before "tools". A message calls one with FUNCTION_CALL in place of TOOL_CALLS."""
+FLAGS = ("weight", "train", "training", "loss")
 """Fields of a message that say whether it is learned: 1 or true, 0 or false. They are those of OpenAI, axolotl and
 ms-swift."""
+SPANS = "train_detail"
+"""Field of a message of axolotl with the spans of its text that are learned."""
+UNDESIRABLE = ("label", "kto_tag")
+"""Fields of a record that are false if its answer is one to avoid. They are those of TRL and LLaMA-Factory."""
 TOOLS, TOOL_CALLS, VARIABLES = "tools", "tool_calls", "chat_template_kwargs"
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Tag with which a chat template marks what the assistant writes."""
@@ -79,9 +86,9 @@ class Messages(Format):
 
     field, speaker, content = "messages", "role", "content"
     required: ClassVar[Sequence[str]] = (field,)
-    optional = (SYSTEM, TOOLS, VARIABLES)
+    optional = (SYSTEM, TOOLS, FUNCTIONS, VARIABLES)
     options_read = ("targets", "chat_template", "chat_template_kwargs", "split_special_tokens")
-    roles: Mapping[str, str] = {role: role for role in (SYSTEM, USER, ASSISTANT, TOOL, DEVELOPER)}
+    roles: Mapping[str, str] = ROLES
 
     def detect(self, fields: Mapping[str, Any]) -> bool:
         """Return whether there is a list of such objects."""
@@ -90,15 +97,37 @@ class Messages(Format):
 
     def unread(self, fields: Mapping[str, Any]) -> Iterator[str]:
         yield from super().unread(fields)
-        known = (self.speaker, self.content)
-        template = self._template(fields)
-        if has_value(fields.get(TOOLS)) and not names(template, TOOLS):
-            yield TOOLS
-        for turn, _ in self._turns(fields):
-            for name, value in turn.items() if isinstance(turn, Mapping) else ():
-                is_flag = name in FLAGS and self.roles.get(turn.get(self.speaker, "")) == ASSISTANT
-                if name not in known and has_value(value) and not is_flag and not names(template, name):
-                    yield f"{self.field}.{name}"
+        chat, template = self._chat(fields), self._template(fields)
+        if TOOLS in chat.variables and not self._has_effect(TOOLS, chat, template):
+            yield TOOLS if has_value(fields.get(TOOLS)) else FUNCTIONS
+        yield from (f"{VARIABLES}.{name}" for name in chat.variables if name != TOOLS and not names(template, name))
+        known = (self.speaker, self.content, TOOL_CALLS, FUNCTION_CALL)
+        for place, turn, _ in self._turns(fields):
+            is_answer = self.roles.get(turn[self.speaker]) == ASSISTANT
+            flags = [name for name in FLAGS if is_answer or not turn.get(name)]
+            others = [name for name, value in turn.items() if has_value(value) and name not in (*known, *flags)]
+            yield from (f"{place}.{name}" for name in others if not self._has_effect(name, chat, template))
+            content = turn.get(self.content)
+            parts = [part for part in content if isinstance(part, Mapping)] if _is_list(content) else []
+            rest = {name for part in parts for name, value in part.items() if has_value(value)} - {"type", "text"}
+            yield from (f"{place}.{self.content}.{name}" for name in rest if not names(template, name))
+
+    def _has_effect(self, name: str, chat: ChatRecord, template: str) -> bool:
+        """Return whether a field of messages, or a variable, changes the text of a chat or of an earlier one."""
+        if name not in self._effective and names(template, name):
+            messages = [{key: value for key, value in message.items() if key != name} for message in chat.messages]
+            variables = {key: value for key, value in chat.variables.items() if key != name}
+            try:
+                is_same = self._rendered([messages], variables) == self._rendered([chat.messages], chat.variables)
+            except FormatError:
+                is_same = False
+            self._effective.update([name] * (not is_same))
+        return name in self._effective
+
+    @cached_property
+    def _effective(self) -> set[str]:
+        """Names that have changed the text of a chat."""
+        return set()
 
     def example(self, record: SourceRecord) -> Example:
         """Return the text of the chat template, with the answers as targets."""
@@ -151,26 +180,32 @@ class Messages(Format):
         special = sorted((token.content for token in added if token.special), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, special)) or NOTHING)
 
-    def _turns(self, fields: Mapping[str, Any]) -> list[tuple[Any, bool]]:
-        """Return the messages of a record, and whether each is learned unless a flag says so. Raises FormatError."""
+    def _turns(self, fields: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
+        """Return field and value of each message of a record, and whether it is learned unless a flag says so.
+
+        Raises FormatError.
+        """
         turns: Any = fields.get(self.field)
         if not _is_list(turns) or not turns:
             raise FormatError(
                 f'has no list of messages under "{self.field}"; its fields: {names_of(fields)}',
                 f'write {{"{self.field}": [{{"{self.speaker}": ..., "{self.content}": ...}}]}}',
             )
-        return [(turn, True) for turn in turns]
+        return [(self.field, turn, True) for turn in turns]
 
     def _chat(self, fields: Mapping[str, Any]) -> ChatRecord:
         """Return the chat of a record. Raises FormatError."""
         template, messages, answers = self._template(fields), list[ChatMessage](), list[int]()
         system, turns = string_of(fields, SYSTEM, default=""), self._turns(fields)
         variables = _parsed(fields.get(VARIABLES), dict, f'"{VARIABLES}"') or {}
+        check_desirable(fields)
         if tools := _parsed(fields.get(TOOLS), list, f'"{TOOLS}"'):
             variables[TOOLS] = tools
+        elif functions := _parsed(fields.get(FUNCTIONS), list, f'"{FUNCTIONS}"'):
+            variables[TOOLS] = [{"type": "function", "function": function} for function in functions]
         if system:
             messages.append({"role": SYSTEM, "content": system})
-        for number, (turn, is_learned) in enumerate(turns, start=1):
+        for number, (_, turn, is_learned) in enumerate(turns, start=1):
             message, is_learned = self._message(turn, f"message {number}", template, is_learned=is_learned)
             if system and message["role"] == SYSTEM:
                 raise FormatError(f'has two system prompts, "{SYSTEM}" and message {number}', "remove one of them")
@@ -191,10 +226,15 @@ class Messages(Format):
         assert isinstance(turn, Mapping)
         if speaker == FUNCTION_CALL:
             turn = {**turn, self.content: None, TOOL_CALLS: _calls_in(turn.get(self.content), place)}
+        elif has_value(turn.get(FUNCTION_CALL)):
+            turn = {**turn, TOOL_CALLS: _calls_in(json.dumps(turn[FUNCTION_CALL]), place)}
+        if has_value(turn.get(SPANS)) and not names(template, SPANS):
+            raise FormatError(f'has "{SPANS}" in {place}: parts of an answer cannot be left out', "give whole answers")
         is_learned = _is_learned(turn, place, default=is_learned)
         role, content = self.roles.get(speaker, speaker), turn.get(self.content)
-        kept = {name: value for name, value in turn.items() if name not in (self.speaker, self.content, *FLAGS)}
-        rest = {name: value for name, value in kept.items() if value is not None}  # nulls that tables of rows add
+        read = (self.speaker, self.content, FUNCTION_CALL, *FLAGS)
+        # without nulls, which tables of rows add
+        rest = {name: value for name, value in turn.items() if name not in read and value is not None}
         calls = rest.get(TOOL_CALLS)
         if calls and not names(template, TOOL_CALLS):
             raise FormatError(
@@ -209,7 +249,7 @@ class Messages(Format):
             raise FormatError(f"has an empty answer in {place}", "write an answer, or remove the record")
         if content is None and not TESTS_CONTENT.search(template):
             content = ""
-        return {"role": role, "content": content, **rest}, is_learned
+        return {**rest, "role": role, "content": content}, is_learned
 
     def _with_arguments(self, messages: list[ChatMessage], variables: Mapping[str, Any]) -> list[ChatMessage]:
         """Return messages with arguments that are JSON text as objects, unless the template writes text as it is."""
@@ -295,13 +335,19 @@ class PromptMessages(Messages):
         """Return whether one of them is a list."""
         return any(_is_list(fields.get(name)) for name in self.required)
 
-    def _turns(self, fields: Mapping[str, Any]) -> list[tuple[Any, bool]]:
+    def _turns(self, fields: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
         turns = []
         for name, role in zip(self.required, (USER, ASSISTANT), strict=True):
             value: Any = fields.get(name)
             part = value if _is_list(value) else [{"role": role, "content": string_of(fields, name)}]
-            turns += [(turn, name == "completion") for turn in part]
+            turns += [(name, turn, name == "completion") for turn in part]
         return turns
+
+
+def check_desirable(fields: Mapping[str, Any]) -> None:
+    """Raise FormatError if a record says that its answer is one to avoid."""
+    if name := next((name for name in UNDESIRABLE if fields.get(name) is False), None):
+        raise FormatError(f'has "{name}": false, which says that its answer is one to avoid', "remove it or the record")
 
 
 def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
@@ -393,6 +439,13 @@ def _check_written(messages: Sequence[ChatMessage], text: str) -> None:
     """Raise FormatError if the template leaves out what somebody else than the assistant says."""
     for number, message in enumerate(messages, start=1):
         content = message["content"]
+        calls = [call for call in message.get(TOOL_CALLS) or () if isinstance(call, Mapping)]
+        tools = [str(call["function"]["name"]) for call in calls if "name" in (call.get("function") or ())]
+        if missing := next((tool for tool in tools if tool not in text), None):
+            raise FormatError(
+                f'has a call of the tool "{missing}" in message {number}, which the chat template does not write',
+                "give a model whose template does, or remove the record",
+            )
         if message["role"] == ASSISTANT or not isinstance(content, str) or content.strip() in text:
             continue
         # templates may change white space, or write JSON

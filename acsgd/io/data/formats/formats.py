@@ -132,7 +132,8 @@ class _Reader:
         paths = {path.removesuffix(AS_TEXT) for _, path in self._options.fields}
         read = paths | {path.split(".")[0] for path in paths}
         replaced = {name for name in names & fields.keys() - read if has_value(fields[name])}
-        return replaced | ({*form.unread(self._renamed(fields))} - read)
+        beside = {name for top in read - paths for name in _beside(fields.get(top), top, paths)}
+        return replaced | beside | ({*form.unread(self._renamed(fields))} - read)
 
     def _detected(self, fields: Mapping[str, Any]) -> str:
         for name, form in self._formats.items():
@@ -142,6 +143,15 @@ class _Reader:
             f'has no string under "{TEXT}"; its fields: {names_of(fields)}',
             'name the fields that a format needs, --data.fields "text=FIELD" or "input=FIELD,output=FIELD"',
         )
+
+
+def _beside(value: Any, place: str, paths: Collection[str]) -> Iterator[str]:
+    """Yield what a value has besides the fields at some paths. place: path of the value."""
+    if isinstance(value, Mapping) and any(path.startswith(f"{place}.") for path in paths):
+        for name, each in value.items():
+            yield from _beside(each, f"{place}.{name}", paths)
+    elif place not in paths and has_value(value):
+        yield place
 
 
 def _parse_fields(text: str | None) -> tuple[tuple[str, str], ...]:
