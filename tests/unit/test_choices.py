@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from lib.saved import small_run
 
 from acsgd.config.options import Config
+from acsgd.io.data.formats.formats import FORMATS
 from acsgd.launch import Launch
 from acsgd.run.plan.job import prepare
-from acsgd.run.setup.choices import CHOICES, describe_choices
+from acsgd.run.setup.choices import describe_choices
+from acsgd.run.setup.directories import SHARED_DISKS, open_disks
+from acsgd.tasks import check_options
 
 TinyModel = Callable[..., Path]
 QUIET = {"resid_pdrop": 0.0}
@@ -30,18 +35,24 @@ def config_of(model: Path, directory: Path, sections: dict[str, dict[str, Any]])
 NO_EVALUATION = {"eval_fraction": 0.0}
 WRONG: list[tuple[dict[str, dict[str, Any]], float, str]] = [
     ({"pp": {"forward": "fixpoint:bits=8"}}, 2, "pp.forward=fixpoint:bits=8 and pp.backward=none have no effect"),
+    ({"pp": {"stages": 2, "exact_steps": 5}}, 2, "pp.exact_steps=5 has no effect: nothing is sent with a codec"),
+    (
+        {"pp": {"stages": 2, "forward": "hadamard", "exact_eval": False}, "data": NO_EVALUATION},
+        2,
+        "pp.exact_eval=False has no effect: no evaluation sends anything",
+    ),
     ({"pp": {"stages": 2, "forward": "hadamard", "exact_steps": 100}}, 2, "pp.exact_steps=100 sends everything"),
     ({"pp": {"stages": 2, "forward": "delta"}, "model": {"dropout_mask": "sample"}}, 0.5, "trained on twice in 0.50"),
     ({"pp": {"stages": 2, "forward": "delta"}}, 2, "draws new dropout masks in every step; give --model.dropout_mask"),
     ({"model": {"dropout_mask": "sample", "name": QUIET}}, 2, "but the model has no dropout"),
-    ({"dp": {"mode": "cocktail"}}, 2, "dp.mode=cocktail has no effect: there is one replica"),
-    ({"optim": {"loss_scale": 1024.0}}, 2, "optim.loss_scale=1024 has no effect: model.dtype=fp32"),
-    ({"data": {"modes": "[A],[B],[C]"}}, 2, "data.sentinels and data.modes have no effect: data.objective=causal"),
-    ({"data": {"window": 8}}, 2, "data.window=8 has no effect"),
+    ({"optim": {"name": "sgd", "betas": (0.8, 0.9)}}, 2, "optim.betas=(0.8, 0.9) has no effect: optim.name=sgd has"),
     ({"data": NO_EVALUATION, "eval": {"metrics": "perplexity"}}, 2, "eval.metrics=perplexity has no effect"),
+    ({"eval": {"every": 100}}, 2, "eval.every=100 has no effect: the run has 100 steps, and the last one is always"),
+    ({"checkpoint": {"every": "100"}}, 2, "checkpoint.every=100 has no effect: the run has 100 steps"),
     ({"checkpoint": {"every": None, "keep_every": 10}}, 2, "give --checkpoint.every 10, or remove it"),
+    ({"checkpoint": {"every": None, "keep": 3}}, 2, "checkpoint.keep=3 has no effect: only the last step is saved"),
 ]
-"""Options of a run, its number of epochs, and a part of the sentence: a row for each of CHOICES, in their order."""
+"""Options of a run, its number of epochs, and a part of the sentence."""
 GOOD: list[tuple[dict[str, dict[str, Any]], float]] = [
     ({}, 0.5),
     ({}, 3),
@@ -61,7 +72,7 @@ def sentences(sections: dict[str, dict[str, Any]], epochs: float, tiny_model: Ti
     return describe_choices(prepare(config, Launch(0, 0, config.pp.stages, config.pp.stages)), [epochs])
 
 
-@pytest.mark.parametrize("row", range(len(CHOICES)))
+@pytest.mark.parametrize("row", range(len(WRONG)))
 def test_a_choice_without_effect_is_one_sentence(row: int, tiny_model: TinyModel, tmp_path: Path) -> None:
     sections, epochs, part = WRONG[row]
     (sentence,) = sentences(sections, epochs, tiny_model, tmp_path)
@@ -73,3 +84,90 @@ def test_a_good_run_has_none(
     sections: dict[str, dict[str, Any]], epochs: float, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     assert sentences(sections, epochs, tiny_model, tmp_path) == []
+
+
+EFFECTIVE = {
+    *(f"model.{name}" for name in ("name", "task", "init", "dtype", "recompute", "freeze", "dropout_mask")),
+    *(f"data.{name}" for name in ("sources", "sequence", "batch", "objective", "rows", "seed", "format", "fields")),
+    *(f"data.{name}" for name in ("on_error", "eval_sources", "eval_fraction")),
+    *(f"pp.{name}" for name in ("stages", "micro", "schedule")),
+    *(f"optim.{name}" for name in ("lr", "steps", "epochs", "name", "warmup", "schedule", "clip", "weight_decay")),
+    *(f"optim.{name}" for name in ("betas", "eps", "label_smoothing", "on_nan")),
+    *(f"checkpoint.{name}" for name in ("dir", "every", "resume")),
+    *("adapter.spec", "log.dir", "log.to", "run.device"),
+}
+"""Options that change a run of one process of which no other option is given: see `PLAIN`."""
+REFUSED: dict[str, Any] = {
+    "model.quantize": "int8",
+    "data.long": "skip",
+    "data.isolate": True,
+    "eval.every": 5,
+    "optim.spike": 2.0,
+    "checkpoint.best": "eval_loss",
+}
+"""Options that need another one, and a value."""
+UNUSED: dict[str, Any] = {
+    "data.deal": "speed",
+    "data.sentinels": "<x{}>",
+    "data.modes": "[A],[B],[C]",
+    "data.weights": "tokens",
+    "data.window": 8,
+    "eval.metrics": "perplexity",
+    "pp.forward": "hadamard",
+    "pp.backward": "hadamard",
+    "pp.tied": "dense",
+    "pp.exact_steps": 5,
+    "pp.exact_eval": False,
+    "pp.layers": (2,),
+    "dp.mode": "cocktail",
+    "optim.loss_scale": 1024.0,
+    "checkpoint.keep": 3,
+    "checkpoint.keep_every": 2,
+    "checkpoint.on_error": "continue",
+    "log.name": "x",
+    "run.timeout": 7.0,
+    "elastic.min_replicas": 2,
+    "elastic.max_replicas": 4,
+    "elastic.below_min": "end",
+    "elastic.replan": True,
+    "elastic.snapshot": "5",
+    "elastic.silence": 3.0,
+    "elastic.join_budget": 3.0,
+    "elastic.hang": 3.0,
+}
+"""Options without effect, and a value."""
+OF_RECORDS = {option for form in FORMATS.values() for option in form.options_read}
+OF_DISKS = {"copies", "rate"}
+PLAIN: dict[str, dict[str, Any]] = {"data": NO_EVALUATION, "checkpoint": {"every": None}}
+
+
+def test_every_option_has_an_effect_on_a_plain_run_or_is_reported_or_refused(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    sections = get_type_hints(Config)
+    options = {f"{name}.{option.name}" for name, section in sections.items() for option in fields(section)}
+    elsewhere = {f"data.{name}" for name in OF_RECORDS} | {f"checkpoint.{name}" for name in OF_DISKS}
+    assert sorted([*EFFECTIVE, *REFUSED, *UNUSED, *elsewhere]) == sorted(options)
+
+    job = prepare(config_of(tiny_model("gpt2", n_layer=2, **DROPOUT), tmp_path, PLAIN), Launch())
+    assert describe_choices(job, [2.0]) == []
+
+    def changed(name: str, value: Any) -> Config:
+        section, option = name.split(".")
+        values = dataclasses.replace(getattr(job.config, section), **{option: value})
+        return dataclasses.replace(job.config, **{section: values})
+
+    for name, value in REFUSED.items():
+        with pytest.raises(ValueError, match=name):
+            check_options(changed(name, value))
+    for name, value in UNUSED.items():
+        (sentence,) = describe_choices(dataclasses.replace(job, config=changed(name, value)), [2.0])
+        assert f"{name}={value} " in sentence
+        assert re.search(r"ha(s|ve) no effect: .*remove (it|them)$", sentence)
+    for name in ("dp.mode", "data.deal", "run.timeout", *(name for name in UNUSED if name.startswith("elastic."))):
+        elastic = dataclasses.replace(job, config=changed(name, UNUSED[name]), is_elastic=True)
+        assert describe_choices(elastic, [2.0]) == [], "hosts may join"
+    for option in OF_DISKS:
+        shared = dataclasses.replace(job, config=changed(f"checkpoint.{option}", 1))
+        (sentence,) = open_disks(shared, Any, SHARED_DISKS)  # type: ignore[arg-type]
+        assert sentence.startswith(f"checkpoint.{option}=1 has no effect: ")

@@ -62,6 +62,8 @@ class Job:
     """Sources of data.eval_sources; empty if it is not given."""
     metrics: tuple[str, ...]
     """Names of the metrics of evaluations."""
+    is_elastic: bool = False
+    """Whether hosts may join and leave the run."""
 
     @property
     def shapes(self) -> BatchShapes:
@@ -192,6 +194,7 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True, model: RunMo
         sources=sources,
         eval_sources=eval_sources,
         metrics=metrics,
+        is_elastic=bool(launch.daemon),
     )
     job.programs.actions(len(micro_ids))  # raises ValueError if they cannot run
     return job

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from acsgd.config.options import CheckpointConfig
 from acsgd.errors import RefusedError, RunError
 from acsgd.groups import Groups
 from acsgd.io.checkpoint.copies import SHARED, Disks, FileExchange, FileTransfer, share_manifests
@@ -84,8 +85,12 @@ def open_disks(job: Job, groups: Groups, disks: RunDisks) -> list[str]:
     A collective call. Returns sentences for the user.
     """
     if disks.checkpoints.is_shared:
-        rate = job.config.checkpoint.rate
-        return [] if rate is None else [f"checkpoint.rate={rate:g} has no effect: all ranks see the same checkpoints"]
+        config = job.config.checkpoint
+        unused = [name for name in ("copies", "rate") if getattr(config, name) != getattr(CheckpointConfig, name)]
+        return [
+            f"checkpoint.{name}={getattr(config, name)} has no effect: all ranks see the same checkpoints; remove it"
+            for name in unused
+        ]
     exchange, timeout_s, resume = disks.exchange(job, groups), job.disk_timeout_s, job.config.checkpoint.resume
     _check_copies(job.paths.checkpoints.path, exchange, timeout_s=timeout_s)
     notes = [_describe_disks(job, disks.checkpoints)]

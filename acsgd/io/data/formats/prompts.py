@@ -73,7 +73,7 @@ class _PromptFormat(Format):
 class _Pair(_PromptFormat):
     """A prompt and an answer, which data.input_format and data.output_format put into a text."""
 
-    options_read = ("targets", "input_format", "output_format")
+    options_read: ClassVar[Sequence[str]] = ("targets", "input_format", "output_format")
     prompts: ClassVar[Sequence[str]]
     """Fields with the parts of the prompt, of which records may have some; they are joined by newlines."""
 
