@@ -13,6 +13,7 @@ from lib.saved import SMALL, small_run, train_alone
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from acsgd import cli
+from acsgd.commands.generation.prompts import PromptEncoder
 from acsgd.config.options import DataConfig
 from acsgd.io.data.formats.chat import Messages
 from acsgd.io.data.sources.base import ReadOptions, SourceRecord
@@ -109,7 +110,10 @@ def test_a_wrong_option_is_refused(
 
 
 def test_checkpoints_and_exports_carry_the_template(
-    tiny_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, template = tiny_model("gpt2", **SMALL), tmp_path / "a.jinja"
     template.write_text(TEMPLATES["test"])
@@ -131,3 +135,10 @@ def test_checkpoints_and_exports_carry_the_template(
     for arguments in ([str(model), *flags], [str(checkpoint)]):
         cli.run(["data", "show", str(tmp_path / "a.jsonl"), "--model", *arguments])
         assert "⟦/no_think\nuser:1 + 1\nassistant:⟧2" in capsys.readouterr().out
+    prompts = list[object]()
+    encode = PromptEncoder.encode
+    monkeypatch.setattr(PromptEncoder, "encode", lambda self, prompt: (prompts.append(prompt), encode(self, prompt))[1])
+    for flags, prompt in (([], CHAT[:1]), (["--chat"], CHAT[:1]), (["--format", "text"], CHAT[0]["content"])):
+        cli.run(["generate", str(checkpoint), "--prompt", "1 + 1", "--max-new-tokens", "1", *flags])
+        assert prompts.pop() == prompt
+        assert ("a text is the message of a user" in capsys.readouterr().err) == (not flags)

@@ -21,6 +21,7 @@ from acsgd.commands.generation.model import load
 from acsgd.commands.generation.options import Decoding, GenerateOptions
 from acsgd.commands.generation.prompts import Prompt, PromptEncoder
 from acsgd.commands.generation.records import (
+    FIELDS,
     Options,
     OutputFile,
     PromptReader,
@@ -32,7 +33,8 @@ from acsgd.commands.generation.records import (
 from acsgd.commands.recorded import RecordedModel
 from acsgd.config.options import DataConfig
 from acsgd.errors import RunError, is_out_of_memory
-from acsgd.io.data.formats.formats import read_options
+from acsgd.io.checkpoint.progress import FORMATS
+from acsgd.io.data.formats.formats import CHATS, read_options
 from acsgd.notes import print_note, report_if_slow
 from acsgd.streams import open_streams
 
@@ -44,11 +46,12 @@ def generate(options: GenerateOptions) -> None:
     """Run the command. Raises ValueError if the user's input is wrong, RunError if memory is short."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    records: Sequence[PromptRecord] = ()
     if options.file is not None and options.out is not None:
         check_output_path(options.out, options.file)
         records = read_records(options.file)
     generator = _open_model(options)
-    reader = _prompt_reader(options, generator)
+    reader = _prompt_reader(options, generator, records)
     with _short_memory():
         if options.file is not None and options.out is not None:
             _generate_file(generator, options.out, records, reader)
@@ -64,8 +67,11 @@ def _open_model(options: GenerateOptions) -> Generator:
     return open_generator(options.model, options.decoding, dtype=options.dtype, device=options.device, adapter=adapter)
 
 
-def _prompt_reader(options: GenerateOptions, generator: Generator) -> PromptReader:
-    """Return what makes prompts: as options say, else as the run did that saved the model. Raises ValueError."""
+def _prompt_reader(options: GenerateOptions, generator: Generator, records: Sequence[PromptRecord]) -> PromptReader:
+    """Return what makes prompts: as options say, else as the run did that saved the model. Raises ValueError.
+
+    records: those of --file. Texts are messages of a user if the run has learned nothing but chats.
+    """
     given = {name: getattr(options, name) for name in ("format", "fields", "input_format")}
     model = RecordedModel.of(str(generator.loaded.directory))
     used = model.data_options(given, given)
@@ -73,7 +79,13 @@ def _prompt_reader(options: GenerateOptions, generator: Generator) -> PromptRead
         print_note(note)
     config = DataConfig(sources="", sequence=1, batch=1, **used)
     reading = read_options(config, has_labels=config.format == "label")
-    return PromptReader(reading, generator.loaded.tokenizer, field=options.field, is_chat=options.chat)
+    learned = {*model.options.get(FORMATS, ())}
+    are_texts = not records or any(name in records[0].fields for name in FIELDS)
+    is_chat = options.chat
+    if learned and learned <= {*CHATS} and options.format is None and are_texts and not is_chat:
+        print_note("as in the run: a text is the message of a user, in the chat template; --format text for plain ones")
+        is_chat = True
+    return PromptReader(reading, generator.loaded.tokenizer, field=options.field, is_chat=is_chat)
 
 
 def open_generator(

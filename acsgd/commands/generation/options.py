@@ -76,7 +76,8 @@ class GenerateOptions:
     input_format: str | None = None
     """Text of a prompt, as data.input_format; --prompt, too, takes the place of __input__ in it."""
     chat: bool = False
-    """Apply the tokenizer's chat template to prompts that are texts. Without --prompt and --file: chat."""
+    """Apply the tokenizer's chat template to prompts that are texts, as is done without it for a checkpoint of a run on
+    chats, unless --format is given. Without --prompt and --file: chat."""
     decoding: tyro.conf.OmitArgPrefixes[Decoding] = dataclasses.field(default_factory=Decoding)
     adapter: Path | None = None
     """Adapter directory of PEFT, trained on the model: adapter_config.json and adapter_model.safetensors."""

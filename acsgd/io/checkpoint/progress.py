@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ RECENT = 16
 """Number of losses whose mean a loss spike is measured against."""
 RECORDED = ("model", "optim", "pp", "dp")
 """Sections of options that a checkpoint records: those that change training."""
+FORMATS = "formats"
+"""Name of the formats of the sources in what is recorded of data."""
 IN_IDENTITY = ("model.name", "model.task", "model.init")
 """Options of these sections that it does not: the config of the model and the weights take their place."""
 
@@ -119,8 +121,8 @@ class RunState:
     held_out: str = ""
     """Hash of the evaluation data, on which `Progress.best` depends; empty without any, and in older versions."""
     data: dict[str, Any] = field(default_factory=dict)
-    """Options of [data] and eval.metrics by their names, for commands that read records as the run does; empty in
-    checkpoints of older versions."""
+    """Options of [data] and eval.metrics by their names, and FORMATS, for commands that read records as the run does;
+    empty in checkpoints of older versions."""
 
     @property
     def recorded(self) -> dict[str, Any]:
@@ -181,10 +183,10 @@ def recorded_options(config: Config) -> dict[str, str | None]:
     }
 
 
-def data_options(config: Config) -> dict[str, Any]:
-    """Return `RunState.data` of a configuration."""
+def data_options(config: Config, formats: Collection[str]) -> dict[str, Any]:
+    """Return `RunState.data` of a configuration. formats: of the sources."""
     given = {f"data.{name}": value for name, value in asdict(config.data).items()}
-    return given | {"eval.metrics": config.eval.metrics}
+    return given | {"eval.metrics": config.eval.metrics, FORMATS: sorted(formats)}
 
 
 def changed_options(saved: Mapping[str, str | None], present: Mapping[str, str | None]) -> list[str]:

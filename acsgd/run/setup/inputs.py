@@ -68,9 +68,9 @@ class RunInputs:
         for _ in read_ahead(self.reader.look_ahead, [step], 0, waits=session.groups.waits):
             pass  # in a thread: an interrupt ends the wait
         job = session.job
-        rows = [*self.reader.rows.rows, *(self.held_out.rows.rows if self.held_out else ())]
+        formats = self.reader.rows.formats | (self.held_out.rows.formats if self.held_out else set())
         ends = [] if job.model.task.has_labels else self.reader.rows.ends.notes(job.tokenizer, job.ends)
-        return [*self.notes, *ends, *describe_unused(job.config.data, {each.format for each in rows} - {""})]
+        return [*self.notes, *ends, *describe_unused(job.config.data, formats)]
 
     def fingerprint(self) -> str:
         """Return a string that must be equal on all ranks."""

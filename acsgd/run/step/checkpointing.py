@@ -191,7 +191,7 @@ class Checkpointing(StepHook):
             self._inputs.reader.stream_states(progress.step),
             unevaluated.numbers() if unevaluated else None,
             self._inputs.held_out_key,
-            data_options(job.config),
+            data_options(job.config, self._inputs.reader.rows.formats),
         )
         self._saver.snapshot(progress.step, layer_states(self._session, idle), run.to_dict(), best=best)
         self._saved_at, self._has_copy = time.monotonic(), True

@@ -32,6 +32,8 @@ FORMATS: dict[str, type[Format]] = {
     "label": Labelled,
 }
 """Formats by name, in the order in which they are tried. A text beside a prompt or a chat repeats it."""
+CHATS = ("messages", "sharegpt")
+"""Names of those whose texts are written with a chat template alone."""
 
 
 def read_options(data: DataConfig, *, has_labels: bool = False) -> ReadOptions:

@@ -141,6 +141,11 @@ class RowReader:
         """How the learned texts of all sources end."""
         return TextEnds.union(rows.ends for rows in self.rows)
 
+    @property
+    def formats(self) -> set[str]:
+        """Names of the formats of all sources, as far as they are known."""
+        return {rows.format for rows in self.rows} - {""}
+
     def fingerprint(self) -> str:
         """Return a string that differs between hosts with different texts."""
         return repr([rows.fingerprint() for rows in self.rows])
