@@ -229,7 +229,14 @@ BAD: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ),
     ({"messages": [{"role": "boss", "content": "a"}]}, {}, "has no known \"role\" in message 1 ('boss')"),
     ({"messages": [{"role": "user"}]}, {}, 'has no string under "content" in message 1'),
+    ({"messages": [{"role": "a(b", "content": "a"}]}, {}, "has no known \"role\" in message 1 ('a(b')"),
     ({"messages": CHAT[:1]}, {}, "has no message of the assistant"),
+    (
+        {"dialog": CHAT},
+        {},
+        'has no string under "text"; its fields: "dialog" (a list); name the fields that a format needs, '
+        '--data.fields "messages=dialog"',
+    ),
     ({"messages": [CHAT[0], {"role": "assistant", "content": " "}]}, {}, "has an empty answer in message 2"),
     (
         {"messages": [{"role": "system", "content": "s"}, *CHAT]},
@@ -544,6 +551,9 @@ CHATS: list[tuple[str, dict[str, Any], list[dict[str, Any]], dict[str, Any]]] = 
     (OBJECTS, {"messages": calling(json.dumps(ARGUMENTS))}, calling(ARGUMENTS), {}),
     (OBJECTS, {"messages": calling("{}")}, calling({}), {}),
     (TEXTS, {"messages": calling(json.dumps(ARGUMENTS))}, calling(json.dumps(ARGUMENTS)), {}),
+    (OBJECTS, {"conversations": CHAT}, CHAT, {}),
+    (OBJECTS, {"messages": json.dumps(CHAT)}, CHAT, {}),
+    (OBJECTS, {"messages": [{"from": "human", "value": CHAT[0]["content"]}, CHAT[1]]}, CHAT, {}),
     (OBJECTS, {"messages": legacy(), "functions": [FUNCTION["function"]]}, calling(ARGUMENTS), {"tools": [FUNCTION]}),
     (
         OBJECTS,

@@ -5,6 +5,7 @@ What a template is given is what `apply_chat_template` of transformers would be 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +42,9 @@ SPEAKERS = {
     "observation": TOOL,
     "function_call": ASSISTANT,
 }
-"""Speakers of ShareGPT and their roles."""
+"""Roles and the speakers of ShareGPT, and what they are for chat templates."""
+NAMES = {"from": "role", "value": "content"}
+"""Fields of a message of ShareGPT, and what chat templates call them."""
 FUNCTION_CALL = "function_call"
 """Speaker of ShareGPT whose text is a tool call, or a list of them: {"name": ..., "arguments": {...}}."""
 FUNCTIONS = "functions"
@@ -81,19 +84,18 @@ class ChatRecord(NamedTuple):
 class Messages(Format):
     """A list under "messages" of objects with "role" and "content"; maybe "system", and the "tools" that may be called.
 
-    Messages may have "tool_calls", and one of FLAGS. "chat_template_kwargs" are variables of the template.
+    The list may be JSON text, as in tables. Messages may have "tool_calls", one of FLAGS, and the NAMES of ShareGPT.
+    "chat_template_kwargs" are variables of the template.
     """
 
-    field, speaker, content = "messages", "role", "content"
-    required: ClassVar[Sequence[str]] = (field,)
+    required: ClassVar[Sequence[str]] = ("messages",)
     optional = (SYSTEM, TOOLS, FUNCTIONS, VARIABLES)
     options_read = ("targets", "chat_template", "chat_template_kwargs", "split_special_tokens")
-    roles: Mapping[str, str] = ROLES
 
     def detect(self, fields: Mapping[str, Any]) -> bool:
         """Return whether there is a list of such objects."""
-        turns: Any = fields.get(self.field)
-        return _is_list(turns) and all(isinstance(each, Mapping) and self.speaker in each for each in turns)
+        turns = _messages_in(fields.get(self.required[0]))
+        return turns is not None and all(isinstance(each, Mapping) and "role" in each for each in turns)
 
     def unread(self, fields: Mapping[str, Any]) -> Iterator[str]:
         yield from super().unread(fields)
@@ -101,16 +103,16 @@ class Messages(Format):
         if TOOLS in chat.variables and not self._has_effect(TOOLS, chat, template):
             yield TOOLS if has_value(fields.get(TOOLS)) else FUNCTIONS
         yield from (f"{VARIABLES}.{name}" for name in chat.variables if name != TOOLS and not names(template, name))
-        known = (self.speaker, self.content, TOOL_CALLS, FUNCTION_CALL)
+        known = ("role", "content", TOOL_CALLS, FUNCTION_CALL)
         for place, turn, _ in self._turns(fields):
-            is_answer = self.roles.get(turn[self.speaker]) == ASSISTANT
+            is_answer = SPEAKERS.get(turn["role"]) == ASSISTANT
             flags = [name for name in FLAGS if is_answer or not turn.get(name)]
             others = [name for name, value in turn.items() if has_value(value) and name not in (*known, *flags)]
             yield from (f"{place}.{name}" for name in others if not self._has_effect(name, chat, template))
-            content = turn.get(self.content)
+            content = turn.get("content")
             parts = [part for part in content if isinstance(part, Mapping)] if _is_list(content) else []
             rest = {name for part in parts for name, value in part.items() if has_value(value)} - {"type", "text"}
-            yield from (f"{place}.{self.content}.{name}" for name in rest if not names(template, name))
+            yield from (f"{place}.content.{name}" for name in rest if not names(template, name))
 
     def _has_effect(self, name: str, chat: ChatRecord, template: str) -> bool:
         """Return whether a field of messages, or a variable, changes the text of a chat or of an earlier one."""
@@ -185,13 +187,13 @@ class Messages(Format):
 
         Raises FormatError.
         """
-        turns: Any = fields.get(self.field)
-        if not _is_list(turns) or not turns:
+        [field] = self.required
+        if not (turns := _messages_in(fields.get(field))):
             raise FormatError(
-                f'has no list of messages under "{self.field}"; its fields: {names_of(fields)}',
-                f'write {{"{self.field}": [{{"{self.speaker}": ..., "{self.content}": ...}}]}}',
+                f'has no list of messages under "{field}"; its fields: {names_of(fields)}',
+                f'write {{"{field}": [{{"role": ..., "content": ...}}]}}',
             )
-        return [(self.field, turn, True) for turn in turns]
+        return [(field, turn, True) for turn in turns]
 
     def _chat(self, fields: Mapping[str, Any]) -> ChatRecord:
         """Return the chat of a record. Raises FormatError."""
@@ -217,22 +219,20 @@ class Messages(Format):
 
     def _message(self, turn: Any, place: str, template: str, *, is_learned: bool) -> tuple[ChatMessage, bool]:
         """Return a message for the template, and whether it is learned. Raises FormatError."""
-        speaker = turn.get(self.speaker) if isinstance(turn, Mapping) else None
-        if not isinstance(speaker, str) or not (speaker in self.roles or re.search(rf"['\"]{speaker}['\"]", template)):
-            known = ", ".join(f'"{role}"' for role in self.roles)
-            raise FormatError(
-                f'has no known "{self.speaker}" in {place} ({excerpt(repr(speaker))})', f"use one of {known}"
-            )
+        speaker = turn.get("role") if isinstance(turn, Mapping) else None
+        if not isinstance(speaker, str) or not (speaker in SPEAKERS or f"'{speaker}'" in template.replace('"', "'")):
+            known = ", ".join(f'"{role}"' for role in ROLES)
+            raise FormatError(f'has no known "role" in {place} ({excerpt(repr(speaker))})', f"use one of {known}")
         assert isinstance(turn, Mapping)
         if speaker == FUNCTION_CALL:
-            turn = {**turn, self.content: None, TOOL_CALLS: _calls_in(turn.get(self.content), place)}
+            turn = {**turn, "content": None, TOOL_CALLS: _calls_in(turn.get("content"), place)}
         elif has_value(turn.get(FUNCTION_CALL)):
             turn = {**turn, TOOL_CALLS: _calls_in(json.dumps(turn[FUNCTION_CALL]), place)}
         if has_value(turn.get(SPANS)) and not names(template, SPANS):
             raise FormatError(f'has "{SPANS}" in {place}: parts of an answer cannot be left out', "give whole answers")
         is_learned = _is_learned(turn, place, default=is_learned)
-        role, content = self.roles.get(speaker, speaker), turn.get(self.content)
-        read = (self.speaker, self.content, FUNCTION_CALL, *FLAGS)
+        role, content = SPEAKERS.get(speaker, speaker), turn.get("content")
+        read = ("role", "content", FUNCTION_CALL, *FLAGS)
         # without nulls, which tables of rows add
         rest = {name: value for name, value in turn.items() if name not in read and value is not None}
         calls = rest.get(TOOL_CALLS)
@@ -244,7 +244,7 @@ class Messages(Format):
         if _is_list(content):
             content = content if ITERATES_CONTENT.search(template) else "".join(_texts(content, place))
         elif not isinstance(content, str) and not (calls and is_null(content)):
-            raise FormatError(f'has no string under "{self.content}" in {place}', f'write "{self.content}": "..."')
+            raise FormatError(f'has no string under "content" in {place}', 'write "content": "..."')
         if role == ASSISTANT and is_learned and not calls and isinstance(content, str) and not content.strip():
             raise FormatError(f"has an empty answer in {place}", "write an answer, or remove the record")
         if content is None and not TESTS_CONTENT.search(template):
@@ -267,7 +267,7 @@ class Messages(Format):
         ]
 
     def _template(self, fields: Mapping[str, Any]) -> str:
-        template = self.tokenizer.get_chat_template(tools=fields.get(TOOLS) or None)
+        template = self.tokenizer.get_chat_template(tools=fields.get(TOOLS) or fields.get(FUNCTIONS) or None)
         assert isinstance(template, str)
         return template
 
@@ -319,11 +319,9 @@ class Messages(Format):
 
 
 class ShareGpt(Messages):
-    """A list under "conversations" of objects with "from" and "value"."""
+    """A list under "conversations" of objects with "from" and "value", or as in Messages."""
 
-    field, speaker, content = "conversations", "from", "value"
-    required = (field,)
-    roles = SPEAKERS
+    required = ("conversations",)
 
 
 class PromptMessages(Messages):
@@ -338,9 +336,9 @@ class PromptMessages(Messages):
     def _turns(self, fields: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
         turns = []
         for name, role in zip(self.required, (USER, ASSISTANT), strict=True):
-            value: Any = fields.get(name)
-            part = value if _is_list(value) else [{"role": role, "content": string_of(fields, name)}]
-            turns += [(name, turn, name == "completion") for turn in part]
+            value = fields.get(name)
+            part = _messages_in(value) if _is_list(value) else [{"role": role, "content": string_of(fields, name)}]
+            turns += [(name, turn, name == "completion") for turn in part or ()]
         return turns
 
 
@@ -348,6 +346,21 @@ def check_desirable(fields: Mapping[str, Any]) -> None:
     """Raise FormatError if a record says that its answer is one to avoid."""
     if name := next((name for name in UNDESIRABLE if fields.get(name) is False), None):
         raise FormatError(f'has "{name}": false, which says that its answer is one to avoid', "remove it or the record")
+
+
+def _messages_in(value: Any) -> list[Any] | None:
+    """Return the messages of a list, or of one that is JSON text, with the fields that chat templates know."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    if not _is_list(value):
+        return None
+    return [
+        {NAMES.get(name, name): field for name, field in each.items()}
+        if isinstance(each, Mapping) and "from" in each and "role" not in each
+        else each
+        for each in value
+    ]
 
 
 def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:

@@ -141,9 +141,11 @@ class _Reader:
         for name, form in self._formats.items():
             if form.detect(fields):
                 return name
+        chats = [name for name, value in fields.items() if self._formats["messages"].detect({"messages": value})]
+        examples = f'"messages={chats[0]}"' if len(chats) == 1 else '"text=FIELD" or "input=FIELD,output=FIELD"'
         raise FormatError(
             f'has no string under "{TEXT}"; its fields: {names_of(fields)}',
-            'name the fields that a format needs, --data.fields "text=FIELD" or "input=FIELD,output=FIELD"',
+            f"name the fields that a format needs, --data.fields {examples}",
         )
 
 
