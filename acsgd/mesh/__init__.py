@@ -12,6 +12,9 @@ address and a port are the same on all hosts, and programs such as gloo need no 
 - `tls`: `Entrance` accepts connections of members, and bounds what others can cost; `dial` opens one to a member.
 - `ports`: which ports listen at an address, and which user a local connection belongs to, from /proc/net/tcp.
 - `messages`: what two forwarders send to each other.
-- `forwarder`: `Forwarder` is connected to each other host, opens its ports here, and carries connections.
+- `peers`: `MeshPeer`, what this host knows of another one.
+- `mirrors`: `Mirrors`, the ports of other hosts that are open here.
+- `carrier`: `Carrier` carries what connects to them to the other host, where it is delivered.
+- `forwarder`: `Forwarder` is connected to each other host, and keeps track of its ports.
 - `mesh`: `Mesh` runs the forwarder of this host in a thread; workers call `publish` when they have opened a port.
 """

@@ -9,17 +9,15 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from acsgd.comm.addresses import join_address
+from acsgd.mesh.carrier import Carrier
 from acsgd.mesh.identity import HostIdentity, StrangerError, VerifiedHost
 from acsgd.mesh.messages import (
     PROTOCOL,
     Acquaintance,
     Greeting,
-    Message,
     Misled,
     Open,
     Opened,
@@ -28,13 +26,14 @@ from acsgd.mesh.messages import (
     from_line,
     to_line,
 )
-from acsgd.mesh.ports import is_own_connection, listening_ports
-from acsgd.mesh.streams import CarriedEnd, FirstLine, Lines
-from acsgd.mesh.tls import HANDSHAKE_S, Entrance, accept_each, dial
+from acsgd.mesh.mirrors import Mirrors
+from acsgd.mesh.peers import PING_S, MeshPeer
+from acsgd.mesh.ports import listening_ports
+from acsgd.mesh.streams import FirstLine, Lines
+from acsgd.mesh.tls import HANDSHAKE_S, Entrance, dial
 
 log = logging.getLogger(__name__)
 
-PING_S = 0.5
 SILENCE_S = 5.0
 """Time without a message after which the connection to a host is replaced, seconds. Carried connections stay: whether a
 host counts as lost is decided by the programs, as without a mesh."""
@@ -51,33 +50,6 @@ FORGET_S = 600.0
 """Time after which a host is forgotten to which there is no connection, seconds."""
 TAKEN = "cannot be opened on {}, where another program listens at that port: end that program, or start this host again"
 OTHER_PROTOCOL = "has another version of the mesh: install the same version of acsgd on all hosts"
-
-
-@dataclass
-class MeshPeer:
-    """Another host, from the first connection on."""
-
-    member: VerifiedHost
-    announced: str | None = None
-    is_dialer: bool = False
-    """Whether this host has dialed the connection."""
-    lines: Lines | None = None
-    """The connection for messages; None while there is none."""
-    heard_at: float = 0.0
-    connected: asyncio.Event = field(default_factory=asyncio.Event)
-    ended: bool = False
-    """Whether its process has ended: the address that it announces refuses connections."""
-    daemon_port: int = 0
-    ports: Ports = field(default_factory=lambda: Ports(0, ()))
-    """Its ports, which are open here, too, except those in `taken_here`."""
-    taken_here: tuple[int, ...] = ()
-    """Its ports at which another program listens here."""
-    opened: Opened = field(default_factory=lambda: Opened(0, ()))
-    """Its latest answer to a message `Ports`."""
-
-    def send(self, message: Message) -> None:
-        if self.lines is not None:
-            self.lines.transport.write(to_line(message))
 
 
 class Forwarder:
@@ -116,10 +88,10 @@ class Forwarder:
         """Number of the latest message `Ports`."""
         self._opened = asyncio.Event()
         """Set whenever a host has opened ports."""
-        self._mirrors: dict[tuple[str, int], socket.socket] = {}
-        """Listening sockets here by address and port of other hosts."""
-        self._awaited: dict[int, asyncio.Future[FirstLine]] = {}
-        """Connections that other hosts were requested to dial."""
+        self._carrier = Carrier(identity, self._serve, self._spawn)
+        self._mirrors = Mirrors(
+            lambda address, port, connection: self._carrier.carry(self._peers[address], port, connection)
+        )
         self._meeting: set[str] = set()
         """Virtual addresses of hosts, named by others, to which a connection is being opened."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -139,8 +111,7 @@ class Forwarder:
         for task in list(self._tasks):
             task.cancel()
         self.entrance.close()
-        for address, port in list(self._mirrors):
-            self._close_mirror(address, port)
+        self._mirrors.close()
         for peer in self._peers.values():
             if peer.lines is not None:
                 peer.lines.transport.abort()
@@ -223,13 +194,31 @@ class Forwarder:
         peer.send(Ports(self._published, self._ports))  # they may have changed since the greeting
         for other in self._peers.values():
             if other is not peer and other.lines is not None:
-                _acquaint(peer, other)
+                peer.acquaint(other)
                 if other.announced is None:  # it has to dial the newcomer
-                    _acquaint(other, peer)
+                    other.acquaint(peer)
         if is_new:
             self._on_note(f"mesh: {member.address} is {member.name} ({greeting.announced or 'which has no port'})")
         if greeting.announced is not None and not is_dialer:
             self._spawn(self._verify(peer, greeting.announced))
+
+    async def _serve(self, connection: FirstLine, member: VerifiedHost, line: str) -> None:
+        """Do what another host has opened a connection for. Raises OSError, ValueError."""
+        match line.split():
+            case ["messages"]:
+                connection = connection.next_line()
+                connection.transport.write(to_line(self._greeting()))
+                async with asyncio.timeout(HANDSHAKE_S):
+                    greeting = _read_greeting(await connection.line)
+                self._greeted(connection, member, greeting, is_dialer=False)
+            case ["check"]:
+                connection.transport.close()
+            case ["port", port]:
+                await self._deliver(connection, int(port))
+            case ["requested", number]:
+                self._carrier.take_requested(int(number), connection)
+            case _:
+                raise ValueError(f"{line!r:.80} is unknown")
 
     async def _verify(self, peer: MeshPeer, announced: str) -> None:
         """Check that the address that a host announces leads there."""
@@ -258,7 +247,7 @@ class Forwarder:
             case Acquaintance(address, announced):
                 self._meet(address, announced)
             case Open(number):
-                self._spawn(self._dial_back(peer, number))
+                self._carrier.dial_back(peer, number)
             case Misled(announced, problem):
                 self._on_rejected(announced, problem)
 
@@ -320,7 +309,7 @@ class Forwarder:
             if count % round(ACQUAINT_S / PING_S) == 0:
                 connected = [peer for peer in self._peers.values() if peer.lines is not None]
                 for peer, other in itertools.permutations(connected, 2):
-                    _acquaint(peer, other)
+                    peer.acquaint(other)
             if count % round(SCAN_S / PING_S) == 0:
                 self._scan()
                 for peer in self._peers.values():
@@ -346,7 +335,7 @@ class Forwarder:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OPENED_S):
                 number = self._published
-                while any(peer.opened.number < number for peer in self._peers.values() if _is_heard(peer)):
+                while any(peer.opened.number < number for peer in self._peers.values() if peer.is_heard()):
                     self._opened.clear()
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._opened.wait(), PING_S)
@@ -354,126 +343,29 @@ class Forwarder:
 
     def _mirror(self, peer: MeshPeer) -> None:
         """Listen at exactly the ports of another host, at its address, and send it an `Opened`."""
-        address, ports = peer.member.address, set(peer.ports.ports)
-        taken = []
-        for port in {port for host, port in self._mirrors if host == address} - ports:
-            self._close_mirror(address, port)
-        for port in sorted(ports - {port for host, port in self._mirrors if host == address}):
-            try:
-                listener = open_mirror(address, port)
-            except OSError as error:
-                taken.append(port)
-                if port not in peer.taken_here:
-                    self._on_note(f"mesh: port {port} of {address} cannot be opened here: {error.strerror}")
-                continue
-            if listener is not None:
-                self._mirrors[address, port] = listener
-                accept_each(listener, partial(self._accept, peer, port))
+        address = peer.member.address
+        taken = self._mirrors.set_ports(address, peer.ports.ports)
+        for port, problem in taken.items():
+            if port not in peer.taken_here:
+                self._on_note(f"mesh: port {port} of {address} cannot be opened here: {problem}")
         if peer.daemon_port in taken:
             self._on_rejected(join_address(address, peer.daemon_port), TAKEN.format("this host"))
         peer.taken_here = tuple(taken)
         peer.send(Opened(peer.ports.number, peer.taken_here))
 
-    def _close_mirror(self, address: str, port: int) -> None:
-        listener = self._mirrors.pop((address, port))
-        asyncio.get_running_loop().remove_reader(listener)
-        listener.close()
-
-    # Carried connections.
-
-    def _accept(self, peer: MeshPeer, port: int, connection: socket.socket) -> None:
-        try:
-            is_own = is_own_connection(connection.getpeername(), connection.getsockname())
-        except OSError:  # gone already
-            is_own = False
-        if not is_own:
-            connection.close()
-            log.info("a process of another user has connected to %s:%d", peer.member.address, port)
-            return
-        self._spawn(self._carry(peer, port, connection))
-
-    async def _carry(self, peer: MeshPeer, port: int, connection: socket.socket) -> None:
-        """Carry a local connection to a port of another host."""
-        _, local = await asyncio.get_running_loop().connect_accepted_socket(CarriedEnd, connection)
-        try:
-            remote = await self._open(peer, f"port {port}\n")
-        except (OSError, TimeoutError) as error:
-            log.info("%s:%d: %s", peer.member.address, port, error)
-            local.abort()
-            return
-        remote.hand_over(end := CarriedEnd())
-        local.join(end)
-
-    async def _open(self, peer: MeshPeer, line: str) -> FirstLine:
-        """Open a connection to another host, and send what it is for. Raises OSError, TimeoutError."""
-        if peer.announced is None:
-            connection = await self._request(peer)
-        else:
-            connection, _ = await dial(self.identity, peer.announced, peer.member.address)
-        connection.transport.write(line.encode())
-        return connection
-
-    async def _request(self, peer: MeshPeer) -> FirstLine:
-        """Let another host dial this one. Raises TimeoutError."""
-        number = next(self._numbers)
-        self._awaited[number] = asyncio.get_running_loop().create_future()
-        try:
-            async with asyncio.timeout(HANDSHAKE_S):
-                await peer.connected.wait()
-                peer.send(Open(number))
-                return await self._awaited[number]
-        finally:
-            del self._awaited[number]
-
-    async def _dial_back(self, peer: MeshPeer, number: int) -> None:
-        """Dial a host that cannot dial this one, and serve what it wants."""
-        if peer.announced is None:
-            return
-        try:
-            connection, member = await dial(self.identity, peer.announced, peer.member.address)
-        except (OSError, TimeoutError) as error:
-            log.info("%s: %s", peer.announced, error)
-            return
-        try:
-            connection.transport.write(f"requested {number}\n".encode())
-            async with asyncio.timeout(HANDSHAKE_S):
-                line = await connection.line
-            await self._serve(connection, member, line)
-        except (OSError, TimeoutError, ValueError) as error:
-            log.info("closed a connection to %s: %s", peer.announced, error)
-            connection.transport.abort()
-
-    async def _serve(self, connection: FirstLine, member: VerifiedHost, line: str) -> None:
-        """Do what another host has opened a connection for. Raises OSError, ValueError."""
-        match line.split():
-            case ["messages"]:
-                connection = _next_line(connection)
-                connection.transport.write(to_line(self._greeting()))
-                async with asyncio.timeout(HANDSHAKE_S):
-                    greeting = _read_greeting(await connection.line)
-                self._greeted(connection, member, greeting, is_dialer=False)
-            case ["check"]:
-                connection.transport.close()
-            case ["port", port]:
-                await self._deliver(connection, int(port))
-            case ["requested", number] if (awaited := self._awaited.get(int(number))) and not awaited.done():
-                awaited.set_result(_next_line(connection))
-            case _:
-                raise ValueError(f"{line!r:.80} is unknown")
-
-    async def _deliver(self, remote: FirstLine, port: int) -> None:
+    async def _deliver(self, connection: FirstLine, port: int) -> None:
         """Connect what another host carries to a port of this host. Raises OSError."""
         if port not in self._ports:
             self._scan()
         if port not in self._ports:
             raise ConnectionRefusedError(f"nothing listens at port {port}")
         try:
-            _, local = await asyncio.get_running_loop().create_connection(CarriedEnd, self.identity.address, port)
+            await self._carrier.deliver(connection, port)
         except OSError:
             self._scan()
             raise
-        remote.hand_over(end := CarriedEnd())
-        local.join(end)
+
+    # Tasks.
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -486,29 +378,6 @@ class Forwarder:
             log.error("mesh: %s", error, exc_info=error)
 
 
-def open_mirror(address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens at the address of another host. Raises OSError.
-
-    None if a process of this user listens there: that host, or another one that mirrors it, is on this machine.
-    """
-    try:
-        listener = socket.create_server((address, port), backlog=256)
-    except OSError:
-        if port in listening_ports(address):
-            return None
-        raise
-    listener.setblocking(False)
-    return listener
-
-
-def _acquaint(peer: MeshPeer, other: MeshPeer) -> None:
-    peer.send(Acquaintance(other.member.address, other.announced))
-
-
-def _is_heard(peer: MeshPeer) -> bool:
-    return peer.lines is not None and time.monotonic() - peer.heard_at < 3 * PING_S
-
-
 def _read_greeting(line: str) -> Greeting:
     """Return the greeting of another host. Raises StrangerError for that of another version."""
     with contextlib.suppress(ValueError):
@@ -516,12 +385,3 @@ def _read_greeting(line: str) -> Greeting:
         if isinstance(greeting, Greeting) and greeting.protocol == PROTOCOL:
             return greeting
     raise StrangerError(OTHER_PROTOCOL)
-
-
-def _next_line(connection: FirstLine) -> FirstLine:
-    """Read the next line of a connection."""
-    following = FirstLine()
-    connection.hand_over(following)
-    if not following.line.done():
-        following.transport.resume_reading()
-    return following

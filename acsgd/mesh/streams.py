@@ -45,6 +45,14 @@ class FirstLine(asyncio.Protocol):
         if rest := self._data.partition(b"\n")[2]:
             protocol.data_received(rest)
 
+    def next_line(self) -> FirstLine:
+        """Let another one read the next line of the connection."""
+        following = FirstLine()
+        self.hand_over(following)
+        if not following.line.done():
+            following.transport.resume_reading()
+        return following
+
 
 class Lines(asyncio.Protocol):
     """Messages, one a line. on_line: called with each; on_lost: called once, at the end.

@@ -22,7 +22,7 @@ from lib.patience import stretched
 
 from acsgd.comm.process_groups import VirtualHost
 from acsgd.errors import ConnectError
-from acsgd.mesh import forwarder, ports, tls
+from acsgd.mesh import forwarder, mirrors, peers, ports, tls
 from acsgd.mesh.identity import HostIdentity, StrangerError, member_of, read_secret
 from acsgd.mesh.mesh import Mesh, MeshOptions, is_public, publish
 
@@ -74,8 +74,8 @@ class Host:
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Host]]:
     """All hosts are on this machine, where each port of a virtual address is taken by its own process. So other hosts
     open it at another address: 127.89.x.y leads through the mesh, 127.88.x.y does not."""
-    open_mirror = forwarder.open_mirror
-    monkeypatch.setattr(forwarder, "open_mirror", lambda address, port: open_mirror(mirror(address), port))
+    open_mirror = mirrors.open_mirror
+    monkeypatch.setattr(mirrors, "open_mirror", lambda address, port: open_mirror(mirror(address), port))
     with contextlib.ExitStack() as stack:
 
         def start_host(*args: object, **kwargs: object) -> Host:
@@ -181,7 +181,7 @@ def test_a_host_without_a_port_finds_those_that_join_later(start: Callable[..., 
 def test_hosts_whose_connection_has_failed_are_told_of_each_other_again(
     start: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forwarder, "ACQUAINT_S", forwarder.PING_S)
+    monkeypatch.setattr(forwarder, "ACQUAINT_S", peers.PING_S)
     monkeypatch.setattr(forwarder.Forwarder, "_find_again", nothing)
     one, other = two(start)
     third = start((one.announced,))
