@@ -1,4 +1,9 @@
-"""How one connection of a program is carried to another host, and delivered there."""
+"""How one connection of a program is carried to another host, and delivered there.
+
+To a host that cannot be dialed, it is one that this host has requested it to dial. Where neither can dial the other,
+it goes through another member, which relays the bytes of a TLS connection between the two. So the relay can neither
+read nor change what they send.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +11,15 @@ import asyncio
 import itertools
 import logging
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
+from weakref import WeakSet
 
-from acsgd.mesh.identity import HostIdentity
+from acsgd.mesh.identity import HostIdentity, VerifiedHost
 from acsgd.mesh.messages import Open
 from acsgd.mesh.peers import MeshPeer
 from acsgd.mesh.streams import CarriedEnd, FirstLine
-from acsgd.mesh.tls import HANDSHAKE_S, OnMember, dial
+from acsgd.mesh.tls import HANDSHAKE_S, Entrance, OnMember, dial
 
 log = logging.getLogger(__name__)
 
@@ -21,22 +27,29 @@ log = logging.getLogger(__name__)
 class Carrier:
     """Carries connections between programs of this host and of others: one connection between the hosts for each.
 
-    on_member: serves a connection of another host, after its first line. spawn: runs a coroutine as a task.
+    peers: the other hosts by virtual address. on_member: serves a connection of another host, after its first line.
+    spawn: runs a coroutine as a task.
     """
 
     def __init__(
-        self, identity: HostIdentity, on_member: OnMember, spawn: Callable[[Coroutine[Any, Any, None]], None]
+        self,
+        identity: HostIdentity,
+        peers: Mapping[str, MeshPeer],
+        on_member: OnMember,
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         self._identity = identity
+        self._peers = peers
         self._on_member = on_member
         self._spawn = spawn
         self._numbers = itertools.count(1)
         self._awaited: dict[int, asyncio.Future[FirstLine]] = {}
         """Connections that other hosts were requested to dial."""
+        self._carried: WeakSet[CarriedEnd] = WeakSet()
 
-    def carry(self, peer: MeshPeer, port: int, connection: socket.socket) -> None:
+    def carry(self, address: str, port: int, connection: socket.socket) -> None:
         """Carry a local connection to a port of another host."""
-        self._spawn(self._carry(peer, port, connection))
+        self._spawn(self._carry(self._peers[address], port, connection))
 
     async def _carry(self, peer: MeshPeer, port: int, connection: socket.socket) -> None:
         _, local = await asyncio.get_running_loop().connect_accepted_socket(CarriedEnd, connection)
@@ -46,23 +59,49 @@ class Carrier:
             log.info("%s:%d: %s", peer.member.address, port, error)
             local.abort()
             return
-        remote.hand_over(end := CarriedEnd())
-        local.join(end)
+        self._join(local, remote)
 
     async def deliver(self, remote: FirstLine, port: int) -> None:
         """Connect what another host carries to a port of this host. Raises OSError."""
         _, local = await asyncio.get_running_loop().create_connection(CarriedEnd, self._identity.address, port)
-        remote.hand_over(end := CarriedEnd())
-        local.join(end)
+        self._join(local, remote)
 
     async def _open(self, peer: MeshPeer, line: str) -> FirstLine:
         """Open a connection to another host, and send what it is for. Raises OSError, TimeoutError."""
-        if peer.announced is None:
+        if peer.is_relayed:
+            connection, _ = await self.dial_through_member(peer.member.address)
+        elif peer.announced is None:
             connection = await self._request(peer)
         else:
             connection, _ = await dial(self._identity, peer.announced, peer.member.address)
         connection.transport.write(line.encode())
         return connection
+
+    async def dial_through_member(self, address: str) -> tuple[FirstLine, VerifiedHost]:
+        """Connect to a host through another member that is connected to it. Raises ConnectionError if there is none."""
+        for relay in list(self._peers.values()):
+            if relay.announced is None or relay.lines is None or relay.member.address == address:
+                continue
+            try:
+                outer, _ = await dial(self._identity, relay.announced, relay.member.address)
+                outer.transport.write(f"relay {address}\n".encode())
+                return await dial(self._identity, await self._tunnel(outer), address)
+            except (OSError, TimeoutError) as error:
+                log.info("%s through %s: %s", address, relay.member.address, error)
+        raise ConnectionError(f"no other host relays to {address}")
+
+    async def relay(self, connection: FirstLine, address: str) -> None:
+        """Connect what another host sends to a third one. Raises OSError, TimeoutError."""
+        peer = self._peers.get(address)
+        if peer is None or peer.lines is None or peer.is_relayed:
+            raise ConnectionRefusedError(f"{address} is not connected to this host")
+        remote = await self._open(peer, "relayed\n")
+        remote.hand_over(end := CarriedEnd())
+        self._join(end, connection)
+
+    async def accept_relayed(self, connection: FirstLine, entrance: Entrance) -> None:
+        """Accept a connection of another host that a third one relays."""
+        entrance.accept(await self._tunnel(connection))
 
     async def _request(self, peer: MeshPeer) -> FirstLine:
         """Let another host dial this one. Raises TimeoutError."""
@@ -102,3 +141,22 @@ class Carrier:
         except (OSError, TimeoutError, ValueError) as error:
             log.info("closed a connection to %s: %s", announced, error)
             connection.transport.abort()
+
+    async def _tunnel(self, connection: FirstLine) -> socket.socket:
+        """Return a socket that sends and receives the bytes of a connection, which can be those of a TLS connection."""
+        ours, theirs = socket.socketpair()
+        for each in (ours, theirs):
+            each.setblocking(False)
+        _, local = await asyncio.get_running_loop().connect_accepted_socket(CarriedEnd, theirs)
+        self._join(local, connection)
+        return ours
+
+    def _join(self, end: CarriedEnd, connection: FirstLine) -> None:
+        connection.hand_over(other := CarriedEnd())
+        end.join(other)
+        self._carried.add(end)
+
+    def close(self) -> None:
+        """End all carried connections."""
+        for end in list(self._carried):
+            end.abort()

@@ -88,10 +88,8 @@ class Forwarder:
         """Number of the latest message `Ports`."""
         self._opened = asyncio.Event()
         """Set whenever a host has opened ports."""
-        self._carrier = Carrier(identity, self._serve, self._spawn)
-        self._mirrors = Mirrors(
-            lambda address, port, connection: self._carrier.carry(self._peers[address], port, connection)
-        )
+        self._carrier = Carrier(identity, self._peers, self._serve, self._spawn)
+        self._mirrors = Mirrors(self._carrier.carry)
         self._meeting: set[str] = set()
         """Virtual addresses of hosts, named by others, to which a connection is being opened."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -112,6 +110,7 @@ class Forwarder:
             task.cancel()
         self.entrance.close()
         self._mirrors.close()
+        self._carrier.close()
         for peer in self._peers.values():
             if peer.lines is not None:
                 peer.lines.transport.abort()
@@ -139,9 +138,16 @@ class Forwarder:
                     log.info("%s: %s", address, error)
             await asyncio.sleep(REDIAL_S)
 
-    async def _connect(self, address: str, expected: str | None) -> MeshPeer | None:
-        """Dial a host and exchange greetings; return it, None if it is this host. Raises OSError, TimeoutError."""
-        connection, member = await dial(self.identity, address, expected)
+    async def _connect(self, address: str | None, expected: str | None) -> MeshPeer | None:
+        """Dial a host and exchange greetings; return it, None if it is this host. Raises OSError, TimeoutError.
+
+        address: None = through another member, to the expected host.
+        """
+        if address is not None:
+            connection, member = await dial(self.identity, address, expected)
+        else:
+            assert expected is not None
+            connection, member = await self._carrier.dial_through_member(expected)
         if member.address == self.identity.address:
             connection.transport.abort()
             return None
@@ -178,10 +184,14 @@ class Forwarder:
             self._on_endpoint(dialed, join_address(member.address, greeting.daemon_port))
         first = min(self.identity.address, member.address)  # of two that dial each other, its connection is kept
         dialer = self.identity.address if is_dialer else member.address
-        if peer.lines is not None and dialer != first and peer.is_dialer != is_dialer:
+        is_second = dialer != first and peer.is_dialer != is_dialer
+        is_relayed = connection.is_relayed
+        if peer.lines is not None and (is_second if is_relayed == peer.is_relayed else is_relayed):
             connection.transport.close()
             return
-        old, peer.announced, peer.is_dialer, peer.ended = peer.lines, greeting.announced, is_dialer, False
+        announced = None if is_relayed else greeting.announced
+        old, peer.announced, peer.is_dialer, peer.ended = peer.lines, announced, is_dialer, False
+        peer.is_relayed = is_relayed
         is_new = not peer.connected.is_set()
         lines = Lines(lambda line: self._receive(peer, line), lambda: self._lost(peer, lines))
         peer.lines, peer.heard_at = lines, time.monotonic()
@@ -198,9 +208,10 @@ class Forwarder:
                 if other.announced is None:  # it has to dial the newcomer
                     other.acquaint(peer)
         if is_new:
-            self._on_note(f"mesh: {member.address} is {member.name} ({greeting.announced or 'which has no port'})")
-        if greeting.announced is not None and not is_dialer:
-            self._spawn(self._verify(peer, greeting.announced))
+            place = "through another host" if is_relayed else announced or "which has no port"
+            self._on_note(f"mesh: {member.address} is {member.name} ({place})")
+        if announced is not None and not is_dialer:
+            self._spawn(self._verify(peer, announced))
 
     async def _serve(self, connection: FirstLine, member: VerifiedHost, line: str) -> None:
         """Do what another host has opened a connection for. Raises OSError, ValueError."""
@@ -215,6 +226,10 @@ class Forwarder:
                 connection.transport.close()
             case ["port", port]:
                 await self._deliver(connection, int(port))
+            case ["relay", address]:
+                await self._carrier.relay(connection, address)
+            case ["relayed"]:
+                await self._carrier.accept_relayed(connection, self.entrance)
             case ["requested", number]:
                 self._carrier.take_requested(int(number), connection)
             case _:
@@ -252,16 +267,18 @@ class Forwarder:
                 self._on_rejected(announced, problem)
 
     def _meet(self, address: str, announced: str | None) -> None:
-        """Connect to a host that another one has named."""
-        is_known = address in self._peers and self._peers[address].lines is not None
-        is_new = address != self.identity.address and not is_known and address not in self._meeting
-        if is_new and announced is not None:
+        """Connect to a host that another one has named, directly if it announces an address."""
+        if address != self.identity.address and address not in self._meeting:
             self._meeting.add(address)
             self._spawn(self._try_to_connect(announced, address))
 
-    async def _try_to_connect(self, announced: str, address: str) -> None:
-        with contextlib.suppress(OSError, TimeoutError):
-            await self._connect(announced, address)
+    async def _try_to_connect(self, announced: str | None, address: str) -> None:
+        if announced is None:
+            await asyncio.sleep(REDIAL_S)  # it may be able to dial this host
+        peer = self._peers.get(address)
+        if peer is None or peer.lines is None or (peer.is_relayed and announced is not None):
+            with contextlib.suppress(OSError, TimeoutError):
+                await self._connect(announced, address)
         self._meeting.discard(address)
 
     def _lost(self, peer: MeshPeer, lines: Lines) -> None:
@@ -278,7 +295,9 @@ class Forwarder:
         would take a port that refuses connections for the end of the host.
         """
         refusals = 0
-        while peer.lines is None and peer.announced is not None and self._peers.get(peer.member.address) is peer:
+        while peer.lines is None and self._peers.get(peer.member.address) is peer:
+            if peer.announced is None and not peer.is_relayed:
+                return  # it dials this host
             try:
                 await self._connect(peer.announced, peer.member.address)
             except StrangerError:  # another process has its place

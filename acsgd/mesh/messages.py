@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 
 from acsgd.io.files.fields import Natural, from_json
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the messages, in each `Greeting`."""
 
 

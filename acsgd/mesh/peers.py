@@ -22,6 +22,8 @@ class MeshPeer:
     announced: str | None = None
     is_dialer: bool = False
     """Whether this host has dialed the connection."""
+    is_relayed: bool = False
+    """Whether the connection goes through another host, since neither can dial the other."""
     lines: Lines | None = None
     """The connection for messages; None while there is none."""
     heard_at: float = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 
 MAX_LINE = 1 << 16
@@ -17,6 +18,11 @@ class FirstLine(asyncio.Protocol):
     transport: asyncio.Transport
     is_connected = False
     """Whether the handshake is complete, and `transport` is set."""
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether the connection goes through another host: it has one end of a pair of sockets, see `Carrier`."""
+        return bool(self.transport.get_extra_info("socket").family == socket.AF_UNIX)
 
     def __init__(self) -> None:
         self.line: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -11,6 +11,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from acsgd.comm.addresses import split_address
 from acsgd.mesh.identity import HostIdentity, StrangerError, VerifiedHost, member_of
@@ -50,7 +51,7 @@ class Entrance:
         """Accept connections of a listening socket from now on."""
         listener.setblocking(False)
         self._listener = listener
-        accept_each(listener, self._accept)
+        accept_each(listener, self.accept)
 
     def close(self) -> None:
         if self._listener is not None:
@@ -59,7 +60,8 @@ class Entrance:
         for task in [*self._handshakes, *self._tasks]:
             task.cancel()
 
-    def _accept(self, connection: socket.socket) -> None:
+    def accept(self, connection: socket.socket) -> None:
+        """Authenticate a connection, and hand it on."""
         if len(self._handshakes) >= MAX_HANDSHAKES:
             oldest = next(iter(self._handshakes))
             self._handshakes.pop(oldest).close()
@@ -70,7 +72,6 @@ class Entrance:
         task.add_done_callback(lambda task: self._handshakes.pop(task, None))
 
     async def _greet(self, connection: socket.socket) -> None:
-        """Authenticate a connection, and hand it on."""
         protocol = FirstLine()
         try:
             async with asyncio.timeout(HANDSHAKE_S):
@@ -127,20 +128,23 @@ def accept_each(listener: socket.socket, on_connection: Callable[[socket.socket]
     resume()
 
 
-async def dial(identity: HostIdentity, address: str, expected: str | None = None) -> tuple[FirstLine, VerifiedHost]:
-    """Connect to a member at host:port. expected: its virtual address; None = any.
+async def dial(
+    identity: HostIdentity, place: str | socket.socket, expected: str | None = None
+) -> tuple[FirstLine, VerifiedHost]:
+    """Connect to a member at host:port, or through a socket. expected: its virtual address; None = any.
 
     Raises StrangerError if another process answers, OSError or TimeoutError if none does.
     """
-    host, port = split_address(address)
+    at: dict[str, Any] = {"sock": place}
+    if isinstance(place, str):
+        at = dict(zip(("host", "port"), split_address(place), strict=True))
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as stack:
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 transport, protocol = await loop.create_connection(
                     FirstLine,
-                    host,
-                    port,
+                    **at,
                     ssl=identity.client,
                     server_hostname="",  # would be sent in the clear
                     ssl_handshake_timeout=HANDSHAKE_S,

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from acsgd.errors import ConnectError
 from acsgd.mesh import forwarder, mirrors, peers, ports, tls
 from acsgd.mesh.identity import HostIdentity, StrangerError, member_of, read_secret
 from acsgd.mesh.mesh import Mesh, MeshOptions, is_public, publish
+from acsgd.mesh.streams import CarriedEnd
 
 SECRET = secrets.token_hex(16).encode()
 WAIT_S = stretched(20.0)
@@ -150,6 +152,53 @@ def test_a_host_without_a_port_is_reached_through_the_connections_that_it_opens(
         with each.listen() as server:
             echo(server)
             assert exchange(server, b"y" * 100_000) == b"y" * 100_000
+
+
+def test_two_hosts_without_a_port_reach_each_other_through_any_member_which_sees_ciphertext(
+    start: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, relays = defaultdict[object, bytearray](bytearray), list[threading.Thread]()
+    receive, open_mirror = CarriedEnd.data_received, mirrors.open_mirror
+
+    def note(end: CarriedEnd, data: bytes) -> None:
+        seen[threading.current_thread()] += data
+        receive(end, data)
+
+    def open_unless_relay(address: str, port: int) -> socket.socket | None:
+        return None if threading.current_thread() in relays else open_mirror(address, port)
+
+    def start_relay(*args: object) -> tuple[Host, bytearray]:
+        host = start(*args)
+        relays.append(host.mesh._thread)
+        return host, seen[host.mesh._thread]
+
+    monkeypatch.setattr(CarriedEnd, "data_received", note)
+    monkeypatch.setattr(mirrors, "open_mirror", open_unless_relay)
+    first, seen_by_first = start_relay()
+    one, other = (start((first.announced,), has_port=False) for _ in range(2))
+    wait_until(lambda: one.knows(other) and other.knows(one))
+    assert [note for note in one.notes if note.endswith("(through another host)")]
+    data = secrets.token_bytes(32) + bytes(100_000)
+    for each in (one, other):
+        with each.listen() as server:
+            echo(server)
+            assert exchange(server, data) == data
+    assert len(seen_by_first) > 4 * len(data)
+    assert data[:32] not in seen_by_first
+
+    second, seen_by_second = start_relay((first.announced,))
+    wait_until(lambda: all(second.knows(each) and each.knows(second) for each in (one, other)))
+    with one.listen() as server:
+        echo(server)
+        with connect(server) as connection:
+            connection.sendall(b"x")
+            assert connection.recv(1) == b"x"
+            first.mesh.stop()
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(1) == b""
+        assert exchange(server, data) == data
+    assert len(seen_by_second) > 2 * len(data)
+    assert data[:32] not in seen_by_second
 
 
 def test_a_socket_of_ipv6_reaches_a_port_too(start: Callable[..., Host]) -> None:
