@@ -22,13 +22,14 @@ from acsgd.commands.evaluation.job import config_of, data_of, find_evaluated
 from acsgd.commands.evaluation.options import DTYPES, EvalOptions
 from acsgd.commands.evaluation.report import EvaluationReport
 from acsgd.commands.recorded import RecordedModel
-from acsgd.commands.typed import as_typed
+from acsgd.commands.typed import as_typed, typed
 from acsgd.config.options import DataConfig
 from acsgd.config.run_file import parse_flags
 from acsgd.failures.failures import RunContext, report_failure
 from acsgd.failures.report import report_startup_error
 from acsgd.failures.signals import STOP_SIGNALS, StopSignals
 from acsgd.groups import clone_store, connect, open_store
+from acsgd.io.data.formats.formats import describe_unused
 from acsgd.io.data.held_out import HeldOut
 from acsgd.io.files.cache import TIMEOUT_S
 from acsgd.launch import Launch
@@ -147,7 +148,8 @@ def evaluate(
     source = open_weight_source(job)
     groups.wait_for_all("opening the inputs", timeout_s=TIMEOUT_S)
     if is_main:
-        for note in (*_warnings(model), *held_out.rows.notes):
+        unused = describe_unused(config.data, held_out.rows.formats)
+        for note in (*_warnings(model), *held_out.rows.notes, *(typed(text, EvalOptions) for text in unused)):
             print_note(note)
     with report_if_slow(print_note, lambda: f"loading {job.model.describe_size()}", enabled=is_main):
         session = build_session(job, source, groups)

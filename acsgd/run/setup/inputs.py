@@ -70,7 +70,8 @@ class RunInputs:
         job = session.job
         formats = self.reader.rows.formats | (self.held_out.rows.formats if self.held_out else set())
         ends = [] if job.model.task.has_labels else self.reader.rows.ends.notes(job.tokenizer, job.ends)
-        return [*self.notes, *ends, *describe_unused(job.config.data, formats)]
+        found = [note for note in self.reader.notes if note not in self.notes]  # of streamed sources, known only now
+        return [*self.notes, *found, *ends, *describe_unused(job.config.data, formats)]
 
     def fingerprint(self) -> str:
         """Return a string that must be equal on all ranks."""

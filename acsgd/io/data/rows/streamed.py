@@ -15,6 +15,7 @@ from acsgd.io.data.rows.base import Row, Rows, describe_empty
 from acsgd.io.data.rows.layout import ARRAYS, RowKind, RowLayout, best_fit, by_row, parts_of, targets_of_rows
 from acsgd.io.data.rows.objectives import Objective
 from acsgd.io.data.sampler import Ints, order_key, shuffled
+from acsgd.io.data.sources.base import TEXT
 from acsgd.io.data.stream.segment_cache import SegmentCache
 from acsgd.io.data.stream.segment_files import OpenSegment
 from acsgd.io.data.stream.segments import Cutter, SegmentCut, SegmentStart
@@ -97,9 +98,10 @@ class StreamedRows:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on the source, and on rows without targets among those read so far."""
+        """Sentences on the source, and, of what is read so far, on its format and on rows without targets."""
         how = f"data.sources: {self._name}: tokenized during training, shuffled within {self._window:,} sequences"
-        return (how, *describe_empty(self._name, sum(self._num_empty.values()), self._num_read))
+        formats = [f'data.sources: {self._name}: format "{self.format}"'] if self.format not in ("", TEXT) else []
+        return (how, *formats, *describe_empty(self._name, sum(self._num_empty.values()), self._num_read))
 
     def fingerprint(self) -> tuple[object, ...]:
         """Return values that differ between hosts with different texts."""
@@ -166,7 +168,7 @@ class StreamedRows:
             raise RunError(str(error)) from None
         self._current = {**dict([*self._current.items()][1 - self._num_open :]), (epoch, number): current}
         self.ends = TextEnds.union([self.ends, current.rows.ends])
-        self.format = segment.about.after.format
+        self.format = segment.about.format
         if number not in self._num_empty:
             self._count(number, current.rows)
         return current

@@ -35,6 +35,8 @@ class SegmentAbout:
     """See Corpus."""
     checksum: Natural
     """CRC-32 of tokens, targets and layout: equal on all hosts."""
+    format: str
+    """Name of the format of the records."""
 
 
 class OpenSegment(NamedTuple):
@@ -60,7 +62,7 @@ def write_segment(directory: Path, segment: StreamSegment, token_dtype: np.dtype
         with ArrayWriter(directory / f"{LAYOUT}{name}", np.dtype("<i8")) as file:
             file.append(values)
         checksum = zlib.crc32(values.astype("<i8").tobytes(), checksum)
-    about = SegmentAbout(segment.start, segment.after, segment.rows, corpus.overlap, checksum)
+    about = SegmentAbout(segment.start, segment.after, segment.rows, corpus.overlap, checksum, segment.format)
     (directory / ABOUT).write_text(json.dumps(asdict(about)))
     seal(directory)
 

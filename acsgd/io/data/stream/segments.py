@@ -77,6 +77,8 @@ class StreamSegment(NamedTuple):
     corpus: Corpus
     layout: Mapping[str, Ints]
     """See SegmentCut."""
+    format: str
+    """Name of the format of the records."""
 
 
 def read_segments(
@@ -110,12 +112,12 @@ def read_segments(
             if (found := cut(tokens.corpus(), False)) is None:
                 enough = GROWTH * len(tokens)
                 break
-            yield tokens.take(found)
+            yield tokens.take(found, counts.format)
             enough = 0.0
     if not tokens.begin_segment:
         raise ValueError(f"{source.key}: {source.name} ends before the place where a sequence began; restore it")
     while (found := cut(tokens.corpus(), True)) is not None:
-        yield tokens.take(found)
+        yield tokens.take(found, counts.format)
 
 
 def _report_skipped(source: Source, counts: RecordCounts, *, before: int) -> None:
@@ -182,12 +184,12 @@ class _Tokens:
             before=self._before,
         )
 
-    def take(self, cut: SegmentCut) -> StreamSegment:
-        """Remove the tokens of a segment, and return it."""
+    def take(self, cut: SegmentCut, form: str) -> StreamSegment:
+        """Remove the tokens of a segment, and return it. form: of its records."""
         corpus, start = self.corpus(cut.end), self._position(0)
         after = self._position(cut.next)
         self._remove(cut.next)
-        return StreamSegment(start, after, cut.rows, corpus, cut.layout)
+        return StreamSegment(start, after, cut.rows, corpus, cut.layout, form)
 
     def _position(self, index: int) -> SegmentStart:
         """Return the position of a token at hand."""
