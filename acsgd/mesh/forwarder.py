@@ -8,7 +8,7 @@ import itertools
 import logging
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from acsgd.comm.addresses import join_address
@@ -49,6 +49,9 @@ ACQUAINT_S = 10.0
 FORGET_S = 600.0
 """Time after which a host is forgotten to which there is no connection, seconds."""
 TAKEN = "cannot be opened on {}, where another program listens at that port: end that program, or start this host again"
+EQUAL = "has the virtual address of this host, by chance: start this host again"
+ASK_S = 2.0
+"""Time for the answer whether a virtual address is taken, seconds."""
 OTHER_PROTOCOL = "has another version of the mesh: install the same version of acsgd on all hosts"
 
 
@@ -150,6 +153,8 @@ class Forwarder:
             connection, member = await self._carrier.dial_through_member(expected)
         if member.address == self.identity.address:
             connection.transport.abort()
+            if member.key != self.identity.key:
+                raise StrangerError(EQUAL)
             return None
         try:
             connection.transport.write(b"messages\n" + to_line(self._greeting()))
@@ -176,7 +181,8 @@ class Forwarder:
         """Keep a connection whose other end has sent its greeting, unless there is another one."""
         peer = self._peers.setdefault(member.address, MeshPeer(member))
         if peer.member.key != member.key:
-            if peer.lines is not None:  # two of 65,536 addresses are equal
+            if peer.lines is not None:
+                connection.transport.write(to_line(Misled(member.address, f"another host {EQUAL}")))
                 connection.transport.close()
                 raise ConnectionError(f"{member.address} is taken")
             peer.member = member
@@ -223,6 +229,11 @@ class Forwarder:
                     greeting = _read_greeting(await connection.line)
                 self._greeted(connection, member, greeting, is_dialer=False)
             case ["check"]:
+                connection.transport.close()
+            case ["address"]:
+                peer = self._peers.get(member.address)
+                is_free = peer is None or peer.lines is None or peer.member.key == member.key
+                connection.transport.write(b"free\n" if is_free else b"taken\n")
                 connection.transport.close()
             case ["port", port]:
                 await self._deliver(connection, int(port))
@@ -395,6 +406,21 @@ class Forwarder:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("mesh: %s", error, exc_info=error)
+
+
+async def is_taken(identity: HostIdentity, endpoints: Iterable[str]) -> bool:
+    """Return whether another host has drawn the same of the 65,536 virtual addresses, as far as endpoints know."""
+
+    async def is_taken_at(endpoint: str) -> bool:
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(ASK_S):
+                connection, member = await dial(identity, endpoint)
+                with contextlib.closing(connection.transport):
+                    connection.transport.write(b"address\n")
+                    return member.address == identity.address or await connection.line == "taken"
+        return False
+
+    return any(await asyncio.gather(*map(is_taken_at, endpoints)))
 
 
 def _read_greeting(line: str) -> Greeting:

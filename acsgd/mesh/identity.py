@@ -79,6 +79,7 @@ class HostIdentity:
         self._authority = Ed25519PrivateKey.from_private_bytes(seed)
         key = Ed25519PrivateKey.generate()
         self.address = _address_of(key.public_key())
+        self.key = _digest(key.public_key()).hex()
         certificate = self.sign(key.public_key(), self.address, socket.gethostname()[:64])
         self.server = self._context(ssl.PROTOCOL_TLS_SERVER, key, certificate)
         self.client = self._context(ssl.PROTOCOL_TLS_CLIENT, key, certificate)

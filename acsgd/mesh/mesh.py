@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from acsgd.comm.addresses import listen, resolve, split_address
-from acsgd.mesh.forwarder import Forwarder
+from acsgd.mesh.forwarder import Forwarder, is_taken
 from acsgd.mesh.identity import HostIdentity
 
 END_S = 5.0
 """Time for the thread to start or to end, seconds."""
+DRAWS = 3
+"""Number of keys that a host tries whose virtual address is taken."""
 PUBLISH_S = 5.0
 """Time for an answer to `publish`, seconds."""
 
@@ -56,7 +58,7 @@ class Mesh:
         self._socket_path = socket_path
         self._on_rejected = on_rejected
         self._on_note = on_note
-        self._identity = HostIdentity(options.secret, options.run)
+        self._identity = _draw_identity(options)
         self.address = self._identity.address
         """Virtual address of this host."""
         with listen(self.address) as server:
@@ -132,6 +134,19 @@ class Mesh:
         self._by_endpoint[endpoint] = daemon
         found = [self._by_endpoint[each] for each in self._options.endpoints if each in self._by_endpoint]
         self.daemons[:] = dict.fromkeys(found)
+
+
+def _draw_identity(options: MeshOptions) -> HostIdentity:
+    """Return an identity with a virtual address that is free, as far as the hosts at the endpoints know.
+
+    Two hosts that start at the same moment can have equal ones; the forwarder notices that.
+    """
+    others = [each for each in options.endpoints if each != options.announced]
+    for _ in range(DRAWS):
+        identity = HostIdentity(options.secret, options.run)
+        if not asyncio.run(is_taken(identity, others)):
+            break
+    return identity
 
 
 def publish(socket_path: Path) -> set[int]:

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from lib.patience import stretched
 
 from acsgd.comm.process_groups import VirtualHost
 from acsgd.errors import ConnectError
-from acsgd.mesh import forwarder, mirrors, peers, ports, tls
+from acsgd.mesh import forwarder, identity, mesh, mirrors, peers, ports, tls
 from acsgd.mesh.identity import HostIdentity, StrangerError, member_of, read_secret
 from acsgd.mesh.mesh import Mesh, MeshOptions, is_public, publish
 from acsgd.mesh.streams import CarriedEnd
@@ -479,6 +479,45 @@ def test_a_host_whose_announced_address_leads_elsewhere_is_told_so(start: Callab
     address, problem = misled.rejected[0]
     assert address == third.announced
     assert problem == f"{third.address} is there, and {misled.address} was expected"
+
+
+@pytest.mark.parametrize("equal", [(0, 1), (1, 2)], ids=["the endpoint", "one that the endpoint knows"])
+def test_a_host_that_draws_the_address_of_another_one_draws_again(
+    equal: tuple[int, int], start: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw_equal_addresses(monkeypatch, *equal)
+    hosts = [endpoint := start()]
+    for _ in range(equal[1]):
+        hosts.append(start((endpoint.announced,)))
+        wait_until(lambda: all(endpoint.knows(each) and each.knows(endpoint) for each in hosts[1:]))
+    assert len({each.address for each in hosts}) == len(hosts)
+    assert not any(each.rejected for each in hosts)
+
+
+def test_hosts_that_draw_equal_addresses_at_the_same_moment_are_told_so(
+    start: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mesh, "DRAWS", 1)
+    draw_equal_addresses(monkeypatch, 1, 2, 3)
+    endpoint = start()
+    one = start((endpoint.announced,))
+    wait_until(lambda: endpoint.knows(one))
+    for place, problem in ((endpoint, f"another host {forwarder.EQUAL}"), (one, forwarder.EQUAL)):
+        other = start((place.announced,))
+        wait_until(lambda other=other, problem=problem: problem in [text for _, text in other.rejected])  # type: ignore[misc]
+    assert not one.rejected + endpoint.rejected
+
+
+def draw_equal_addresses(monkeypatch: pytest.MonkeyPatch, *equal: int) -> None:
+    """Let some of the keys that are drawn from now on, given by their numbers, have one virtual address."""
+    address_of, drawn = identity._address_of, list[bytes]()
+
+    def address(key: Ed25519PublicKey) -> str:
+        if (data := key.public_bytes_raw()) not in drawn:
+            drawn.append(data)
+        return "127.88.1.1" if drawn.index(data) in equal else address_of(key)
+
+    monkeypatch.setattr(identity, "_address_of", address)
 
 
 def test_a_certificate_is_for_the_address_of_its_key_alone() -> None:
