@@ -186,7 +186,10 @@ class ToPEFT:
 
         source = _checkpoint(self.source)
         _create(self.target, lambda path: to_peft(source, path))
-        print(f"wrote {self.target}; load it with PeftModel.from_pretrained(model, {str(self.target)!r})")
+        directory = repr(str(self.target))
+        print(f"wrote {self.target}; load it with PeftModel.from_pretrained(model, {directory})")
+        if (self.target / "generation_config.json").exists():  # which PEFT does not read
+            print(f"and its options: model.generation_config = GenerationConfig.from_pretrained({directory})")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from acsgd.adapters.initial import BASE_CHECKSUM, BaseChecksum
+from acsgd.adapters.initial import BASE_CHECKSUM, DTYPE, BaseChecksum
 from acsgd.adapters.inject import (
     build_adapted,
     inject_into,
@@ -23,11 +23,13 @@ from acsgd.adapters.inject import (
     peft_config,
     virtual_tokens_in_peft,
 )
+from acsgd.codecs.identity import DTYPES
 from acsgd.config.adapters import NAME, Adapter, VirtualTokens, names_in, parse_adapter
 from acsgd.model_classes import MODEL_CLASSES
-from acsgd.shards.config import CONFIG, GENERATION_CONFIG, derive_layers, read_config
+from acsgd.shards.config import CONFIG, derive_layers, read_config
 from acsgd.shards.convert import ReportProgress
-from acsgd.shards.disk import ShardDirectory, copy_model_files, model_files, write_layer
+from acsgd.shards.disk import ShardDirectory, model_files, write_layer
+from acsgd.shards.export import write_model_files, write_run_options
 from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.manifest import Manifest
 
@@ -36,7 +38,9 @@ PREFIX = "base_model.model."
 
 
 def to_peft(source: Path, target: Path) -> None:
-    """Write the adapter and the tokenizer of a checkpoint into `target`, an empty directory, as PEFT reads it.
+    """Write the adapter of a checkpoint into `target`, an empty directory, as PEFT reads it.
+
+    With it are the tokenizer, with the chat template, and generation_config.json, with the tokens that end a text.
 
     Raises ValueError if the checkpoint has no adapter, CorruptFileError if a file is corrupt.
     """
@@ -54,14 +58,15 @@ def to_peft(source: Path, target: Path) -> None:
     save_file(
         {key: tensor.contiguous() for key, tensor in named.items()},
         target / "adapter_model.safetensors",
-        metadata={"format": "pt", BASE_CHECKSUM: base.hexdigest()},
+        metadata={"format": "pt", BASE_CHECKSUM: base.hexdigest(), DTYPE: _dtype_of(shards)},
     )
     described.base_model_name_or_path = (shards.manifest.run or {}).get("origin", {}).get("model")
     described.inference_mode = True
     described.save_pretrained(str(target))
     for path in model_files(source):
-        if path.name not in (CONFIG, GENERATION_CONFIG):  # the tokenizer, with its chat template
+        if path.name != CONFIG:  # that of the base
             shutil.copyfile(path, target / path.name)
+    write_run_options(shards.manifest, target)
 
 
 def _as_in_peft(
@@ -83,7 +88,8 @@ def _as_in_peft(
 def merge(source: Path, target: Path, *, report: ReportProgress = lambda done, total: None) -> None:
     """Write the model of a checkpoint, its adapter merged into it, as layer shards into `target`, an empty directory.
 
-    Weights keep the dtype of the model; the sum is computed in fp32. Raises as `to_peft`.
+    Weights are in the dtype of the run, or of the base if that is wider; the sum is computed in fp32. Raises as
+    `to_peft`.
     """
     shards, adapter, task = _open(source)
     if adapter.virtual_tokens:
@@ -92,16 +98,25 @@ def merge(source: Path, target: Path, *, report: ReportProgress = lambda done, t
         )
     config = read_config(source, task)
     adapted, plain = build_adapted(MODEL_CLASSES[task], config, adapter), MODEL_CLASSES[task].build(config)
-    layers, files = shards.manifest.model, {}
+    layers, files, dtypes = shards.manifest.model, {}, set[torch.dtype]()
+    dtype = DTYPES[_dtype_of(shards)]
     total = sum(entry.bytes for entry in (*shards.manifest.layers.values(), *shards.manifest.constants.values()))
     done = 0
     for layer in layers.layers:
         tensors = shards.tensors(layer.name, layer_tensors(adapted, layers, layer.index))
-        files[layer.name] = write_layer(target, layer.name, _merged(tensors, plain, adapter, task))
+        merged = _merged(tensors, plain, adapter, task, dtype)
+        files[layer.name] = write_layer(target, layer.name, merged)
+        dtypes |= {tensor.dtype for tensor in merged.values()}
         done += files[layer.name].bytes
         report(min(done, total), total)
-    copied = copy_model_files(source, target)
-    Manifest(0, task, derive_layers(source, config, task), files, {}, copied, run=None).write(target)
+    description = derive_layers(source, config, task)
+    copied = write_model_files(shards, config, dtypes, target)
+    Manifest(0, task, description, files, {}, copied, run=None).write(target)
+
+
+def _dtype_of(shards: ShardDirectory) -> str:
+    """Return model.dtype of the run of a checkpoint."""
+    return (shards.manifest.run or {}).get("options", {}).get("model.dtype") or "fp32"
 
 
 def _open(source: Path) -> tuple[ShardDirectory, Adapter, str]:
@@ -114,8 +129,13 @@ def _open(source: Path) -> tuple[ShardDirectory, Adapter, str]:
 
 
 @torch.no_grad()
-def _merged(tensors: dict[str, Tensor], model: PreTrainedModel, adapter: Adapter, task: str) -> dict[str, Tensor]:
-    """Return the tensors of a layer without those of the adapter, which are added to what they adapt."""
+def _merged(
+    tensors: dict[str, Tensor], model: PreTrainedModel, adapter: Adapter, task: str, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return the tensors of a layer without those of the adapter, which are added to what they adapt.
+
+    dtype: of parameters, unless they are stored in a wider one.
+    """
     own = {key: tensor for key, tensor in tensors.items() if is_of_adapter(key)}
     merged = {key: tensor for key, tensor in tensors.items() if key not in own}
     for path in dict.fromkeys(map(module_of, own)):
@@ -125,5 +145,9 @@ def _merged(tensors: dict[str, Tensor], model: PreTrainedModel, adapter: Adapter
                 param.copy_(own[f"{path}.{name}"])
         module.merge(safe_merge=True)
         for name, param in module.get_base_layer().named_parameters():
-            merged[f"{path}.{name}"] = param.detach().to(tensors[f"{path}.{name}"].dtype)
-    return merged
+            merged[f"{path}.{name}"] = param.detach()
+    params = dict(model.named_parameters())
+    return {
+        key: tensor.to(torch.promote_types(tensors[key].dtype, dtype)) if key in params else tensor
+        for key, tensor in merged.items()
+    }

@@ -26,6 +26,8 @@ from acsgd.streams import mix_seed
 
 BASE_CHECKSUM = "base_checksum"
 """Key of the checksum of the base in the metadata of adapter_model.safetensors."""
+DTYPE = "dtype"
+"""Key of model.dtype of the run there."""
 
 
 class BaseChecksum:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from acsgd.adapters.inject import is_of_adapter
 from acsgd.commands.generation.adapter import PEFTAdapter
-from acsgd.commands.generation.model import load
+from acsgd.commands.generation.model import LoadedModel, dtype_of, load
 from acsgd.config.adapters import NAME
-from acsgd.model_classes import MODEL_CLASSES
-from acsgd.shards.check import first_names
-from acsgd.shards.config import derive_layers, read_config
-from acsgd.shards.disk import copy_model_files, write_layer
+from acsgd.model_classes import MODEL_CLASSES, UNTIED
+from acsgd.shards.config import CONFIG, derive_layers, read_config
+from acsgd.shards.disk import copy_model_files, list_model_files, model_files, write_layer
+from acsgd.shards.export import write_config
+from acsgd.shards.generation import GENERATION_CONFIG, set_ends
 from acsgd.shards.hf_model import names_of, tensor_of
 from acsgd.shards.manifest import Manifest
 
@@ -24,36 +26,50 @@ TOKENS = ".token_adapter"
 """End of the path of PEFT's layer that trains some tokens, which lies within the one that replaces a table."""
 
 
-def merge_peft(source: Path, base: str | None, target: Path) -> None:
+def merge_peft(source: Path, base: str | None, target: Path, *, dtype: torch.dtype | None = None) -> None:
     """Write a model that contains an adapter of PEFT as layer shards into `target`, an empty directory.
 
-    base: model that the adapter was trained on; None = the one that the adapter names. Weights get the dtype of the
-    model; the sum is computed in fp32, with the whole model in memory. Raises ValueError if they do not fit.
+    base: model that the adapter was trained on; None = the one that the adapter names. dtype: of the weights; None =
+    that of the model, or of training if that is wider. The sum is computed in fp32, with the whole model in memory.
+    Raises ValueError if adapter and model do not fit.
     """
     adapter = PEFTAdapter.open(source)
     if adapter.virtual_tokens:
         raise ValueError(f"{source} has virtual tokens, which are part of no weight; use acsgd generate --adapter")
-    if (name := base or adapter.config.base_model_name_or_path) is None:
-        raise ValueError(f"{source} does not name its base model; give it with --model")
+    name = base or adapter.find_base("--model MODEL")
     loaded = load(name, dtype=torch.float32, device=torch.device("cpu"), adapter=adapter)
     directory = loaded.directory
     task = "seq2seq" if loaded.model.config.is_encoder_decoder else "lm"
     config = read_config(directory, task)
+    config.get_text_config().vocab_size = loaded.model.config.get_text_config().vocab_size
     plain = MODEL_CLASSES[task].build(config)
     _merge(loaded.model, source)
-    if apart := names_of(loaded.model).keys() - names_of(plain).keys():
-        raise ValueError(
-            f"{source} has trained {first_names(sorted(apart))} apart from what it is tied to by config.json of "
-            f'{directory}; set "tie_word_embeddings": false there, and store both'
-        )
-    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    if apart := names_of(loaded.model).keys() - names_of(plain).keys():  # from what config.json ties them to
+        setattr(config, UNTIED, sorted(apart))
+        plain = MODEL_CLASSES[task].build(config)
+    config.dtype = dtype or torch.promote_types(dtype_of(config), adapter.dtype or dtype_of(config))
     params, layers = dict(plain.named_parameters()), derive_layers(directory, config, task)
     files = {}
     for layer, names in layers.stored().items():
         tensors = {name: tensor_of(loaded.model, name).detach() for name in names}
-        cast = {name: tensor.to(dtype) if name in params else tensor for name, tensor in tensors.items()}
+        cast = {name: tensor.to(config.dtype) if name in params else tensor for name, tensor in tensors.items()}
         files[layer] = write_layer(target, layer, cast)
-    Manifest(0, task, layers, files, {}, copy_model_files(directory, target), run=None).write(target)
+    _write_model_files(loaded, config, target)
+    Manifest(0, task, layers, files, {}, list_model_files(target), run=None).write(target)
+
+
+def _write_model_files(loaded: LoadedModel, config: PreTrainedConfig, target: Path) -> None:
+    """Write the config of a model with an adapter, and the tokenizer and options that belong to it."""
+    copy_model_files(loaded.directory, target)
+    if (own := loaded.tokenizer_directory) != loaded.directory:
+        for path in model_files(target):
+            if path.name not in (CONFIG, GENERATION_CONFIG):
+                path.unlink()
+        for path in model_files(own):
+            if path.name != CONFIG:
+                shutil.copyfile(path, target / path.name)
+        set_ends(config, own)
+    write_config(config, target)
 
 
 @torch.no_grad()

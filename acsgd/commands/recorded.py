@@ -12,7 +12,8 @@ from typing import Any
 from acsgd.config.options import DataConfig
 from acsgd.io.checkpoint.progress import RunState
 from acsgd.io.data.sources.base import ReadOptions
-from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.disk import RUN_OPTIONS, TASK, ShardDirectory
+from acsgd.shards.files import read_json_object
 from acsgd.shards.manifest import MANIFEST
 
 READING = tuple(each.name for each in fields(ReadOptions))
@@ -27,9 +28,9 @@ class RecordedModel:
     name: str
     """Directory or Hugging Face id."""
     task: str | None = None
-    """Task of layer shards; None for a Hugging Face model."""
+    """Task of layer shards, or of the run that a Hugging Face model is exported from; None for another one."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the run that saved it, by their names; empty if no run did."""
+    """Options of the run that saved it, by their names; of an export those of [data]; empty if no run did."""
     new: tuple[str, ...] = ()
     """Parameters of a head that nothing has trained, see `Manifest`."""
 
@@ -37,11 +38,12 @@ class RecordedModel:
     def of(cls, name: str) -> RecordedModel:
         """Return the model in a directory, or of a Hugging Face id. Raises CorruptFileError."""
         path = Path(name)
+        exported = read_json_object(path / RUN_OPTIONS) if (path / RUN_OPTIONS).is_file() else {}
         if not os.path.lexists(path / MANIFEST):
-            return cls(name)
+            return cls(name, exported.get(TASK), exported)
         shards = ShardDirectory(path)
         run = RunState.of(shards)
-        return cls(name, shards.manifest.task, run.recorded if run else {}, shards.manifest.new)
+        return cls(name, shards.manifest.task, run.recorded if run else exported, shards.manifest.new)
 
     def data_options(self, given: Mapping[str, Any], names: Iterable[str] = READING) -> dict[str, Any]:
         """Return options of [data] by name: what is given, or else recorded. None is neither."""

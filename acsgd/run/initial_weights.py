@@ -19,9 +19,12 @@ from acsgd.shards.manifest import MANIFEST, VERSION, StoredFile
 
 
 def open_weight_source(job: Job) -> WeightSource:
-    """Return the initial weights. Converts a Hugging Face directory into the cache if it is not there yet."""
+    """Return the initial weights. Converts a Hugging Face directory into the cache if it is not there yet.
+
+    A checkpoint with an adapter, which is only evaluated, has all of them.
+    """
     model, model_class, source = job.model, job.model.task.model_class, _open_base(job)
-    if model.adapter is None:
+    if model.adapter is None or (isinstance(source, ShardDirectory) and source.manifest.adapter is not None):
         return source
     built, seed = model_class.build(model.config), job.config.data.seed
     return NewAdapter(

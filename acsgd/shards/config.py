@@ -18,7 +18,7 @@ from acsgd.layers.description import LayersError, ModelLayers
 from acsgd.model_classes import MODEL_CLASSES, ModelClass
 from acsgd.shards.files import blame, read_json_object
 
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+CONFIG = "config.json"
 REMEDY = "correct it or download it again"
 MAX_BLOCKS = 99_999
 """Maximum number of blocks: file names of layers have five digits."""

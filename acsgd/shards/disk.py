@@ -38,9 +38,14 @@ from acsgd.shards.writer import save_tensors
 
 T = TypeVar("T")
 
+RUN_OPTIONS = "run_options.json"
+"""File of an exported model with the options of the run that trained it on which reading of data depends."""
+TASK = "model.task"
+"""Option of a run; in `RUN_OPTIONS` the task of the manifest."""
 MODEL_FILES = (
     "config.json",
     "generation_config.json",
+    RUN_OPTIONS,
     "tokenizer*",
     "vocab.*",
     "merges.txt",

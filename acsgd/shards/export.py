@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,13 @@ from acsgd.layers.description import LayerSpec
 from acsgd.model_classes import UNTIED
 from acsgd.shards.config import CONFIG
 from acsgd.shards.convert import ReportProgress
-from acsgd.shards.disk import ShardDirectory, copy_model_files
+from acsgd.shards.disk import RUN_OPTIONS, TASK, ShardDirectory, copy_model_files, list_model_files
 from acsgd.shards.files import TensorHeader
 from acsgd.shards.generation import set_ends
 from acsgd.shards.hf_model import INDEX, SINGLE, tensor_of
 from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.locate import TIE, open_shards
-from acsgd.shards.manifest import Manifest
+from acsgd.shards.manifest import Manifest, StoredFile
 from acsgd.shards.names import to_files
 from acsgd.shards.writer import DTYPES, TensorWriter, bytes_of, header_of
 
@@ -75,6 +75,8 @@ def _table(rows: Iterable[tuple[str, Any]]) -> list[str]:
 
 
 CASTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OF_OTHER_FILES = ("data.sources", "data.eval_sources", "data.eval_fraction", "data.chat_template")
+"""Options of a run that its exports do not record: those of files that do not belong to the model."""
 SHARD_BYTES = 5 * 10**9
 """Default maximum size of a file, as of transformers."""
 
@@ -104,18 +106,46 @@ def to_hf(
         for _ in layers.layers:
             files.write_all(to_files(model, _cast(next(tensors), model, dtype)), report)
     files.write_index()
-    copy_model_files(source, target)
     config.architectures = [type(model).__name__]
     dtypes = {DTYPES[header.dtype] for each in headers.values() for header in each.values()}
-    floating = {CASTS[dtype]} if dtype is not None else {each for each in dtypes if each.is_floating_point}
+    write_model_files(directory, config, {CASTS[dtype]} if dtype is not None else dtypes, target)
+    (target / "README.md").write_text(model_card(config, directory.manifest, task))
+
+
+def write_model_files(
+    shards: ShardDirectory, config: PreTrainedConfig, dtypes: Collection[torch.dtype], target: Path
+) -> list[StoredFile]:
+    """Write config and tokenizer of an exported model; return their manifest entries. dtypes: of its tensors.
+
+    The config of a model that a run has trained names the tokens that end its texts.
+    """
+    copy_model_files(shards.path, target)
+    write_run_options(shards.manifest, target)
+    if shards.manifest.run is not None:
+        set_ends(config, shards.path)
+    floating = {each for each in dtypes if each.is_floating_point}
     if len(floating) == 1:
         config.dtype = floating.pop()
-    if directory.manifest.run is not None:
-        set_ends(config, source)
+    write_config(config, target)
+    return list_model_files(target)
+
+
+def write_config(config: PreTrainedConfig, target: Path) -> None:
+    """Write config.json. It does not tie embedding and head if they are not, though the model's class ties them."""
     config.save_pretrained(target)
     if hasattr(config, UNTIED):
-        _set_untied(target / CONFIG)
-    (target / "README.md").write_text(model_card(config, directory.manifest, task))
+        fields = json.loads((target / CONFIG).read_text())
+        del fields[UNTIED]
+        (target / CONFIG).write_text(json.dumps(fields | {TIE: False}, indent=2) + "\n")
+
+
+def write_run_options(manifest: Manifest, target: Path) -> None:
+    """Write the options of a run that tell how records are read and put into rows; none of a converted model."""
+    if manifest.run is not None:
+        recorded = {TASK: manifest.task, **manifest.run["identity"]["data"], **manifest.run.get("data", {})}
+        sections = ("model.", "data.", "eval.")
+        kept = {key: value for key, value in recorded.items() if key.startswith(sections) and key not in OF_OTHER_FILES}
+        (target / RUN_OPTIONS).write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
 
 
 class _Files:
@@ -168,13 +198,6 @@ class _Files:
         if len(self._shards) > 1:
             index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(self._file_of.items()))}
             (self._directory / INDEX).write_text(json.dumps(index, indent=2))
-
-
-def _set_untied(path: Path) -> None:
-    """Write that embedding and head are not tied, where the model's class always ties them."""
-    fields = json.loads(path.read_text())
-    del fields[UNTIED]
-    path.write_text(json.dumps(fields | {TIE: False}, indent=2) + "\n")
 
 
 def _headers(

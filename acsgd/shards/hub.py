@@ -35,9 +35,13 @@ class FoundModel(NamedTuple):
 
 
 def open_model(
-    model: ModelConfig, *, is_valid: Callable[[PreTrainedConfig], bool] = lambda config: False
+    model: ModelConfig,
+    *,
+    is_valid: Callable[[PreTrainedConfig], bool] = lambda config: False,
+    has_adapter: bool = False,
 ) -> FoundModel:
-    """Find a model; download it if its name is a Hugging Face id. is_valid: see `read_config`.
+    """Find a model; download it if its name is a Hugging Face id. is_valid: see `read_config`; has_adapter:
+    `open_shards`.
 
     Checks all that headers show. Raises ValueError if the model cannot be found or read, or if it is pretrained and its
     weights are not those of its config; CorruptFileError if a file is not as it was written.
@@ -46,7 +50,7 @@ def open_model(
 
     directory = find_model(model.name, option="model.name", weights=model.init == "pretrained")
     if os.path.lexists(directory / MANIFEST):
-        shards, config, built = open_shards(directory)
+        shards, config, built = open_shards(directory, has_adapter=has_adapter)
         if shards.manifest.task != model.task:
             raise ValueError(
                 f"{directory} was converted for the task {shards.manifest.task}, but model.task={model.task}; convert "

@@ -76,13 +76,14 @@ def open_hf(
     return HFModel(config, model, tensors, tuple(new))
 
 
-def open_shards(directory: Path) -> ShardModel:
+def open_shards(directory: Path, *, has_adapter: bool = False) -> ShardModel:
     """Open a layer-shard directory as a model. Verifies config.json and the tokenizer, and reads the other headers.
 
-    Raises as `open_hf` and `ShardDirectory`.
+    has_adapter: whether the model may have an adapter, which is left out. Raises as `open_hf` and `ShardDirectory`, and
+    ValueError if it has one and may not.
     """
     shards = ShardDirectory(directory)
-    if shards.manifest.adapter is not None:
+    if shards.manifest.adapter is not None and not has_adapter:
         raise ValueError(
             f"{directory} holds a model with an adapter, {shards.manifest.adapter}; make a model of both: "
             f"acsgd convert merge {directory} MODEL"
@@ -103,10 +104,11 @@ def open_shards(directory: Path) -> ShardModel:
     if untied := [name for aliases in names_of(model).values() for name in aliases[1:] if name in stored]:
         setattr(config, UNTIED, untied)
         model = MODEL_CLASSES[shards.manifest.task].build(config)
+    known = {name for aliases in names_of(model).values() for name in aliases}
     for layer, names in layers.items():
         path, headers = directory / shards.file_of(layer).file, shards.tensor_headers(layer)
         for name in names:
-            if name in headers:  # reading the layer finds those missing
+            if name in headers and name in known:  # reading the layer finds those missing
                 at, tensor = StoredTensor(path, name, headers[name]), tensor_of(model, name)
                 _check_dtype(at, tensor)
                 _check_shape(at, tensor.shape)

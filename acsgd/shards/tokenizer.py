@@ -118,13 +118,17 @@ def load_tokenizer(model_dir: Path, model_config: PreTrainedConfig) -> PreTraine
     return tokenizer
 
 
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory has a tokenizer. Without its files, transformers returns an empty one."""
+    return any((directory / name).is_file() for name in TOKENIZER_FILES)
+
+
 def read_tokenizer(model_dir: Path, model_config: PreTrainedConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer in `model_dir`, with the special tokens with which the model was pretrained.
 
     Raises ValueError if it is missing or invalid.
     """
-    # without any of these files, transformers returns an empty tokenizer
-    if not any((model_dir / name).is_file() for name in TOKENIZER_FILES):
+    if not has_tokenizer(model_dir):
         raise ValueError(f"{model_dir} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the model's there")
     with blame(model_dir, "has no tokenizer that transformers can load", "copy the model's tokenizer files again"):
         _check_ids(model_dir / "tokenizer.json")

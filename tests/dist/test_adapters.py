@@ -318,8 +318,7 @@ def test_a_directory_that_is_no_model_or_no_adapter_is_refused(tiny_model: TinyM
     config = make_config(peft, tmp_path)
     with pytest.raises(ValueError, match=f"model.name={peft} is an adapter directory of PEFT, not a model; give"):
         prepare(config, Launch())
-    with pytest.raises(ValueError, match=f"model={peft} is an adapter directory of PEFT, not a model; .*--adapter"):
-        load(str(peft), dtype=None, device=CPU)
+    assert load(str(peft), dtype=None, device=CPU).directory == model  # which it names
     with pytest.raises(ValueError, match=f"--adapter {model} is not an adapter directory of PEFT: it has no adapter_c"):
         PEFTAdapter.open(model)
     other = tiny_model("llama", num_hidden_layers=2)

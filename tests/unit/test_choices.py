@@ -46,6 +46,7 @@ WRONG: list[tuple[dict[str, dict[str, Any]], float, str]] = [
     ({"pp": {"stages": 2, "forward": "delta"}}, 2, "draws new dropout masks in every step; give --model.dropout_mask"),
     ({"model": {"dropout_mask": "sample", "name": QUIET}}, 2, "but the model has no dropout"),
     ({"optim": {"name": "sgd", "betas": (0.8, 0.9)}}, 2, "optim.betas=(0.8, 0.9) has no effect: optim.name=sgd has"),
+    ({"model": {"name": {"dtype": "float16"}}}, 2, "config.json of the model says float16, but"),
     ({"data": NO_EVALUATION, "eval": {"metrics": "perplexity"}}, 2, "eval.metrics=perplexity has no effect"),
     ({"eval": {"every": 100}}, 2, "eval.every=100 has no effect: the run has 100 steps, and the last one is always"),
     ({"checkpoint": {"every": "100"}}, 2, "checkpoint.every=100 has no effect: the run has 100 steps"),

@@ -235,22 +235,31 @@ def test_a_taken_target_is_named(tiny_model: TinyModel, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "options"),
+    ("family", "rows", "options"),
     [
-        ("gpt2", {"target_modules": ["c_attn"], "r": 4, "rank_pattern": {"h.1.attn.c_attn": 2}}),
-        ("llama", {"target_modules": "all-linear", "use_dora": True, "modules_to_save": ["lm_head"]}),
-        ("llama", {"target_modules": ["q_proj", "embed_tokens"], "use_rslora": True}),
-        ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
-        ("llama", {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5]}),
-        ("gpt2", {"target_modules": ["c_attn"], "trainable_token_indices": {"wte": [3, 5]}}),
+        ("gpt2", None, {"target_modules": ["c_attn"], "r": 4, "rank_pattern": {"h.1.attn.c_attn": 2}}),
+        ("llama", None, {"target_modules": "all-linear", "use_dora": True, "modules_to_save": ["lm_head"]}),
+        ("llama", None, {"target_modules": ["q_proj", "embed_tokens"], "use_rslora": True}),
+        ("llama", None, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+        ("llama", None, {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5]}),
+        ("gpt2", None, {"target_modules": ["c_attn"], "trainable_token_indices": {"wte": [3, 5]}}),
+        ("gpt2", 1500, {"target_modules": ["c_attn"]}),
+        ("gpt2", 1500, {"target_modules": ["c_attn"], "modules_to_save": ["wte"]}),
+        ("llama", 1500, {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]}),
+        ("llama", 1500, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+        ("gpt2", 1500, {"target_modules": ["c_attn"], "trainable_token_indices": {"wte": [3, 1499]}}),
     ],
 )
 def test_an_adapter_that_peft_has_written_is_merged_as_peft_merges_it(
-    family: str, options: dict[str, Any], tiny_model: TinyModel, tmp_path: Path
+    family: str, rows: int | None, options: dict[str, Any], tiny_model: TinyModel, tmp_path: Path
 ) -> None:
+    """A table that was resized before is part of the adapter, here one of more rows than that of the base."""
     model, ids = tiny_model(family), torch.arange(24).view(2, 12)
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if rows:
+        base.resize_token_embeddings(rows)
+        ids[:, 0] = rows - 1
     adapted = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options))
     for name, param in adapted.named_parameters():
         if "modules_to_save" in name or "trainable_tokens" in name:
@@ -265,6 +274,17 @@ def test_an_adapter_that_peft_has_written_is_merged_as_peft_merges_it(
     with torch.no_grad():
         assert torch.allclose(merged(ids).logits, expected(ids).logits, atol=1e-5)
         assert torch.allclose(merged(ids).logits, unmerged, atol=1e-4)
+
+
+def test_an_adapter_without_one_of_two_resized_tables_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """PEFT does not save the head if the embedding is a target; its new rows are lost."""
+    base = AutoModelForCausalLM.from_pretrained(tiny_model("llama"))
+    base.resize_token_embeddings(1500)
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["embed_tokens"])
+    get_peft_model(base, config).save_pretrained(tmp_path / "peft")
+    code, printed = acsgd("convert", "merge", tmp_path / "peft", tmp_path / "merged")
+    assert code == 2
+    assert f"error: {tmp_path / 'peft'} has 1500 rows of the embedding, but not of lm_head.weight, which" in printed
 
 
 def test_an_adapter_of_one_of_two_tied_tables_is_not_merged(tiny_model: TinyModel, tmp_path: Path) -> None:

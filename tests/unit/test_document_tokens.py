@@ -16,11 +16,19 @@ from lib.commands import acsgd
 from lib.corpora import tokenize_all
 from lib.saved import SMALL, small_run, train_alone
 from tokenizers import processors
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
 
+from acsgd.commands.generation.adapter import PEFTAdapter
 from acsgd.commands.generation.model import load
 from acsgd.commands.generation.prompts import PromptEncoder
-from acsgd.config.options import DataConfig
+from acsgd.commands.recorded import RecordedModel
+from acsgd.config.options import AdapterConfig, DataConfig
 from acsgd.io.checkpoint.progress import RunState
 from acsgd.io.data.formats.formats import read_options
 from acsgd.io.data.sources.sources import parse_sources
@@ -213,17 +221,24 @@ def test_learned_texts_end_as_their_format_does(
     assert [note.partition(":")[0] for note in notes] == kinds
 
 
-@pytest.mark.parametrize("has_own_file", [True, False])
-def test_generation_stops_where_the_texts_of_the_run_end(
-    has_own_file: bool, tokenizer: PreTrainedTokenizerFast, tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    """With a checkpoint, with its export, and with the export in transformers alone."""
+def train_on_chats(
+    tokenizer: PreTrainedTokenizerFast,
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    *,
+    adapter: str | None = None,
+    has_own_file: bool = True,
+) -> tuple[Path, list[int]]:
+    """Train a model that is stored in fp16 on chats, which end in another token than its texts.
+
+    has_own_file: whether it has a generation_config.json. Returns its checkpoint and the tokens that end a text.
+    """
     shutil.copytree(tiny_model("gpt2"), model := tmp_path / "model")
     chat = with_template(tokenizer, "$A")
     chat.add_special_tokens({"eos_token": "<|endoftext|>"})
     chat.chat_template = ENDINGS["special"][0].replace("<|im_end|>", "<sep>")
     chat.save_pretrained(model)
-    config = AutoConfig.from_pretrained(model, vocab_size=len(chat))
+    config = AutoConfig.from_pretrained(model, vocab_size=len(chat), dtype=torch.float16)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(model)
     if not has_own_file:
@@ -232,11 +247,50 @@ def test_generation_stops_where_the_texts_of_the_run_end(
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     source.write_text((json.dumps({"messages": turns}) + "\n") * 40)
     run = small_run(model, tmp_path / "run", steps=1)
-    run = dataclasses.replace(run, data=DataConfig(str(source), sequence=16, batch=2))
-    [checkpoint] = train_alone(run).glob("step-*")
-    ends = [config.eos_token_id, chat.convert_tokens_to_ids("<sep>")]
-    loaded = load(str(checkpoint), dtype=None, device=torch.device("cpu"))
+    data = DataConfig(str(source), sequence=16, batch=2, input_format="Q: __input__")
+    [checkpoint] = train_alone(dataclasses.replace(run, data=data, adapter=AdapterConfig(adapter))).glob("step-*")
+    return checkpoint, [config.eos_token_id, chat.convert_tokens_to_ids("<sep>")]
+
+
+def check_export(directory: Path, ends: list[int], adapter: Path | None = None) -> None:
+    """Check that a directory ends texts, computes and reads records as the run did that trained the model."""
+    opened = PEFTAdapter.open(adapter) if adapter else None
+    loaded = load(str(directory), dtype=None, device=torch.device("cpu"), adapter=opened)
     assert PromptEncoder.of(loaded).ends == ends
+    assert loaded.model.dtype == torch.float32
+    recorded = RecordedModel.of(str(loaded.tokenizer_directory))
+    options = recorded.data_options({}, ("input_format", "sequence"))
+    assert (recorded.task, options) == ("lm", {"input_format": "Q: __input__", "sequence": 16})
+
+
+@pytest.mark.parametrize("has_own_file", [True, False])
+def test_generation_stops_where_the_texts_of_the_run_end(
+    has_own_file: bool, tokenizer: PreTrainedTokenizerFast, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """With a checkpoint, with its export, and with the export in transformers alone."""
+    checkpoint, ends = train_on_chats(tokenizer, tiny_model, tmp_path, has_own_file=has_own_file)
     assert acsgd("convert", "to-hf", checkpoint, tmp_path / "hf")[0] == 0
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert exported.generation_config.eos_token_id == exported.config.eos_token_id == ends
+    assert exported.dtype == torch.float32
+    for directory in (checkpoint, tmp_path / "hf"):
+        check_export(directory, ends)
+
+
+def test_exports_of_an_adapter_keep_what_the_run_has_learned_of_texts(
+    tokenizer: PreTrainedTokenizerFast, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    checkpoint, ends = train_on_chats(tokenizer, tiny_model, tmp_path, adapter="lora:r=2")
+    peft, merged, hf, again = (tmp_path / name for name in ("peft", "merged", "hf", "again"))
+    steps = [("to-peft", checkpoint, peft), ("merge", checkpoint, merged), ("to-hf", merged, hf)]
+    for arguments in [*steps, ("merge", peft, again, "--model", tmp_path / "model")]:
+        assert acsgd("convert", *arguments)[0] == 0
+    for directory in (merged, hf):
+        check_export(directory, ends)
+        assert AutoConfig.from_pretrained(directory).eos_token_id == ends
+    check_export(tmp_path / "model", ends, peft)
+    assert GenerationConfig.from_pretrained(peft).eos_token_id == ends
+    template = AutoTokenizer.from_pretrained(checkpoint).chat_template
+    for directory in (peft, merged, hf, again):
+        assert AutoTokenizer.from_pretrained(directory).chat_template == template
+        assert GenerationConfig.from_pretrained(directory).eos_token_id == ends

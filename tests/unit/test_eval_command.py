@@ -6,9 +6,11 @@ import contextlib
 import dataclasses
 import io
 import json
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -24,11 +26,12 @@ from acsgd.commands.evaluation.options import EvalOptions
 from acsgd.commands.generation.command import open_generator
 from acsgd.commands.generation.options import Decoding
 from acsgd.commands.recorded import RecordedModel
-from acsgd.config.options import DataConfig, EvalConfig
+from acsgd.config.options import AdapterConfig, DataConfig, EvalConfig, OptimConfig
 from acsgd.config.run_file import parse_flags
 from acsgd.failures.failures import RunContext
 from acsgd.launch import Launch
 from acsgd.run.plan.job import prepare
+from acsgd.run.setup.data import held_out_records, open_data, open_held_out
 from acsgd.streams import Streams
 
 pytestmark = pytest.mark.usefixtures("known_models")
@@ -108,6 +111,51 @@ def test_it_evaluates_what_the_run_has_evaluated_as_the_run_did_to_the_last_bit(
     assert other["metrics"] != {"eval_loss": last["eval_loss"]}
 
 
+def test_a_run_with_an_adapter_is_evaluated_in_every_form(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the checkpoint, merged, and as an adapter directory on its base, given or named by it."""
+    model, run, peft, merged = (tmp_path / name for name in ("gpt2", "runs/run", "peft", "merged"))
+    shutil.copytree(tiny_model("gpt2", **SMALL), model)
+    config = small_run(model, run)
+    config = dataclasses.replace(config, adapter=AdapterConfig("lora:r=2"), optim=OptimConfig(lr=0.1, steps=2))
+    train_alone(config)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert acsgd("convert", "to-peft", run, peft)[0] == acsgd("convert", "merge", run, merged)[0] == 0
+    cache = ("--cache", tmp_path / "runs" / "cache")
+    assert evaluate(run, *cache)["metrics"]["eval_loss"] == last["eval_loss"]
+    forms = [(run,), (merged,), (model, "--adapter", peft), (peft,)]
+    monkeypatch.chdir(tmp_path)  # where the name of the base in the adapter directory is its path
+    losses = [evaluate(*form, "--data", "demo", *cache)["metrics"]["eval_loss"] for form in forms]
+    assert losses == pytest.approx([losses[0]] * len(forms), rel=1e-5)
+    assert evaluate(model, "--data", "demo", "--sequence", 16, *cache)["metrics"]["eval_loss"] != losses[0]
+    monkeypatch.chdir(run)
+    with pytest.raises(ValueError, match=r"peft: base_model_name_or_path=gpt2 .*; or give .*: MODEL --adapter /"):
+        find_evaluated(EvalOptions(str(peft)))
+
+
+@pytest.mark.parametrize("rows", ["concat", "pack", "single"])
+def test_generated_answers_are_those_of_the_records_that_the_run_held_out(
+    rows: Any, tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "a.jsonl"
+    records = [(f"{n} and" * (n % 3 + 1), f"is {n}.") for n in range(30)]
+    source.write_text("".join(json.dumps({"input": q, "output": a}) + "\n" for q, a in records))
+    config = small_run(tiny_model("gpt2", **SMALL), tmp_path / "run", steps=1)
+    data = dataclasses.replace(config.data, sources=str(source), rows=rows, eval_fraction=0.4, sequence=24)
+    job = prepare(config := dataclasses.replace(config, data=data), Launch())
+    [all_rows], [held] = open_data(job).reader.rows.rows, open_held_out(job).ranges
+    ids = [[row["input_ids"].tolist() for row in map(all_rows.read, part)] for part in (range(held.start), held)]
+    trained, kept = ("".join(job.tokenizer.decode(row) for row in part) for part in ids)
+    expected = [n for n, (q, a) in enumerate(records) if f"{q}{a}" in kept and f"{q}{a}" not in trained]
+    places = held_out_records(job)
+    assert places == {f"{source}, line {n + 1}" for n in expected}
+    assert 3 < len(places) < 20
+    train_alone(config)
+    command.main([str(tmp_path / "run"), "--generate", "--max-new-tokens", "2"], Launch(), prog="", end=sys.exit)
+    assert f"what data.eval_fraction has held out of it, {len(places)} examples" in capsys.readouterr().out
+
+
 def test_the_table_names_model_data_and_metrics(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = run.parents[1] / "held-out.txt"
     command.main(
@@ -146,14 +194,14 @@ def test_invalid_options_are_refused(flags: str, processes: int, message: str) -
 def test_a_model_that_does_not_fit_the_command_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
     options = EvalOptions(str(tiny_model()), data="demo")
     with pytest.raises(ValueError, match=r"does not record a sequence length; .* --sequence, such as --sequence 512$"):
-        config_of(options, find_evaluated(options.model), 1)
+        config_of(options, find_evaluated(options), 1)
     with pytest.raises(ValueError, match=r"^runs/none does not exist; give a run or a checkpoint"):
-        config_of(dataclasses.replace(options, model="runs/none"), find_evaluated("runs/none"), 1)
+        config_of(none := dataclasses.replace(options, model="runs/none"), find_evaluated(none), 1)
     options = dataclasses.replace(options, sequence=16, stages=3)
     with pytest.raises(ValueError, match=r"^--stages 3 does not divide the number of processes, 4$"):
-        config_of(options, find_evaluated(options.model), 4)
+        config_of(options, find_evaluated(options), 4)
     with pytest.raises(ValueError, match=r"^there is nothing to evaluate on: .* give --data SOURCES, or --lm-eval TAS"):
-        config_of(dataclasses.replace(options, data=None), find_evaluated(options.model), 1)
+        config_of(dataclasses.replace(options, data=None), find_evaluated(options), 1)
 
 
 WRONG = [
@@ -187,7 +235,7 @@ def test_an_evaluation_needs_memory_for_weights_alone(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = EvalOptions(str(tiny_model()), data="demo", sequence=8, cache=tmp_path / "runs" / "cache")
-    config = config_of(options, find_evaluated(options.model), 1)
+    config = config_of(options, find_evaluated(options), 1)
     size = prepare(config, Launch()).model.parameters.all
     for available, allowed in ((4 * size, True), (4 * size - 1, False)):
         monkeypatch.setattr(Streams, "memory_bytes", lambda _, available=available: available)
@@ -307,7 +355,7 @@ def test_an_example_without_prompt_and_answer_is_named(
     path.write_text(records)
     options = EvalOptions(str(tiny_model()), data=str(path), generate=True)
     with pytest.raises(ValueError) as refused:
-        evaluate_answers(options, find_evaluated(options.model), DataConfig(sources=str(path), sequence=1, batch=1))
+        evaluate_answers(options, find_evaluated(options), DataConfig(sources=str(path), sequence=1, batch=1))
     assert f"{path}, {message}" in str(refused.value)
     assert str(refused.value).startswith("--data: ")
 

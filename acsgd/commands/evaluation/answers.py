@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import transformers
@@ -32,31 +32,38 @@ class Question(NamedTuple):
     answer: str
 
 
-def evaluate_answers(options: EvalOptions, model: RecordedModel, data: DataConfig) -> EvaluationReport:
+def evaluate_answers(
+    options: EvalOptions, model: RecordedModel, data: DataConfig, places: Collection[str] | None = None
+) -> EvaluationReport:
     """Generate the answer to the prompt of each example, and compare it with the example's.
 
+    places: of the records that are read; None = all.
     Raises ValueError if an example has no prompt or no answer, or if torchmetrics is not installed.
     """
     if importlib.util.find_spec("torchmetrics") is None:
         raise ValueError('--generate needs torchmetrics: pip install "acsgd[eval]"')
     transformers.logging.set_verbosity_error()
-    dtype = options.dtype or model.options.get("model.dtype")
-    generator = open_generator(
-        model.name, options.decoding, dtype=DTYPES[dtype] if dtype else None, device=options.device
-    )
-    questions = read_questions(data, generator)
+    dtype = DTYPES[options.dtype] if options.dtype else None
+    generator = open_generator(model.name, options.decoding, dtype=dtype, device=options.device)
+    questions = read_questions(data, generator, places)
     answers = generate_answers(generator, [question.prompt for question in questions])
     scores = compare(answers, [question.answer for question in questions])
     task = "seq2seq" if generator.prompts.is_encoder_decoder else "lm"
-    return EvaluationReport(model.name, data.sources, task, len(questions), "examples", scores)
+    evaluated = data.sources if places is None else f"{data.sources}, what data.eval_fraction has held out of it"
+    return EvaluationReport(model.name, evaluated, task, len(questions), "examples", scores)
 
 
-def read_questions(data: DataConfig, generator: Generator) -> list[Question]:
-    """Return prompt and answer of each example. Raises ValueError that names file and line."""
+def read_questions(data: DataConfig, generator: Generator, places: Collection[str] | None = None) -> list[Question]:
+    """Return prompt and answer of each example. Raises ValueError that names file and line.
+
+    places: see `evaluate_answers`.
+    """
     tokenizer, questions = generator.loaded.tokenizer, []
     for source, _ in parse_sources(data.sources, key="--data", options=read_options(data)):
         counts = RecordCounts()
         for where, example in read_each(source, tokenizer, counts):
+            if places is not None and where not in places:
+                continue
             if isinstance(example, BadRecord):
                 stop_or_skip(example, source, counts)
                 continue

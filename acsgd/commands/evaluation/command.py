@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import os
 import shlex
@@ -39,7 +40,7 @@ from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.plan.model import RunModel
 from acsgd.run.setup.build import build_session
-from acsgd.run.setup.data import open_held_out
+from acsgd.run.setup.data import held_out_records, open_held_out
 from acsgd.run.setup.inputs import verify_layers
 from acsgd.shards.check import first_names
 from acsgd.shards.export import to_hf
@@ -98,7 +99,7 @@ def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], Non
     options.check(launch.world_size)
     if options.generate or options.lm_eval is not None:
         with report_startup_error(launch):
-            _run_alone(options)
+            _run_alone(options, launch)
         return
     with report_startup_error(launch):
         store = open_store(launch)
@@ -111,21 +112,22 @@ def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], Non
 
 
 @as_typed(EvalOptions)
-def _run_alone(options: EvalOptions) -> None:
+def _run_alone(options: EvalOptions, launch: Launch) -> None:
     """Evaluate what one process generates."""
-    model = find_evaluated(options.model)
+    model = find_evaluated(options)
     if options.lm_eval is not None:
         if code := run_lm_eval(options, model):
             sys.exit(code)
         return
     data = data_of(options, model)
-    if "eval_fraction" in data.values:
-        raise ValueError(
-            "--generate evaluates whole sources, but the run held out a part of its training data; give --data SOURCES"
-        )
     if data.note:
         print_note(data.note)
-    evaluate_answers(options, model, DataConfig(**{"sequence": 1, **data.values}, batch=1)).show(as_json=options.json)
+    places = None
+    if "eval_fraction" in data.values:  # of the rows, as the run made them
+        config = config_of(dataclasses.replace(options, generate=False), model, launch.world_size)
+        places = held_out_records(prepare(config, launch, trains=False))
+    config_of_data = DataConfig(**{"sequence": 1, **data.values}, batch=1)
+    evaluate_answers(options, model, config_of_data, places).show(as_json=options.json)
 
 
 @as_typed(EvalOptions)
@@ -133,13 +135,12 @@ def evaluate(
     options: EvalOptions, launch: Launch, store: dist.Store, context: RunContext, stack: contextlib.ExitStack
 ) -> EvaluationReport:
     """Return the metrics of a model on the data, equal on all ranks. Arguments: see `acsgd.main.run`."""
-    model, is_main = find_evaluated(options.model), launch.rank == 0
+    model, is_main = find_evaluated(options), launch.rank == 0
     config = config_of(options, model, launch.world_size)
     if is_main and (note := data_of(options, model).note):
         print_note(note)
     job = prepare(config, launch, trains=False)
-    if model.task is None:
-        _check_head(job.model)
+    _check_head(job.model)
     config = job.config
     context.timeout_s = options.timeout
     groups = stack.enter_context(connect(job.topology, timeout=timedelta(seconds=options.timeout), store=store))
@@ -173,7 +174,9 @@ def _warnings(model: RecordedModel) -> list[str]:
 
 def _check_head(model: RunModel) -> None:
     """Raise ValueError if the files of a Hugging Face model lack its head: a new one has learned nothing."""
-    if model.task.model_class.has_new_head and (new := open_hf(model.directory, model.task.model_class.name).new):
+    if os.path.lexists(model.directory / MANIFEST) or not model.task.model_class.has_new_head:
+        return
+    if new := open_hf(model.directory, model.task.model_class.name).new:
         raise ValueError(
             f"{model.directory} has no head for {model.task.name}, {first_names(sorted(new))}; give a trained model, "
             "or the --task that it has a head for"

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from acsgd.commands.evaluation.options import EvalOptions
+from acsgd.commands.generation.adapter import PEFTAdapter, is_adapter
+from acsgd.commands.merge import merge_peft
 from acsgd.commands.recorded import READING, RecordedModel
 from acsgd.config.options import (
+    AdapterConfig,
     Config,
     DataConfig,
     EvalConfig,
@@ -20,6 +26,10 @@ from acsgd.config.options import (
 from acsgd.errors import missing
 from acsgd.io.checkpoint.directory import newest_checkpoint
 from acsgd.io.data.row_spec import RowStage, data_options
+from acsgd.io.files.cache import open_cached
+from acsgd.run.initial_weights import CachedModel
+from acsgd.shards.hub import find_model
+from acsgd.shards.manifest import VERSION
 
 OF_ROWS = data_options(RowStage.LAYOUT, RowStage.ROWS)
 """Options of [data] that say how rows are made of tokens."""
@@ -29,9 +39,32 @@ MICRO = 8
 """Micro-batch size of models that no run has saved, sequences."""
 
 
-def find_evaluated(name: str) -> RecordedModel:
-    """Return the model of that name; of a run directory, its newest checkpoint. Raises CorruptFileError."""
-    return RecordedModel.of(str(newest_checkpoint(Path(name)) if Path(name).exists() else name))
+def find_evaluated(options: EvalOptions) -> RecordedModel:
+    """Return the model that options name: of a run directory, its newest checkpoint; with an adapter, both merged.
+
+    Raises ValueError if they do not fit, CorruptFileError if a file is corrupt.
+    """
+    path, adapter = Path(options.model), options.adapter
+    if adapter is None and is_adapter(path):
+        base = PEFTAdapter.open(path).find_base(f"MODEL --adapter {path}")
+        return RecordedModel.of(str(_merge(path, Path(base), options.cache)))
+    found = newest_checkpoint(path) if path.exists() else path
+    if adapter is not None:
+        found = _merge(adapter, find_model(str(found), option="model"), options.cache)
+    return RecordedModel.of(str(found))
+
+
+def _merge(adapter: Path, base: Path, cache: Path) -> Path:
+    """Return the layer shards of a model with an adapter, in fp32, from the cache."""
+    files = [path.resolve() for directory in (adapter, base) for path in sorted(directory.iterdir()) if path.is_file()]
+    state = repr([(path, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
+
+    def build(target: Path) -> None:
+        target.mkdir()
+        merge_peft(adapter, str(base), target, dtype=torch.float32)
+
+    name = f"{adapter.resolve().name}-{VERSION}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
+    return open_cached(cache / "models" / name, build, CachedModel).path
 
 
 class EvaluationOptions(NamedTuple):
@@ -91,7 +124,9 @@ def config_of(options: EvalOptions, model: RecordedModel, world_size: int) -> Co
             model.name,
             task=options.task or model.task or "lm",
             dtype=options.dtype or model.options.get("model.dtype") or "fp32",
+            quantize=model.options.get("model.quantize") or "none",
         ),
+        adapter=AdapterConfig(model.options.get("adapter.spec")),
         data=DataConfig(**data, batch=micro * micros * (world_size // options.stages)),
         optim=OptimConfig(lr=1.0, steps=1),
         pp=PipelineConfig(stages=options.stages, micro=micro, schedule="gpipe"),

@@ -32,7 +32,10 @@ class EvalOptions:
     """Options by the options of a run that they set, where the names differ."""
 
     model: tyro.conf.Positional[str]
-    """Checkpoint, run directory (its newest checkpoint), layer-shard directory, Hugging Face directory or id."""
+    """Checkpoint, run directory (its newest checkpoint), layer-shard directory, Hugging Face directory or id; adapter
+    directory of PEFT that names its base."""
+    adapter: Path | None = None
+    """Adapter directory of PEFT, trained on the model, which is merged with it."""
     data: str | None = None
     """Sources without weights, as data.eval_sources of a run. Default: what the run that saved the checkpoint evaluates
     on, its data.eval_sources or its data.eval_fraction."""

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from acsgd.adapters.initial import BASE_CHECKSUM, BaseChecksum
+from acsgd.adapters.export import PREFIX
+from acsgd.adapters.initial import BASE_CHECKSUM, DTYPE, BaseChecksum
 from acsgd.adapters.inject import modules_named, take_virtual_tokens, virtual_tokens_in_peft
+from acsgd.codecs.identity import DTYPES
 from acsgd.config.adapters import NAME, VirtualTokens
 from acsgd.errors import InputError
 from acsgd.layers.skeleton import parameter_names
 from acsgd.notes import print_note
 from acsgd.shards.check import first_names
+from acsgd.shards.config import CONFIG
 from acsgd.shards.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, blame, open_tensors, read_json_object
+from acsgd.shards.hub import find_model
 from acsgd.shards.manifest import MANIFEST
 
 
@@ -36,6 +42,8 @@ class PEFTAdapter:
     base_checksum: str | None
     """Checksum of the base model's parameters that training left unchanged; None if the directory does not record it,
     as when PEFT has written it."""
+    dtype: torch.dtype | None = None
+    """In which it was trained; None if the directory does not record it."""
 
     @classmethod
     def open(cls, directory: Path) -> PEFTAdapter:
@@ -52,8 +60,8 @@ class PEFTAdapter:
         config.inference_mode = True
         with open_tensors(path) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
-            recorded = (file.metadata() or {}).get(BASE_CHECKSUM)
-        return cls(directory, config, tensors, recorded)
+            recorded = file.metadata() or {}
+        return cls(directory, config, tensors, recorded.get(BASE_CHECKSUM), DTYPES.get(recorded.get(DTYPE, "")))
 
     @classmethod
     def of_virtual_tokens(cls, directory: Path, model: PreTrainedModel, adapter: VirtualTokens) -> PEFTAdapter:
@@ -62,6 +70,19 @@ class PEFTAdapter:
         tensors, config = virtual_tokens_in_peft(adapter, model.config, parameters)
         config.inference_mode = True
         return cls(directory, config, tensors, None)
+
+    def find_base(self, option: str) -> str:
+        """Return the directory of the model that it was trained on, by its name in the adapter directory.
+
+        option: how the user gives it. Raises ValueError if it is not named or not found.
+        """
+        name = self.config.base_model_name_or_path
+        if name is None:
+            raise ValueError(f"{self.directory} does not name its base model; give that: {option}")
+        try:
+            return str(find_model(name, option=f"{self.directory}: base_model_name_or_path"))
+        except ValueError as error:
+            raise ValueError(f"{error}; or give the model that the adapter was trained on: {option}") from None
 
     @property
     def virtual_tokens(self) -> int:
@@ -88,6 +109,30 @@ class PEFTAdapter:
                 "trained on"
             )
 
+    def resize(self, model: PreTrainedModel) -> None:
+        """Give embedding and head of a model as many rows as the adapter has for them, in place.
+
+        PEFT saves tables that had other rows in training, with all of their values. Raises ValueError if transformers
+        cannot change the number, or if the adapter lacks one of the tables.
+        """
+        # names in a model without adapter: those in PEFT's layers around a table have one part more
+        tables = {LAYER.sub("", name.removeprefix(PREFIX)): tensor for name, tensor in self.tensors.items()}
+        before = {name: param.shape for name, param in model.named_parameters()}
+        embedding = model.get_input_embeddings().get_parameter("weight")
+        names = next(names for key, names in parameter_names(model).items() if model.get_parameter(key) is embedding)
+        rows = next((len(tables[name]) for name in names if name in tables), len(embedding))
+        if rows == len(embedding):
+            return
+        with blame(self.directory, f"has a table of {rows} rows, which transformers cannot give the model", _ADVICE):
+            model.resize_token_embeddings(rows, mean_resizing=False)
+        for key, names in parameter_names(model).items():
+            if model.get_parameter(key).shape != before[key] and not tables.keys() & {*names}:
+                raise ValueError(
+                    f"{self.directory} has {rows} rows of the embedding, but not of {key}, which training had resized, "
+                    "too; give the resized model as the one it was trained on: save it by save_pretrained before "
+                    "get_peft_model"
+                )
+
     def apply(self, model: PreTrainedModel) -> PreTrainedModel:
         """Put the adapter into a model, in place, and return the model to call.
 
@@ -98,8 +143,8 @@ class PEFTAdapter:
         with blame(self.directory / ADAPTER_CONFIG, f"does not fit {type(model).__name__}", _ADVICE), _quiet():
             adapted: Any = get_peft_model(model, self.config, adapter_name=NAME)
         expected = get_peft_model_state_dict(adapted, adapter_name=NAME, save_embedding_layers=False)
-        # PEFT also saves tables of the base that were resized or are targets, and replaces those of the base by them
-        tables = adapted.state_dict()
+        # PEFT also saves tables that were resized or are targets, with all that is in them, and replaces the base's
+        tables = {name.replace(f".{NAME}", ""): tensor for name, tensor in adapted.state_dict().items()}
         expected |= {name: tables[name] for name in self.tensors.keys() - expected.keys() if name in tables}
         differing = [
             name
@@ -122,7 +167,15 @@ class PEFTAdapter:
         return f"with the {self.config.peft_type.value} adapter {self.directory}, {count:,} parameters"
 
 
+LAYER = re.compile(r"(?<=\.)(token_adapter\.)?base_layer\.|(?<=\.)original_module\.")
+"""Parts of the names of a table by which a layer of PEFT around it has it."""
 _ADVICE = "give the model that it was trained on"
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether a directory is an adapter directory of PEFT, and no model."""
+    has_model = any(os.path.lexists(directory / name) for name in (MANIFEST, CONFIG))
+    return os.path.lexists(directory / ADAPTER_CONFIG) and not has_model
 
 
 def _check_directory(directory: Path) -> None:

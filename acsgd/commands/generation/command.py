@@ -73,7 +73,7 @@ def _prompt_reader(options: GenerateOptions, generator: Generator, records: Sequ
     records: those of --file. Texts are messages of a user if the run has learned nothing but chats.
     """
     given = {name: getattr(options, name) for name in ("format", "fields", "input_format")}
-    model = RecordedModel.of(str(generator.loaded.directory))
+    model = RecordedModel.of(str(generator.loaded.tokenizer_directory))
     used = model.data_options(given, given)
     if note := model.describe(given, used):
         print_note(note)

@@ -15,7 +15,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from acsgd.adapters.initial import BaseChecksum
 from acsgd.adapters.inject import build_adapted
-from acsgd.commands.generation.adapter import PEFTAdapter
+from acsgd.codecs.identity import DTYPES
+from acsgd.commands.generation.adapter import PEFTAdapter, is_adapter
+from acsgd.commands.recorded import RecordedModel
 from acsgd.config.adapters import Adapter, VirtualTokens, parse_adapter
 from acsgd.errors import CorruptFileError, RunError
 from acsgd.io.checkpoint.directory import checkpoints_of
@@ -26,13 +28,13 @@ from acsgd.shards.check import first_names
 from acsgd.shards.config import CONFIG, read_config
 from acsgd.shards.disk import ShardDirectory, model_files
 from acsgd.shards.files import read_json_object
-from acsgd.shards.generation import read_generation_config
+from acsgd.shards.generation import GENERATION_CONFIG, read_generation_config
 from acsgd.shards.hf_model import HFModel, names_of, tensor_of
 from acsgd.shards.hub import find_model
 from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.locate import open_hf
 from acsgd.shards.manifest import MANIFEST
-from acsgd.shards.tokenizer import load_tokenizer
+from acsgd.shards.tokenizer import has_tokenizer, load_tokenizer
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 
@@ -48,6 +50,11 @@ class LoadedModel:
     adapter: PEFTAdapter | None = None
     """Adapter directory of PEFT that is part of the model."""
 
+    @property
+    def tokenizer_directory(self) -> Path:
+        """Directory of the tokenizer, and of what else belongs to the texts of the model."""
+        return tokenizer_directory(self.directory, self.adapter)
+
     def describe(self) -> str:
         """Return a sentence on the model."""
         model = self.model
@@ -62,10 +69,15 @@ def load(
 ) -> LoadedModel:
     """Load the model at a path, or of a Hugging Face id; of a run directory, its newest valid checkpoint.
 
-    dtype: of the parameters; None = that of config.json; adapter: to put into the model. Raises ValueError if there is
-    no model, if it is not one that generates text, or not the one that the adapter was trained on; CorruptFileError if
-    a file is not as it was written.
+    Of an adapter directory of PEFT, it is the model that the adapter names, with it.
+
+    dtype: of the parameters; None = that of the run that trained them, else of config.json; adapter: to put into the
+    model. Raises ValueError if there is no model, if it is not one that generates text, or not the one that the adapter
+    was trained on; CorruptFileError if a file is not as it was written.
     """
+    if adapter is None and is_adapter(Path(path)):
+        adapter = PEFTAdapter.open(Path(path))
+        path = adapter.find_base(f"MODEL --adapter {path}")
     load_from = functools.partial(_load, dtype=dtype, device=device, peft=adapter)
     if checkpoints := checkpoints_of(Path(path)):
         return _load_newest(checkpoints[::-1], load_from)
@@ -88,8 +100,8 @@ def _load_newest(paths: list[Path], load_from: Callable[[Path], LoadedModel]) ->
 
 def _load(directory: Path, *, dtype: torch.dtype | None, device: torch.device, peft: PEFTAdapter | None) -> LoadedModel:
     task, config, adapter, read = _open(directory)
-    tokenizer = load_tokenizer(directory, config.get_text_config())
-    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    of_run = RecordedModel.of(str(directory)).options.get("model.dtype")
+    own = DTYPES[of_run] if of_run else (peft and peft.dtype) or dtype_of(config)
     model = build_adapted(task, config, adapter, dtype or own)
     if not model.can_generate():
         raise ValueError(f"{directory} holds a {type(model).__name__}, which does not generate text")
@@ -99,9 +111,13 @@ def _load(directory: Path, *, dtype: torch.dtype | None, device: torch.device, p
     _fill(model, checksum.adding(read(model), of_base), device)
     if missing := [name for name, param in model.named_parameters() if param.is_meta]:
         raise ValueError(f"{directory} lacks parameters of the model: {first_names(missing)}")
-    model.generation_config = read_generation_config(directory)
+    files = tokenizer_directory(directory, peft)
+    has_own = peft is not None and (files / GENERATION_CONFIG).is_file()
+    model.generation_config = read_generation_config(files if has_own else directory)
     if peft is not None:
         peft.check_base(directory, checksum)
+        peft.resize(model)
+    tokenizer = load_tokenizer(files, model.config.get_text_config())
     if isinstance(adapter, VirtualTokens):
         peft = PEFTAdapter.of_virtual_tokens(directory, model, adapter)
     if peft is not None:
@@ -109,6 +125,16 @@ def _load(directory: Path, *, dtype: torch.dtype | None, device: torch.device, p
     module: nn.Module = model  # the type of PreTrainedModel.to is that of a decorator
     module.to(device).eval()
     return LoadedModel(directory, model, tokenizer, peft)
+
+
+def dtype_of(config: PreTrainedConfig) -> torch.dtype:
+    """Return the dtype of the parameters of a model by its config."""
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+
+def tokenizer_directory(directory: Path, adapter: PEFTAdapter | None) -> Path:
+    """Return the directory of an adapter if it has a tokenizer, as it was trained with that; else that of the model."""
+    return adapter.directory if adapter is not None and has_tokenizer(adapter.directory) else directory
 
 
 def _open(

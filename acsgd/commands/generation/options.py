@@ -58,7 +58,8 @@ class GenerateOptions:
     """Options by the options of a run that they set, where the names differ."""
 
     model: tyro.conf.Positional[str]
-    """Checkpoint, run directory (its newest valid checkpoint), layer-shard directory, Hugging Face directory or id."""
+    """Checkpoint, run directory (its newest valid checkpoint), layer-shard directory, Hugging Face directory or id;
+    adapter directory of PEFT that names its base."""
     prompt: str | None = None
     """Prompt to continue. The text is printed on standard output."""
     file: str | None = None
@@ -82,7 +83,7 @@ class GenerateOptions:
     adapter: Path | None = None
     """Adapter directory of PEFT, trained on the model: adapter_config.json and adapter_model.safetensors."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of parameters and activations. Default: that of config.json."""
+    """Type of parameters and activations. Default: that of the run that saved it, else that of config.json."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device: "auto" = a GPU if the host has one, else the CPU."""
 

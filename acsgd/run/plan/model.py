@@ -80,7 +80,9 @@ def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: 
     """
     task, cache = find_task(config.model.task), layers_cache(config)
     found = open_model(
-        replace(config.model, task=task.model_class.name), is_valid=lambda config: cache.find(config) is not None
+        replace(config.model, task=task.model_class.name),
+        is_valid=lambda config: cache.find(config) is not None,
+        has_adapter=not trains,
     )
     check_sequence(config.data.sequence, longest_sequence(found.config))
     has_frozen = config.model.freeze is not None or config.adapter.spec is not None

@@ -7,6 +7,8 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import NamedTuple
 
+import torch
+
 from acsgd.config.options import Config, DataConfig, ElasticConfig, ModelConfig, OptimConfig
 from acsgd.io.data.sources.streamed import Streamed
 from acsgd.optim.adamw import AdamW
@@ -97,6 +99,12 @@ CHOICES = (
             "give --optim.name adamw, or ",
         )
         for option in ("optim.betas", "optim.eps")
+    ),
+    Choice(
+        lambda job, _: job.model.config.dtype == torch.float16 and job.config.model.dtype != "fp16",
+        "model.dtype={config.model.dtype}: config.json of the model says float16, but checkpoints generate in "
+        "{config.model.dtype} and are exported in the type of their weights; for files as small as the model's, give "
+        "acsgd convert to-hf --dtype float16",
     ),
     without_effect(
         "optim.label_smoothing",

@@ -12,8 +12,12 @@ from acsgd.io.data.batches import BatchReader
 from acsgd.io.data.held_out import HeldOut, held_out, split
 from acsgd.io.data.row_spec import RowSpec
 from acsgd.io.data.rows.base import RowReader, Rows, describe, described
+from acsgd.io.data.rows.documents import ConcatRows, DocumentRows
+from acsgd.io.data.rows.labelled import PairRows
 from acsgd.io.data.sampler import Sampler, block_counts
+from acsgd.io.data.sources.base import RecordCounts
 from acsgd.io.data.sources.sources import WeightedSource
+from acsgd.io.data.tokens.pipeline import encode_source
 from acsgd.io.files.cache import TIMEOUT_S
 from acsgd.run.plan.job import Job
 from acsgd.run.setup.rows import RowMaker, no_targets
@@ -60,7 +64,7 @@ def open_data(job: Job, groups: Groups | None = None) -> Data:
     return Data(BatchReader(training, sampler, job.micro_ids), held, steps, notes, maker.spec)
 
 
-def open_held_out(job: Job, groups: Groups) -> HeldOut:
+def open_held_out(job: Job, groups: Groups | None = None) -> HeldOut:
     """Open what is held out alone, as `open_data` does."""
     config, topology, maker = job.config, job.topology, row_maker(job)
     reader = _reader_of(job, _open_or_receive_rows(job, maker, job.eval_sources or job.sources, groups))
@@ -69,6 +73,27 @@ def open_held_out(job: Job, groups: Groups) -> HeldOut:
     held = held_out(reader, separate, fraction, replicas=topology.replicas, replica=topology.replica, unit=unit)
     assert held is not None
     return held
+
+
+def held_out_records(job: Job) -> set[str]:
+    """Return the places of the records that data.eval_fraction holds out as a whole.
+
+    Raises ValueError if there are none, as `open_data` does, or if the rows have no records.
+    """
+    held, maker, places = open_held_out(job), row_maker(job), set[str]()
+    for (source, _), rows, part in zip(job.sources, held.rows.rows, held.ranges, strict=True):
+        assert isinstance(rows, ConcatRows | DocumentRows | PairRows)  # those of the tasks that generate text
+        documents, number = rows.documents_in(part), 0
+        for batch in encode_source(source, job.tokenizer, job.model.task.encoder(maker), RecordCounts()):
+            for each in batch.parts:
+                if documents[number]:
+                    places.add(each.where)
+                number += each.example.ends_document
+    if not places:
+        raise ValueError(
+            f"data.eval_fraction={job.config.data.eval_fraction:g} holds out no record as a whole, only parts of some"
+        )
+    return places
 
 
 def _slots(job: Job, rows: Sequence[Rows]) -> tuple[int, ...]:

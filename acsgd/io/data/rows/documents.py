@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from acsgd.io.data.rows.base import INPUT_IDS, LABELS, LENGTHS, Row, count_targets, describe_empty, read_window
 from acsgd.io.data.rows.layout import RowLayout
@@ -15,6 +16,8 @@ from acsgd.io.data.tokens.ends import TextEnds
 from acsgd.io.files.arrays import sample
 from acsgd.layers.masks import DOCUMENTS, NO_PREFIX, PREFIXES
 from acsgd.model_classes import IGNORED
+
+Flags = NDArray[np.bool_]
 
 
 class ConcatRows:
@@ -71,6 +74,11 @@ class ConcatRows:
 
     def __len__(self) -> int:
         return max(0, len(self.corpus.tokens) - 1) // self._sequence
+
+    def documents_in(self, rows: range) -> Flags:
+        """Return of each document whether it is in some rows alone."""
+        starts, stops = self.corpus.spans()
+        return (starts >= rows.start * self._sequence) & (stops <= rows.stop * self._sequence + 1)
 
     def read(self, index: int, epoch: int = 0) -> Row:
         """Read a row: row i has the tokens i T .. (i + 1) T inclusive, of which the first is no target."""
@@ -138,6 +146,16 @@ class DocumentRows:
 
     def __len__(self) -> int:
         return len(self.layout.offsets) - 1
+
+    def documents_in(self, rows: range) -> Flags:
+        """Return of each document whether it is in some rows alone."""
+        documents, _ = self.corpus.spans()
+        first, last = self.layout.offsets[:][[rows.start, rows.stop]].tolist()
+        owners = np.searchsorted(documents, self.layout.starts[:], side="right") - 1
+        found = np.zeros(len(documents), dtype=np.bool_)
+        found[owners[first:last]] = True
+        found[np.delete(owners, slice(first, last))] = False
+        return found
 
     def read(self, index: int, epoch: int = 0) -> Row:
         """Read a row."""

@@ -75,6 +75,11 @@ class _ExampleRows:
     def __len__(self) -> int:
         return len(self.corpus.offsets) - 1
 
+    def documents_in(self, rows: range) -> NDArray[np.bool_]:
+        """Return of each example whether it is in some rows."""
+        index = np.arange(len(self))
+        return (index >= rows.start) & (index < rows.stop)
+
     def _span(self, index: int) -> tuple[int, int]:
         start, stop = self.corpus.offsets[index : index + 2].tolist()
         return start, stop
