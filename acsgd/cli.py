@@ -64,9 +64,9 @@ class FromHF:
     An interrupted conversion continues when the same command is started again.
     """
 
-    source: tyro.conf.Positional[str]
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     """Hugging Face id, or directory with config.json and *.safetensors or, without any, pytorch_model*.bin."""
-    target: tyro.conf.Positional[Path]
+    target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
     """Directory to create; must not exist."""
     task: str = "lm"
     """What the model is trained for, which determines its head, as model.task of a run."""
@@ -78,8 +78,13 @@ class FromHF:
         """Run the conversion."""
         from acsgd.shards.convert import describe_shards, from_hf
         from acsgd.shards.hub import find_model
+        from acsgd.shards.manifest import MANIFEST
 
         source = find_model(self.source, option="source")
+        if os.path.lexists(source / MANIFEST):
+            raise ValueError(
+                f"{source} has layer shards already; use it as it is, or: acsgd convert to-hf {source} MODEL"
+            )
         with progress_bar() as report:
             _create(
                 self.target,
@@ -100,9 +105,9 @@ class FromHF:
 class ToHF:
     """Convert layer shards, such as a checkpoint of a run, into a Hugging Face directory."""
 
-    source: tyro.conf.Positional[Path]
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     """Layer-shard directory, checkpoint, or run directory (its newest checkpoint)."""
-    target: tyro.conf.Positional[Path]
+    target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
     """Directory to create; must not exist."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type to cast parameters to. Default: no cast, bit for bit."""
@@ -130,9 +135,9 @@ class FromLegacy:
     An interrupted conversion continues when the same command is started again.
     """
 
-    source: tyro.conf.Positional[Path]
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     """Directory with pytorch_*.pt files (a model) or prank_*_checkpoint.pt files (a training checkpoint)."""
-    target: tyro.conf.Positional[Path]
+    target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
     """Directory to create; must not exist."""
     config: Path | None = None
     """Directory with config.json and tokenizer of the model. Default: the source."""
@@ -155,9 +160,9 @@ class FromLegacy:
 class ToLegacy:
     """Convert layer shards into a model of AC-SGD, CocktailSGD or OpenChatKit, one pytorch_*.pt file per layer."""
 
-    source: tyro.conf.Positional[Path]
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     """Layer-shard directory, checkpoint, or run directory (its newest checkpoint)."""
-    target: tyro.conf.Positional[Path]
+    target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
     """Directory to create; must not exist."""
 
     def run(self) -> None:
@@ -175,9 +180,9 @@ class ToLegacy:
 class ToPEFT:
     """Convert the adapter of a checkpoint into a directory for PEFT: PeftModel.from_pretrained(model, DIRECTORY)."""
 
-    source: tyro.conf.Positional[Path]
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     """Checkpoint, or run directory (its newest checkpoint), of a run with adapter.spec."""
-    target: tyro.conf.Positional[Path]
+    target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
     """Directory to create; must not exist."""
 
     def run(self) -> None:
@@ -196,9 +201,9 @@ class ToPEFT:
 class MergeCommand:
     """Convert a checkpoint with an adapter, or an adapter directory of PEFT, into layer shards of a model with it."""
 
-    source: tyro.conf.Positional[Path]
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     """Checkpoint, or run directory (its newest checkpoint), of a run with adapter.spec; adapter directory of PEFT."""
-    target: tyro.conf.Positional[Path]
+    target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
     """Directory to create; must not exist."""
     model: str | None = None
     """Model that an adapter directory of PEFT was trained on. Default: the one that its adapter_config.json names."""

@@ -148,6 +148,8 @@ def choose_metrics(chosen: str | None, task: TaskMetrics, suggested: Iterable[st
         names = [name.strip() for name in chosen.split(",") if name.strip()]
     for name in names:
         if name not in known:
+            if not {*name.split()} - {*known}:
+                raise ValueError(f'eval.metrics="{chosen}": write commas between names: {",".join(name.split())}')
             of_task = f" for model.task={task.name}" if name in METRICS else ""
             raise ValueError(f'eval.metrics="{chosen}": unknown metric "{name}"{of_task}{suggest(name, known)}')
     return tuple(dict.fromkeys((EVAL_LOSS, *names)))

@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Annotated, Any, Literal, NoReturn, Self
 
 import tyro
 
@@ -152,7 +152,7 @@ class JoinCommand:
     Starts torchrun in place of this process.
     """
 
-    invitation: tyro.conf.Positional[str]
+    invitation: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="INVITATION")]
     """The invitation, or a file with it, which stays out of the shell's history. It holds the secret of the run: send
     it to those alone who may join."""
     nproc: str = "auto"

@@ -70,7 +70,7 @@ def parse_flags(
             raise
         text = printed.getvalue()
         named = max([prog, *re.findall(rf"{re.escape(prog)}[\w -]*(?= --help)", text)], key=len)  # with its subcommand
-        raise ValueError(f"{_usage_error(text)}; all options: {named} --help") from None
+        raise ValueError(f"{_usage_error(text, argv)}; all options: {named} --help") from None
 
 
 def to_toml(config: Config) -> str:
@@ -159,8 +159,8 @@ def _is_nested(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(each, (list, dict)) for each in value)
 
 
-def _usage_error(printed: str) -> str:
-    """Return tyro's usage error, a title and sections of text between lines, as one sentence."""
+def _usage_error(printed: str, argv: Sequence[str]) -> str:
+    """Return tyro's usage error, a title and sections of text between lines, as one sentence. argv: what was typed."""
     sections: list[list[str]] = [[]]
     for line in printed.splitlines():
         text = line.strip("│| ")
@@ -172,8 +172,21 @@ def _usage_error(printed: str) -> str:
     error, *others = filled if printed.startswith("╭") else filled[1:]
     if error[0].startswith("Missing from"):  # each option or argument is followed by its description
         names = [text.removesuffix(" (required)") for text in error if _ARGUMENT.match(text)]
-        return f"required {'options' if names[0][:2] == '--' else 'arguments'} are missing: {', '.join(names)}"
+        options = [name.partition(" ")[0] for name in names if name[:2] == "--"]
+        flags = [argument.partition("=")[0] for argument in argv if argument[:2] == "--"]
+        wrong = next(
+            ((flag, each) for each in options for flag in flags if flag != each and _is_meant(flag, each)), None
+        )
+        hint = f" (did you mean {wrong[1]} by {wrong[0]}?)" if wrong else ""
+        return f"required {'options' if options else 'arguments'} are missing: {', '.join(names)}{hint}"
     unknown = error[0].removeprefix("Unrecognized options: ").partition(",")[0]
+    place = argv.index(unknown) if unknown in argv and unknown[:1] != "-" else 0
+    if place > 1 and argv[place - 2][:2] == "--" and "=" not in argv[place - 2]:
+        option, value = argv[place - 2 : place]
+        return (
+            f"{unknown} belongs to no option; write commas without spaces between several values, "
+            f'{option} {value.removesuffix(",")},{unknown}, or a text in quotes, {option} "{value} {unknown}"'
+        )
     found = [text.split()[0].strip(",") for section in others if section[0].startswith("Perhaps") for text in section]
     suggested = [name for name in dict.fromkeys(found) if name[:2] == "--" and _is_meant(unknown, name)]
     hint = f" (did you mean {' or '.join(suggested)}?)" if suggested else ""

@@ -102,7 +102,11 @@ class Manifest:
         if not os.path.lexists(directory):
             raise ValueError(f"{directory} {missing(directory)}; give a checkpoint or a layer-shard directory")
         if not os.path.lexists(path):
-            raise ValueError(f"{directory} is not a checkpoint or layer-shard directory: it has no {MANIFEST}")
+            is_hf = os.path.lexists(directory / "config.json")
+            remedy = (
+                "; it is a Hugging Face directory, of which acsgd convert from-hf makes layer shards" if is_hf else ""
+            )
+            raise ValueError(f"{directory} is not a checkpoint or layer-shard directory: it has no {MANIFEST}{remedy}")
         if (problem := unusable(path)) is not None:
             raise CorruptFileError(path, problem)
         try:

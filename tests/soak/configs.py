@@ -158,6 +158,7 @@ NAMES = [
     *FILES,
     *PATHS,
     "unrecognized options",
+    "belongs to no option",
     *(f"[{section.name}]" for section in dataclasses.fields(Config)),
 ]
 """What a sentence may name."""

@@ -108,6 +108,17 @@ WRONG = [
     ("generate m --promt x", "unrecognized options: --promt, x (did you mean --prompt?); all options: acsgd generate"),
     ("convert to-hf a b --shards 1", "unrecognized options: --shards, 1; all options: acsgd convert"),
     ("data show a", "required options are missing: --model STR; all options: acsgd data show"),
+    (
+        "data show a --modell m",
+        "required options are missing: --model STR (did you mean --model by --modell?); all opt",
+    ),
+    ("convert to-hf", "required arguments are missing: SOURCE, TARGET; all options: acsgd convert to-hf --help"),
+    ("join", "required arguments are missing: INVITATION; all options: acsgd join --help"),
+    (
+        "generate m --file a, b",
+        "b belongs to no option; write commas without spaces between several values, --file a,b, ",
+    ),
+    ("generate m --adapter nowhere/a --prompt b", "--adapter nowhere/a does not exist; give an adapter directory of"),
     ("inspect", "required arguments are missing: PATH; all options: acsgd inspect"),
     ("generate m --top-k a", "error parsing --top_k: "),
     ("dta show", 'acsgd has no command "dta"; use "train", "eval", "convert", '),

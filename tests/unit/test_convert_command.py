@@ -234,6 +234,21 @@ def test_a_taken_target_is_named(tiny_model: TinyModel, tmp_path: Path) -> None:
     assert (code, printed) == (2, f"error: {target} exists already; give a directory that does not, or remove it\n")
 
 
+def test_a_source_of_the_other_kind_is_named(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model, shards = tiny_model("gpt2", **SMALL), tmp_path / "shards"
+    code, printed = acsgd("convert", "to-hf", model, tmp_path / "hf")
+    assert (code, printed.partition("; ")[2]) == (
+        2,
+        "it is a Hugging Face directory, of which acsgd convert from-hf makes layer shards\n",
+    )
+    assert acsgd("convert", "from-hf", model, shards)[0] == 0
+    code, printed = acsgd("convert", "from-hf", shards, tmp_path / "again")
+    assert (code, printed) == (
+        2,
+        f"error: {shards} has layer shards already; use it as it is, or: acsgd convert to-hf {shards} MODEL\n",
+    )
+
+
 @pytest.mark.parametrize(
     ("family", "rows", "options"),
     [

@@ -23,7 +23,7 @@ class DataOptions:
     typed: ClassVar[Mapping[str, str]] = {"data.sources": "source", "model.name": "--model"}
     """Options by the options of a run that they set, where the names differ."""
 
-    source: tyro.conf.Positional[str]
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     """Sources, as data.sources of a run."""
     model: str
     """Model whose tokenizer is used, as model.name of a run."""
@@ -122,7 +122,7 @@ class Check(DataOptions):
 class Dedup:
     """Write all records but the duplicates of earlier ones, in their order, to a new file of JSON lines."""
 
-    source: tyro.conf.Positional[str]
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     """Sources, as data.sources of a run."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """File to write, *.jsonl; must not exist. Lines of JSON files are written as they are."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from acsgd.commands.evaluation.options import EvalOptions
-from acsgd.commands.generation.adapter import PEFTAdapter, is_adapter
+from acsgd.commands.generation.adapter import PEFTAdapter, check_adapter, is_adapter
 from acsgd.commands.merge import merge_peft
 from acsgd.commands.recorded import READING, RecordedModel
 from acsgd.config.options import (
@@ -56,6 +56,7 @@ def find_evaluated(options: EvalOptions) -> RecordedModel:
 
 def _merge(adapter: Path, base: Path, cache: Path) -> Path:
     """Return the layer shards of a model with an adapter, in fp32, from the cache."""
+    check_adapter(adapter)
     files = [path.resolve() for directory in (adapter, base) for path in sorted(directory.iterdir()) if path.is_file()]
     state = repr([(path, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
 
@@ -94,6 +95,8 @@ def data_of(options: EvalOptions, model: RecordedModel) -> EvaluationOptions:
     elif model.options.get("data.eval_fraction"):
         names = (*names, "sources", "eval_fraction")
     else:
+        if not (path := Path(model.name)).exists():
+            raise ValueError(f"{path} {missing(path)}; give a run or a checkpoint or, for a Hugging Face id, --data")
         raise ValueError(
             f"there is nothing to evaluate on: {model.name} is of no run that evaluates; give --data SOURCES, or "
             "--lm-eval TASKS"

@@ -31,7 +31,7 @@ class EvalOptions:
     }
     """Options by the options of a run that they set, where the names differ."""
 
-    model: tyro.conf.Positional[str]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Checkpoint, run directory (its newest checkpoint), layer-shard directory, Hugging Face directory or id; adapter
     directory of PEFT that names its base."""
     adapter: Path | None = None

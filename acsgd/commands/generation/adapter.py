@@ -20,7 +20,7 @@ from acsgd.adapters.initial import BASE_CHECKSUM, DTYPE, BaseChecksum
 from acsgd.adapters.inject import modules_named, take_virtual_tokens, virtual_tokens_in_peft
 from acsgd.codecs.identity import DTYPES
 from acsgd.config.adapters import NAME, VirtualTokens
-from acsgd.errors import InputError
+from acsgd.errors import InputError, missing
 from acsgd.layers.skeleton import parameter_names
 from acsgd.notes import print_note
 from acsgd.shards.check import first_names
@@ -48,7 +48,7 @@ class PEFTAdapter:
     @classmethod
     def open(cls, directory: Path) -> PEFTAdapter:
         """Read an adapter directory. Raises ValueError if it is not one, CorruptFileError if a file is corrupt."""
-        _check_directory(directory)
+        check_adapter(directory)
         config_path, path = directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS
         read_json_object(config_path)
         try:
@@ -178,8 +178,10 @@ def is_adapter(directory: Path) -> bool:
     return os.path.lexists(directory / ADAPTER_CONFIG) and not has_model
 
 
-def _check_directory(directory: Path) -> None:
+def check_adapter(directory: Path) -> None:
     """Raise ValueError if a directory is not an adapter directory of PEFT."""
+    if not os.path.lexists(directory):
+        raise ValueError(f"--adapter {directory} {missing(directory)}; give an adapter directory of PEFT")
     if os.path.lexists(directory / MANIFEST):
         raise ValueError(
             f"--adapter {directory} is a checkpoint; it holds model and adapter, so give it as the model, or convert "

@@ -57,7 +57,7 @@ class GenerateOptions:
     typed: ClassVar[Mapping[str, str]] = {"data.sources": "--file"}
     """Options by the options of a run that they set, where the names differ."""
 
-    model: tyro.conf.Positional[str]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Checkpoint, run directory (its newest valid checkpoint), layer-shard directory, Hugging Face directory or id;
     adapter directory of PEFT that names its base."""
     prompt: str | None = None
