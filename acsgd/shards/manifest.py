@@ -14,13 +14,18 @@ from acsgd.io.files.checksum import check_file_checksum, new_file_checksum
 from acsgd.io.files.fields import Natural, from_json
 from acsgd.layers.description import ModelLayers, Verification
 from acsgd.model_classes import MODEL_CLASSES
-from acsgd.shards.files import check_file_name, unusable
+from acsgd.shards.files import ADAPTER_CONFIG, check_file_name, unusable
 
 MANIFEST = "manifest.json"
 FORMAT = "acsgd-shards"
 VERSION = 6
 WITHOUT_TABLES = 5
 """Version in which tables are stored with the first layer that uses them; its layers have no `lookups`."""
+OTHERS = {
+    "config.json": "; it is a Hugging Face directory, of which acsgd convert from-hf makes layer shards",
+    ADAPTER_CONFIG: "; it is an adapter directory of PEFT, which acsgd convert merge adds to its base",
+}
+"""File of a directory of another kind, and what that is."""
 
 
 def _check_task(name: str) -> None:
@@ -102,11 +107,8 @@ class Manifest:
         if not os.path.lexists(directory):
             raise ValueError(f"{directory} {missing(directory)}; give a checkpoint or a layer-shard directory")
         if not os.path.lexists(path):
-            is_hf = os.path.lexists(directory / "config.json")
-            remedy = (
-                "; it is a Hugging Face directory, of which acsgd convert from-hf makes layer shards" if is_hf else ""
-            )
-            raise ValueError(f"{directory} is not a checkpoint or layer-shard directory: it has no {MANIFEST}{remedy}")
+            kind = next((kind for file, kind in OTHERS.items() if os.path.lexists(directory / file)), "")
+            raise ValueError(f"{directory} is not a checkpoint or layer-shard directory: it has no {MANIFEST}{kind}")
         if (problem := unusable(path)) is not None:
             raise CorruptFileError(path, problem)
         try:
