@@ -65,7 +65,8 @@ class RunInputs:
         These are about how the learned texts end, if generation with the files of the model would not stop there, and
         options of [data] that no format reads. Raises RunError if a streamed source cannot be read.
         """
-        for _ in read_ahead(self.reader.look_ahead, [step], 0, waits=session.groups.waits):
+        following = range(step, min(step + 1, self.steps))  # none after the last step
+        for _ in read_ahead(self.reader.look_ahead, following, 0, waits=session.groups.waits):
             pass  # in a thread: an interrupt ends the wait
         job = session.job
         formats = self.reader.rows.formats | (self.held_out.rows.formats if self.held_out else set())
