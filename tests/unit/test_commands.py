@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from lib.commands import acsgd
+from lib.models import NO_LAYERS
 
 from acsgd import cli, main
 from acsgd.commands.data.command import Check, Dedup
@@ -19,6 +21,7 @@ from acsgd.commands.evaluation.options import EvalOptions
 from acsgd.commands.typed import typed
 from acsgd.config.run_file import parse
 from acsgd.errors import nearest_path, similar
+from acsgd.shards.manifest import Manifest, StoredFile
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,25 +73,35 @@ finally:
 """
 
 WITHOUT_MODELS = """
-import sys
+import json, sys
 from acsgd import cli
-cli.main()
-assert not {"transformers.modeling_utils", "torch._dynamo", "peft", "scipy", "datasets"} & sys.modules.keys()
+try:
+    for arguments in json.loads(sys.argv[1]):
+        cli.run(arguments)
+finally:
+    assert not {"transformers.modeling_utils", "torch._dynamo", "peft", "scipy", "datasets"} & sys.modules.keys()
 """
 
 
-def test_data_is_shown_without_the_code_of_models(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_data_and_corrupt_files_are_shown_without_the_code_of_models(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
     """Which takes most of the time to import."""
     (tmp_path / "chats.jsonl").write_text('{"prompt": "1 + 1", "completion": "2"}')
-    arguments = ["data", "show", str(tmp_path / "chats.jsonl"), "--model", str(tiny_model())]
+    missing = StoredFile("config.json", 1, "0" * 32)
+    Manifest(step=2, task="lm", model=NO_LAYERS, layers={}, replicas={}, model_files=[missing], run=None).write(
+        tmp_path
+    )
+    show = ["data", "show", str(tmp_path / "chats.jsonl"), "--model", str(tiny_model())]
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_MODELS, *arguments],
+        [sys.executable, "-c", WITHOUT_MODELS, json.dumps([show, ["inspect", str(tmp_path)]])],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert f"CORRUPT: {tmp_path / 'config.json'} is missing" in done.stdout
 
 
 def test_the_help_of_acsgd_lists_train_without_loading_torch_and_may_lose_its_reader() -> None:

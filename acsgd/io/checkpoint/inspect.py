@@ -13,10 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from acsgd.errors import CorruptFileError, missing
-from acsgd.io.checkpoint.contents import Contents
 from acsgd.io.checkpoint.directory import checkpoints_of, step_of
 from acsgd.io.checkpoint.progress import RunState
-from acsgd.shards.config import read_config
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.files import tensor_headers
 from acsgd.shards.manifest import MANIFEST, StoredFile
@@ -124,6 +122,9 @@ def _errors(shards: ShardDirectory) -> dict[str, str]:
         return errors
     if "config.json" in (elsewhere := shards.elsewhere):  # what files must hold is not known here
         return {}
+    from acsgd.io.checkpoint.contents import Contents  # imports transformers' code of models, which takes seconds
+    from acsgd.shards.config import read_config
+
     try:
         config = read_config(shards.path, shards.manifest.task)
         contents = Contents.of(shards, config)
