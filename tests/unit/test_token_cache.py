@@ -24,6 +24,7 @@ from acsgd.io.data.sources.files import Files
 from acsgd.io.data.sources.sources import WeightedSource, parse_sources
 from acsgd.io.data.tokens import tokens as tokens_module
 from acsgd.io.data.tokens.corpus import Corpus
+from acsgd.io.files import arrays
 from acsgd.io.files import entry as entry_module
 
 
@@ -37,6 +38,7 @@ def test_damaged_tokens_are_found_and_tokenized_again(
     text = tmp_path / "a.txt"
     text.write_text(" ".join(map(str, range(20_000))))
     monkeypatch.setattr(entry_module, "BLOCK_BYTES", 64)  # so that the sample leaves most blocks unread
+    monkeypatch.setattr(arrays, "NEAR_BYTES", 64)
 
     def opened() -> list[Corpus]:
         return tokenize_all(parse_sources(str(text)), tokenizer, tmp_path / "cache", vocab_size=512)

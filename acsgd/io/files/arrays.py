@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from acsgd.errors import CorruptFileError
 from acsgd.io.files.entry import Entry
 
+NEAR_BYTES = 4096
+"""Distance up to which values are read together with those between them, which takes less time than one by one."""
+
 
 class Array(Protocol):
     """A one-dimensional array of integers, in memory or on disk."""
@@ -52,8 +55,9 @@ class ArrayFile:
     def _read(self, span: slice) -> NDArray[Any]:
         start, stop, step = span.indices(self._length)
         size = self._dtype.itemsize
-        if step == 1:
-            return np.frombuffer(self._file.read(self._start + start * size, (stop - start) * size), self._dtype)
+        if 0 < step * size <= NEAR_BYTES:
+            every = self._file.read(self._start + start * size, (stop - start) * size)
+            return np.frombuffer(every, self._dtype)[::step]
         single = (self._file.read(self._start + i * size, size) for i in range(start, stop, step))
         return np.frombuffer(b"".join(single), self._dtype)
 
