@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from acsgd.metrics import Scores
+if TYPE_CHECKING:
+    from acsgd.metrics import Scores  # imports numpy, which `acsgd --help` does without
 
 
 class StepRecord(NamedTuple):
