@@ -26,6 +26,7 @@ MAX_HANDSHAKES = 256
 USER_TIMEOUT_MS = 60_000
 """Time after which a connection ends whose data is not acknowledged, milliseconds."""
 BACKLOG = 1024
+"""Number of connections that wait to be accepted. Beyond it, members wait for seconds until TCP tries again."""
 PAUSE_S = 0.1
 """Time without accepting connections once no descriptor is left, seconds."""
 OTHER_SECRET = "has another secret, or is of another run: give all hosts the same ACSGD_SECRET and --rdzv-id"
@@ -49,6 +50,7 @@ class Entrance:
 
     def listen(self, listener: socket.socket) -> None:
         """Accept connections of a listening socket from now on."""
+        listener.listen(BACKLOG)
         listener.setblocking(False)
         self._listener = listener
         accept_each(listener, self.accept)
@@ -64,9 +66,7 @@ class Entrance:
         """Authenticate a connection, and hand it on."""
         if len(self._handshakes) >= MAX_HANDSHAKES:
             oldest = next(iter(self._handshakes))
-            self._handshakes.pop(oldest).close()
-            oldest.cancel()
-            self._count_refused("too many at once")
+            _end(self._handshakes.pop(oldest))
         task = asyncio.get_running_loop().create_task(self._greet(connection))
         self._handshakes[task] = connection
         task.add_done_callback(lambda task: self._handshakes.pop(task, None))
@@ -86,7 +86,7 @@ class Entrance:
             if protocol.is_connected:
                 protocol.transport.abort()
             else:
-                connection.close()
+                _end(connection)
             return
         task = asyncio.get_running_loop().create_task(self._serve(protocol, member, line))
         self._tasks.add(task)
@@ -103,6 +103,13 @@ class Entrance:
         self.refused += 1
         if self.refused in (1, 100) or self.refused % 10_000 == 0:
             log.warning("%d connections were not of members of this run, the last one: %.100s", self.refused, why)
+
+
+def _end(connection: socket.socket) -> None:
+    """Let the event loop close a connection of its own. Closed here, its number would be that of the next connection,
+    which the event loop would take for this one."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def accept_each(listener: socket.socket, on_connection: Callable[[socket.socket], None]) -> None:
