@@ -42,6 +42,8 @@ SCAN_S = 1.0
 OPENED_S = 2.0
 """Time in which other hosts open a new port, seconds."""
 REDIAL_S = 0.5
+CONNECT_S = 5.0
+"""Time after which a host is dialed again, seconds."""
 REFUSALS = 3
 """Number of refused connections in a row after which the process of a host has ended: one may be a forged reset."""
 ACQUAINT_S = 10.0
@@ -146,11 +148,12 @@ class Forwarder:
 
         address: None = through another member, to the expected host.
         """
-        if address is not None:
-            connection, member = await dial(self.identity, address, expected)
-        else:
-            assert expected is not None
-            connection, member = await self._carrier.dial_through_member(expected)
+        async with asyncio.timeout(CONNECT_S):
+            if address is not None:
+                connection, member = await dial(self.identity, address, expected)
+            else:
+                assert expected is not None
+                connection, member = await self._carrier.dial_through_member(expected)
         if member.address == self.identity.address:
             connection.transport.abort()
             if member.key != self.identity.key:

@@ -19,8 +19,9 @@ from acsgd.mesh.streams import FirstLine
 
 log = logging.getLogger(__name__)
 
-HANDSHAKE_S = 5.0
-"""Time for a handshake and for the first line after it, seconds."""
+HANDSHAKE_S = 20.0
+"""Time for a handshake and for the first line after it, seconds. On a link that is full, packets of it are lost, and
+TCP repeats each after 1, 3, 7 and 15 s."""
 MAX_HANDSHAKES = 256
 """Number of connections in a handshake. A further one ends the oldest: a member needs milliseconds."""
 USER_TIMEOUT_MS = 60_000
