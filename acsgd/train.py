@@ -74,10 +74,10 @@ def train(
         if begin.unevaluated is not None:
             state.reopen(begin.unevaluated, job.topology)
         resumed_at, log_disks = begin.progress.step, inputs.disks.log
-        of_metrics = share_metrics(job, groups, log_disks, resumed_at)
         keeps_files = log_disks.is_leader(job.topology.rank)
         opening = Metrics.open(config, run_dir, resumed_at=resumed_at, is_main=is_main, keeps_files=keeps_files)
         metrics = stack.enter_context(opening)
+        of_metrics = share_metrics(job, groups, log_disks)
         for note in [job.describe(), *inputs.describe(begin.session, resumed_at), *begin.notes, *of_metrics]:
             metrics.note(note)
         if signals is None:

@@ -317,6 +317,9 @@ class ElasticConfig:
     for that, the state travels in the background, layer by layer."""
     hang: Annotated[float, Range(0.5, 10**6)] = 60.0
     """Time after which a worker is killed that does nothing while all others wait, seconds."""
+    force: bool = False
+    """Whether this host may start a run again without a majority of the hosts that trained last, if hosts have disks
+    of their own. What the others have done since is given up: they are refused until their log.dir is moved away."""
 
 
 @dataclass(frozen=True)

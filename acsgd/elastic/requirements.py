@@ -65,6 +65,7 @@ def setup_of(job: Job, inputs: RunInputs) -> Setup:
         max_replicas=elastic.max_replicas,
         silence_s=elastic.silence,
         hang_s=elastic.hang,
+        force=elastic.force,
         parts=digests,
     )
 
@@ -102,9 +103,11 @@ def _fits(job: Job, stages: int) -> bool:
 
 
 def _options(job: Job) -> dict[str, str]:
-    """Return the value of each option, by the name that a user types."""
+    """Return the value of each option that must be equal on all hosts, by the name that a user types."""
     sections = asdict(job.config)
-    return {f"{name}.{key}": repr(value) for name, section in sections.items() for key, value in section.items()}
+    options = {f"{name}.{key}": repr(value) for name, section in sections.items() for key, value in section.items()}
+    del options["elastic.force"]
+    return options
 
 
 def digest_of_code() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,36 +16,40 @@ from acsgd.comm.process_groups import VirtualHost
 from acsgd.comm.store import call_in_thread
 from acsgd.comm.waits import Waits
 from acsgd.config.options import Config
-from acsgd.elastic.membership.messages import View
-from acsgd.errors import RunError, reason
+from acsgd.elastic.membership.messages import Host, View
+from acsgd.errors import RefusedError, RunError, reason
 from acsgd.groups import Groups
+from acsgd.io.checkpoint.copies import Disks
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.record import RunEvent
 from acsgd.run.lock.lock import RunLock, leases_of
 from acsgd.run.plan.job import Job
+from acsgd.run.setup.directories import SHARED_DISKS, RunDisks
 from acsgd.run.step.hooks import LoopState
 
 
 class ViewLock:
-    """The run lock of one worker, which keeps the leases from view to view as long as it is rank 0."""
+    """The run lock of one worker, which keeps its leases from view to view: those of a leader of its disk."""
 
     def __init__(self) -> None:
         self._lock: RunLock | None = None
-        self._is_holder = False
+        self._directories: list[Path] = []
+        """Of its leases."""
         self._epoch = 0
         """Number of the last view in which this worker had a rank, and its part of the lock."""
 
-    def of(self, job: Job, groups: Groups, view: View, timeout_s: float) -> RunLock:
-        """Return the lock for a view: with the leases on rank 0, without any on other ranks.
+    def of(self, job: Job, groups: Groups, view: View, timeout_s: float, disks: RunDisks = SHARED_DISKS) -> RunLock:
+        """Return the lock for a view: with the leases on the leader of each disk, without any on other ranks.
 
-        All ranks call it together. After a view that this worker has missed, rank 0 takes the leases again, since
-        another one may have had them. timeout_s: of a communication. Raises RunError on rank 0 of the first view if
+        All ranks call it together. After a view that this worker has missed, a leader takes the leases again, since
+        another one may have had them. timeout_s: of a communication. Raises RunError on a leader of the first view if
         another run holds one of the directories.
         """
-        is_holder, is_next = job.topology.rank == 0, view.epoch == self._epoch + 1
-        if self._lock is None or self._is_holder != is_holder or not is_next:
+        leases, is_next = leases_of(job, disks.log, disks.checkpoints), view.epoch == self._epoch + 1
+        directories = [lease.directory for lease in leases]
+        if self._lock is None or self._directories != directories or not is_next:
             self.close()
-            self._lock, self._is_holder = RunLock(leases_of(job)), is_holder
+            self._lock, self._directories = RunLock(leases), directories
             if not view.plan.is_first:
                 self._lock.take_over()
         if view.plan.is_first:
@@ -58,19 +63,47 @@ class ViewLock:
             self._lock.release()
 
 
+def disks_of(view: View) -> Disks:
+    """Return which ranks of a view see the same run directory, as the ids in it say."""
+    disks = {host.id: host.disk for host in view.hosts}
+    members: dict[str, list[int]] = {}
+    for rank, worker in enumerate(view.plan.ranks):
+        members.setdefault(disks[worker.partition("/")[0]], []).append(rank)
+    names = {host.disk: host.address for host in reversed(view.hosts)}
+    return Disks(tuple(map(tuple, members.values())), tuple(names[disk] for disk in members))
+
+
+def check_disks(view: View, disks: Disks, rank: int) -> None:
+    """Raise an error if hosts with disks of their own have the same id in their run directories, since one is a copy.
+
+    Their votes would count as one. RefusedError on the ranks of the later host, RunError on all others.
+    """
+    first: dict[str, str] = {}
+    for ranks, name in zip(disks.members, disks.names, strict=True):
+        host_id = view.plan.ranks[ranks[0]].partition("/")[0]
+        disk = next(host.disk for host in view.hosts if host.id == host_id)
+        if first.setdefault(disk, name) != name:
+            text = (
+                f"the directory views in log.dir of {name} is a copy of that of {first[disk]}; remove it on {name}, "
+                "and start that host again"
+            )
+            raise RefusedError(text) if rank in ranks else RunError(text, awaited=ranks)
+
+
 class ViewMetrics:
-    """The metrics of one worker, which keeps the sinks from view to view as long as it is rank 0."""
+    """The metrics of one worker, which keeps the sinks from view to view as long as it has the same ones."""
 
     def __init__(self) -> None:
         self._metrics: Metrics | None = None
+        self._is_main = False
 
-    def of(self, job: Job, state: LoopState) -> Metrics:
-        """Return the metrics for a view: those of rank 0, or without sinks on other ranks."""
-        is_main = job.topology.rank == 0
-        if not is_main:
+    def of(self, job: Job, state: LoopState, disks: Disks) -> Metrics:
+        """Return the metrics for a view: with all sinks on rank 0, with that of the file on other leaders of a disk."""
+        is_main, keeps_files = job.topology.rank == 0, disks.is_leader(job.topology.rank)
+        if not keeps_files or is_main != self._is_main:
             self.close()
-        elif self._metrics is None:
-            self._metrics = open_metrics(job.config, state)
+        if keeps_files and self._metrics is None:
+            self._metrics, self._is_main = open_metrics(job.config, state, is_main=is_main), is_main
         return self._metrics or Metrics([])
 
     def close(self) -> None:
@@ -80,14 +113,14 @@ class ViewMetrics:
             self._metrics = None
 
 
-def open_metrics(config: Config, state: LoopState) -> Metrics:
-    """Open the sinks on a new rank 0, and log the last step again if this rank has its metrics.
+def open_metrics(config: Config, state: LoopState, *, is_main: bool = True) -> Metrics:
+    """Open the sinks on a new rank 0 or leader of a disk, and log the last step again if this rank has its metrics.
 
-    The rank 0 before may have ended after that step and before it had logged it.
+    The one before may have ended after that step and before it had logged it. is_main: as in `Metrics.open`.
     """
     record = state.record if state.record and state.record.step == state.progress.step else None
     logged = state.progress.step - (record is not None or state.is_open)
-    metrics = Metrics.open(config, Path(config.log.dir), resumed_at=logged, is_main=True)
+    metrics = Metrics.open(config, Path(config.log.dir), resumed_at=logged, is_main=is_main, keeps_files=True)
     if record is not None and not state.is_open:
         metrics.log(record)
     return metrics
@@ -151,12 +184,15 @@ def _connect_error(family: socket.AddressFamily, address: tuple[str, int], waits
         return OSError(error, os.strerror(error)) if error else None
 
 
-def view_events(view: View, before: View | None, step: int, seconds: float, moved_bytes: int) -> list[RunEvent]:
+def view_events(
+    view: View, before: Sequence[Host] | None, step: int, seconds: float, moved_bytes: int
+) -> list[RunEvent]:
     """Return the events of a new view: one for each host that hung, left or joined since, then that of the view.
 
-    seconds: since this rank has stopped in the view before; moved_bytes: size of the state that ranks have received.
+    before: hosts of the view before; None if this is the first one. seconds: since its ranks have stopped; moved_bytes:
+    size of the state that ranks have received.
     """
-    known = before.hosts if before else view.hosts
+    known = view.hosts if before is None else before
     changes = [("hung", address) for address in view.hung]
     changes += [("left", host.address) for host in known if host not in view.hosts]
     changes += [("joined", host.address) for host in view.hosts if host not in known]
@@ -164,7 +200,7 @@ def view_events(view: View, before: View | None, step: int, seconds: float, move
     return [*events, _view_event(view, before, step, seconds, moved_bytes)]
 
 
-def _view_event(view: View, before: View | None, step: int, seconds: float, moved_bytes: int) -> RunEvent:
+def _view_event(view: View, before: Sequence[Host] | None, step: int, seconds: float, moved_bytes: int) -> RunEvent:
     plan = view.plan
     fields = {
         "view": view.epoch,

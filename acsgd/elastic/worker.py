@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,20 @@ from acsgd.comm.waits import InterruptibleWaits
 from acsgd.config.options import Config
 from acsgd.elastic.control import Control
 from acsgd.elastic.hooks import STOPS, BackgroundJoin, Pause
-from acsgd.elastic.membership.messages import Broken, Done, End, Hello, Idle, Leave, Run, Setup, Stop, Stopped, View
+from acsgd.elastic.membership.messages import (
+    Broken,
+    Done,
+    End,
+    Hello,
+    Host,
+    Idle,
+    Leave,
+    Run,
+    Setup,
+    Stop,
+    Stopped,
+    View,
+)
 from acsgd.elastic.membership.plan import WorkerState
 from acsgd.elastic.requirements import check_elastic, setup_of, with_stages
 from acsgd.elastic.state.handover import (
@@ -33,7 +47,15 @@ from acsgd.elastic.state.handover import (
 from acsgd.elastic.state.joins import JoiningRank, StateSource
 from acsgd.elastic.state.snapshot_store import SnapshotStore
 from acsgd.elastic.state.snapshots import Snapshots, describe_snapshots, open_snapshots
-from acsgd.elastic.view_resources import ViewLock, ViewMetrics, connect_store, open_store, view_events
+from acsgd.elastic.view_resources import (
+    ViewLock,
+    ViewMetrics,
+    check_disks,
+    connect_store,
+    disks_of,
+    open_store,
+    view_events,
+)
 from acsgd.errors import ConnectError, RefusedError, RunError, SaveError, WaitInterruptedError
 from acsgd.failures.failures import RunContext
 from acsgd.failures.signals import StopSignals
@@ -43,6 +65,7 @@ from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import BatchReader
 from acsgd.io.files.fields import from_json
 from acsgd.io.telemetry.metrics import Metrics
+from acsgd.io.telemetry.record import StepRecord
 from acsgd.launch import Launch
 from acsgd.mesh.mesh import publish
 from acsgd.run.initial_weights import open_weight_source
@@ -50,7 +73,7 @@ from acsgd.run.plan.job import Job, prepare
 from acsgd.run.plan.model import RunModel
 from acsgd.run.report import StepSummary
 from acsgd.run.session import Session
-from acsgd.run.setup.directories import check_shared
+from acsgd.run.setup.directories import RunDisks, find_run_disks, open_disks, share_metrics
 from acsgd.run.setup.inputs import RunInputs, open_inputs
 from acsgd.run.setup.resume import Start, start
 from acsgd.run.step.checkpointing import Checkpointing
@@ -111,6 +134,8 @@ class ElasticWorker:
         """Step of the newest checkpoint that this worker knows of."""
         self._view: View | None = None
         """The view in which this worker has trained last, or has waited while others trained."""
+        self._disks: RunDisks | None = None
+        """Which ranks of the view in which this worker has trained last saw the same directories."""
         self._stopped_at: float | None = time.monotonic()
         """When training stopped in the view before; None on a spare while others train."""
         self._host = _virtual_host(launch)
@@ -228,17 +253,23 @@ class ElasticWorker:
                 job.topology, timeout=timeout, store=store, waits=waits, background=True, host=self._host
             )
             groups = stack.enter_context(connecting)
-            lock = self._lock.of(job, groups, view, config.run.timeout)
-            if plan.from_disk:  # a host that joins later is refused at the first save that it does not see
-                check_shared(job, groups)
-            inputs = open_inputs(job, groups, has_caches=self._session is not None and bool(self._session.caches))
+            disks = RunDisks(disks_of(view), disks_of(view))
+            if plan.from_disk or config.checkpoint.dir is not None:
+                disks = find_run_disks(job, groups)
+                check_disks(view, disks.log, rank)
+            lock = self._lock.of(job, groups, view, config.run.timeout, disks)
+            of_disks = open_disks(job, groups, disks, step=None if plan.from_disk else plan.step)
+            has_caches = self._session is not None and bool(self._session.caches)
+            inputs = open_inputs(job, groups, disks, has_caches=has_caches)
             stack.callback(inputs.reader.close, wait=False)
             job = replace(job, config=config.with_steps(inputs.steps))
             stack.enter_context(text_log_of(job))
             begun = self._begin(job, inputs, groups, view)
             begin, self._reader = begun.start, inputs.reader
-            metrics = self._metrics.of(job, self._state)
-            for note in self._notes(job, inputs, begin):
+            metrics = self._metrics.of(job, self._state, disks.log)
+            of_disks = of_disks if disks != self._disks else []
+            of_metrics = share_metrics(job, groups, disks.log, is_current=self._view is not None)
+            for note in [*self._notes(job, inputs, begin), *of_disks, *of_metrics]:
                 metrics.note(note)
             session = begin.session
             snapshots = open_snapshots(self._snapshots, session, inputs.reader, groups, view)
@@ -251,7 +282,7 @@ class ElasticWorker:
             if self._has_dropped_save:
                 run.checkpointing.request_save()
             self._report_start(view, begun, groups, metrics, snapshots)
-            self._view = view
+            self._view, self._disks = view, disks
             context.start_training()
             enter_training()
             try:
@@ -276,15 +307,23 @@ class ElasticWorker:
         """Wait until all ranks are ready to train, and log the events of the view. All ranks call it together."""
         job, needed_bytes = begun.start.session.job, snapshots.memory_bytes() if snapshots else 0
         has_room = snapshots is not None and snapshots.has_room
-        mine = f"{begun.received_bytes} {needed_bytes} {int(has_room)}"
-        reports = groups.all_gather_text("setting up", mine, timeout_s=job.disk_timeout_s)
-        moved, needed, with_room = zip(*(report.split() for report in reports), strict=True)
-        if self._view is None and snapshots is not None:
-            interval, most_bytes = job.config.elastic.snapshot, max(map(int, needed))
-            metrics.note(describe_snapshots(interval, snapshots.budget, most_bytes, have_room="0" not in with_room))
         assert self._stopped_at is not None
-        seconds, step = time.monotonic() - self._stopped_at, begun.start.progress.step
-        for event in view_events(view, self._view, step, seconds, sum(map(int, moved))):
+        seconds, step, record = time.monotonic() - self._stopped_at, begun.start.progress.step, self._state.record
+        last = record.numbers() if record is not None and record.step == step else None
+        before = [asdict(host) for host in self._view.hosts] if self._view else None
+        mine = json.dumps((begun.received_bytes, needed_bytes, has_room, seconds, before, last))
+        texts = groups.all_gather_text("setting up", mine, timeout_s=job.disk_timeout_s)
+        reports = [json.loads(text) for text in texts]
+        moved, needed, have_room, all_seconds, all_before, records = zip(*reports, strict=True)
+        if self._view is None and snapshots is not None:
+            interval, most_bytes = job.config.elastic.snapshot, max(needed)
+            metrics.note(describe_snapshots(interval, snapshots.budget, most_bytes, have_room=all(have_room)))
+        if last is None and self._state.is_open and (logged := next(filter(None, records), None)):
+            self._state.record = StepRecord(**logged)  # which this rank logs once the step is closed
+        # the same lines on all hosts: as the first rank knows that has not just joined
+        first = next((rank for rank, hosts in enumerate(all_before) if hosts is not None), 0)
+        known = None if all_before[first] is None else [Host(**host) for host in all_before[first]]
+        for event in view_events(view, known, step, all_seconds[first], sum(moved)):
             metrics.event(event)
 
     def _begin(self, job: Job, inputs: RunInputs, groups: Groups, view: View) -> ViewStart:
@@ -305,7 +344,8 @@ class ElasticWorker:
             self._state.restart(Progress())
             self._state.summary = StepSummary(plan.summary) if plan.summary else None
         newest = inputs.candidates.checkpoints[0] if inputs.candidates.checkpoints else None
-        source = newest.shards if newest else inputs.weight_source or open_weight_source(job)
+        has_all_files = newest is not None and inputs.disks.checkpoints.is_shared
+        source = newest.shards if newest and has_all_files else inputs.weight_source or open_weight_source(job)
         constants = Constants(source, job.model.description)
         snapshot = self._snapshots.by_step.get(plan.step) if plan.from_snapshot else None
         host, caches = view.host_of(job.topology.rank), inputs.cache_plan

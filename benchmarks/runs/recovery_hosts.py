@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from acsgd.elastic.host.register import ViewRegister
+from acsgd.elastic.host.register import DiskRegister
 from benchmarks.common.metrics_watch import POLL_S, MetricsWatch
 from benchmarks.common.netlab import Lab, address
 from tests.lib.forked_torchrun import ForkedTorchrun, Host, send
@@ -151,7 +151,7 @@ class Hosts:
 
     def by_rank(self) -> list[str]:
         """Return the name of the host of each rank of an elastic run."""
-        view = ViewRegister(self.run_dir / "views").newest()
+        view = DiskRegister(self.run_dir / "views").newest()
         assert view is not None
         addresses = {host.id: host.address for host in view.hosts}
         names = {self._addresses[name]: name for name in ENDPOINTS}

@@ -61,7 +61,7 @@ class Worker:
         self._socket.connect(str(path))
         self._messages = SimpleQueue[ToWorker]()
         self._state = WorkerState()
-        setup = Setup((((0,),),), str(run_dir), 1, None, silence_s, 5.0, parts)
+        setup = Setup((((0,),),), str(run_dir), 1, None, silence_s, 5.0, False, parts)
         self.send(Hello("0", 1, 2**30, setup, self._state))
         threading.Thread(target=self._listen, daemon=True).start()
 

@@ -22,7 +22,8 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 class Hosts:
     """Hosts of one elastic run.
 
-    workers: of each host; flags: of all hosts; addresses, namespaces: of hosts on a network of their own, by name.
+    workers: of each host; flags: of all hosts; endpoints: of hosts on a network of their own; has_own_disks: whether
+    hosts do not share the run directory.
     """
 
     def __init__(
@@ -34,10 +35,13 @@ class Hosts:
         flags: tuple[str, ...],
         *,
         endpoints: Sequence[str] = (),
+        has_own_disks: bool = False,
     ) -> None:
         self._directory, self._run_file, self._stack = directory, run_file, stack
         self._workers, self._flags = workers, flags
+        self._has_own_disks = has_own_disks
         self.run_dir = directory / "run"
+        """That which is read, also if each host has its own."""
         self.endpoints = list(endpoints) or _free_addresses(2)
 
     def start(
@@ -52,23 +56,32 @@ class Hosts:
         namespace: str | None = None,
         secret: str | None = None,
         conf: str = "",
+        disk: str = "",
     ) -> ForkedTorchrun:
         """Start a host.
 
         restarts: how often torchrun starts its workers again; clock_s: by how much its clock is ahead; agent, worker:
-        run first in the process of torchrun and in those of the workers; conf: torchrun's --rdzv-conf.
+        run first in the process of torchrun and in those of the workers; conf: torchrun's --rdzv-conf; disk: name of
+        the host whose own disk it gets, by default an empty one.
         """
         (directory := self._directory / name).mkdir()
+        if disk:
+            (directory / "run").symlink_to(self.disk_of(disk))
         arguments = ["--nnodes", f"{min_hosts}:4", "--nproc-per-node", str(self._workers)]
         arguments += ["--max-restarts", str(restarts), "--monitor-interval", "0.1"]
         arguments += ["--rdzv-backend", "acsgd", "--rdzv-endpoint", ",".join(self.endpoints), "--rdzv-id", "test"]
         arguments += ["--rdzv-conf", conf] if conf else []
-        arguments += [TRAIN, str(self._run_file), "--log.dir", str(self.run_dir), *self._flags]
+        run_dir = "run" if self._has_own_disks else str(self.run_dir)
+        arguments += [TRAIN, str(self._run_file), "--log.dir", run_dir, *self._flags]
         if clock_s:
             agent, worker = partial(_shift_clock, clock_s, agent), partial(_shift_clock, clock_s, worker)
         environment = ENVIRONMENT | ({SECRET: secret} if secret is not None else {})
         host = Host(arguments, environment, directory, namespace, agent, worker)
         return self._stack.enter_context(forked_torchrun(host))
+
+    def disk_of(self, name: str) -> Path:
+        """Return the run directory on the disk of a host."""
+        return self._directory / name / "run"
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the complete lines of metrics.jsonl."""

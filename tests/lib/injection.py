@@ -20,9 +20,9 @@ from typing import Any
 
 from acsgd.elastic import worker
 from acsgd.elastic.control import Control
-from acsgd.elastic.host.register import ViewRegister
+from acsgd.elastic.host.register import DiskRegister
 from acsgd.elastic.host.transport import Connections
-from acsgd.elastic.membership.messages import Decided, Hello, Prepare, View
+from acsgd.elastic.membership.messages import Decided, Hello, Prepare, View, VoteRequest
 from acsgd.elastic.membership.views import Membership
 from acsgd.elastic.state import handover
 from acsgd.elastic.state.transfer import HeldLayers
@@ -345,11 +345,11 @@ class NoRegister:
     def __call__(self) -> None:
         path = Path("..", self.name).resolve()
 
-        def check(register: ViewRegister, view: View) -> None:
+        def check(register: DiskRegister, request: VoteRequest) -> None:
             if path.exists():
                 raise OSError(5, "the file server does not answer")
 
-        _before(ViewRegister, "record", check)
+        _before(DiskRegister, "answer", check)
 
 
 @dataclass(frozen=True)

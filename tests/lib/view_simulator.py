@@ -5,11 +5,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from acsgd.elastic.membership.effects import Contact, Excluded, Install, RecordView, Send, StopWorkers, Timing
-from acsgd.elastic.membership.messages import DaemonMessage, Host, View
+from acsgd.elastic.membership.messages import DaemonMessage, Host, Refused, View, is_majority
 from acsgd.elastic.membership.plan import WorkerState, make_plan
 from acsgd.elastic.membership.views import Membership
 
@@ -31,12 +31,15 @@ class SimulatedHost:
         """Inputs that arrived while the host was paused."""
         self.held: tuple[int, int] | None = None
         """(applied steps, position in the pipeline) of the state that its workers hold; the same for all of them."""
+        self.newest: View | None = None
+        """The newest view on its disk, if hosts have disks of their own."""
         self.join()
 
     def join(self) -> None:
         """Start a new membership."""
         simulation = self.simulation
-        self.me = Host(f"{self.address}-{next(simulation.numbers)}", self.address)
+        disk = self.address if simulation.has_own_disks else ""
+        self.me = Host(f"{self.address}-{next(simulation.numbers)}", self.address, disk)
         self.running: View | None = None
         self.states: dict[str, WorkerState] = {}
         self.membership = Membership(
@@ -45,7 +48,10 @@ class SimulatedHost:
             min_hosts=simulation.min_hosts,
             max_hosts=8,
             planner=partial(make_plan, cuts=[simulation.cut], max_replicas=simulation.max_replicas),
-            newest=simulation.register.get(max(simulation.register, default=0)),
+            newest=self.newest
+            if simulation.has_own_disks
+            else simulation.register.get(max(simulation.register, default=0)),
+            force=simulation.force,
             timing=TIMING,
             now=simulation.now,
         )
@@ -55,7 +61,7 @@ class SimulatedHost:
 
     def on_timer(self, membership: Membership) -> None:
         if self.is_alive and self.membership is membership:
-            if membership.newest and self.simulation.is_abandoned(membership.newest):
+            if membership.newest and self.simulation.is_abandoned(membership.newest, self.me.disk):
                 self.input(lambda: membership.abandoned(self.simulation.now))
             self.input(lambda: membership.on_timer(self.simulation.now))
             self.simulation.at(TIMING.heartbeat_s, partial(self.on_timer, membership))
@@ -79,14 +85,17 @@ class SimulatedHost:
             case StopWorkers():
                 stop = partial(self.stop_workers, membership, self.running)
                 simulation.at(simulation.random.expovariate(10), stop)
-            case RecordView(view):
-                simulation.at(simulation.random.expovariate(20), partial(self.record, membership, view))
+            case RecordView(view, voters):
+                simulation.at(simulation.random.expovariate(20), partial(self.record, membership, view, voters))
             case Install(view):
                 assert simulation.register[view.epoch] == view, "a view that is not the recorded one"
                 assert self.running is None, f"view {view.epoch} is installed while the workers run another one"
-                self.running = view
+                self.running = self.newest = view
                 if not self.workers:
                     self.stop_workers(membership, view)
+            case Refused(parts):
+                simulation.refusals[self.me.id] = parts
+                self.is_alive = False
             case Excluded():
                 self.running = None
                 self.join()
@@ -104,10 +113,11 @@ class SimulatedHost:
             self.running = None
             self.input(lambda: membership.stopped(self.states))
 
-    def record(self, membership: Membership, view: View) -> None:
+    def record(self, membership: Membership, view: View, voters: Sequence[str]) -> None:
         if not self.is_alive or membership is not self.membership:
             return
-        if self.simulation.random.random() < self.simulation.register_loss:
+        is_lost = self.simulation.random.random() < self.simulation.register_loss
+        if is_lost or not is_majority(self.simulation.disks_at(self), voters):
             self.input(membership.recording_failed)
             return
         winner = self.simulation.register.setdefault(view.epoch, view)
@@ -130,6 +140,7 @@ class Simulation:
         stages: int = 1,
         min_hosts: int = 1,
         max_replicas: int | None = None,
+        has_own_disks: bool = False,
     ) -> None:
         self.random = random.Random(seed)
         self.now = 0.0
@@ -137,8 +148,12 @@ class Simulation:
         self.stages, self.min_hosts, self.max_replicas = stages, min_hosts, max_replicas
         self.cut = tuple((stage,) for stage in range(stages))
         self.endpoints = [f"host{number}:1" for number in range(min(hosts, 3))]
+        self.has_own_disks = has_own_disks
+        self.force = False
         self.register: dict[int, View] = {}
         self.register_loss = 0.0
+        self.refusals: dict[str, tuple[str, ...]] = {}
+        """What hosts have different that were refused, by their ids."""
         self.loss = 0.0
         """Share of messages that are lost."""
         self.cuts: set[frozenset[str]] = set()
@@ -187,9 +202,16 @@ class Simulation:
             return WorkerState()
         return WorkerState(len(self.steps), (rank % self.stages,), True, {}, {})
 
-    def is_abandoned(self, view: View) -> bool:
-        """Return whether no host runs a view or may still install it, as its lease on the run directory shows."""
-        return not any(host.is_alive and view.has(host.me.id) for host in self.hosts)
+    def is_abandoned(self, view: View, disk: str) -> bool:
+        """Return whether no host of a disk runs a view or may still install it, as its lease on the directory shows."""
+        return not any(host.is_alive and view.has(host.me.id) for host in self.hosts if host.me.disk == disk)
+
+    def disks_at(self, host: SimulatedHost) -> set[str]:
+        """Return the disks that can vote for a view of a host: its own, and those of others that answer."""
+        others = [other for other in self.hosts if other.is_alive and not other.is_paused]
+        return {host.me.disk} | {
+            other.me.disk for other in others if frozenset((host.address, other.address)) not in self.cuts
+        }
 
     def can_step(self, view: View) -> bool:
         """Whether all ranks of a view run it and reach each other."""
@@ -249,16 +271,20 @@ HEALED_S, CHECK_S = 60, 5
 """Simulated time within which all hosts train again, and between two checks of that, seconds."""
 
 
-def run_history(seed: int) -> Simulation:
+def run_history(seed: int, *, has_own_disks: bool = False) -> Simulation:
     """Run a random history of faults; then heal everything, and check that all hosts train again."""
     choose = random.Random(f"history {seed}")
     workers = choose.choice((1, 1, 2))
     hosts = choose.randint(2, 5)
     stages = choose.choice([n for n in (1, 2) if n <= hosts * workers])
-    simulation = Simulation(seed, hosts=hosts, workers=workers, stages=stages, min_hosts=choose.randint(1, hosts))
+    min_hosts = hosts if has_own_disks else choose.randint(1, hosts)  # fewer may begin runs of their own
+    simulation = Simulation(
+        seed, hosts=hosts, workers=workers, stages=stages, min_hosts=min_hosts, has_own_disks=has_own_disks
+    )
     simulation.loss = choose.choice((0.0, 0.0, 0.02, 0.3))
     simulation.register_loss = choose.choice((0.0, 0.3))
     simulation.run(choose.uniform(2, 8))
+    simulation.min_hosts = 1
     for _ in range(choose.randint(1, 8)):
         inject_fault(simulation, choose)
         simulation.run(choose.choice((0.05, 0.5, 3.0, 8.0)))

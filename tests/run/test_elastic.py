@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -98,6 +99,42 @@ def test_a_run_of_which_hosts_end_join_and_leave_is_the_calm_run(run_file: Path,
         recoveries = [event["recovery_s"] for event in hosts.events()[1:]]
         assert len(recoveries) >= 3
         assert_same_losses(hosts, run_file, tmp_path)
+
+
+def test_hosts_with_disks_of_their_own_join_end_for_ever_and_start_again_without_one_of_them(
+    run_file: Path, tmp_path: Path
+) -> None:
+    """A host is lost with its disk, and one with an empty disk takes its place; then all stop, and one stays away."""
+    with ExitStack() as stack:
+        flags = ("--checkpoint.every", "8", "--elastic.min_replicas", "3")
+        hosts = Hosts(tmp_path, run_file, stack, 1, flags, has_own_disks=True)
+        hosts.run_dir = hosts.disk_of("b")
+        a, b, c = (hosts.start(name, min_hosts=3) for name in "abc")
+        hosts.wait_for_step(b, 10)
+        c.kill()
+        shutil.rmtree(hosts.disk_of("c"))
+        d = hosts.start("d")
+        b.wait_until(lambda: hosts.hosts_that("joined"), LIMIT_S)
+        assert len(hosts.hosts_that("left")) == 1
+        hosts.wait_for_step(b, len(hosts.steps()) + 10)
+        for host in (a, b, d):
+            host.signal(signal.SIGTERM)
+        for host in (a, b, d):
+            host.wait(LIMIT_S)
+        shutil.rmtree(hosts.disk_of("a"))
+        later = Hosts(tmp_path, run_file, stack, 1, flags[:2], endpoints=hosts.endpoints, has_own_disks=True)
+        started = [later.start(name, disk=disk) for name, disk in (("b2", "b"), ("d2", "d"))]
+        assert [host.wait(LIMIT_S) for host in started] == [0, 0]
+        assert not [host.errors for host in (a, b, d, *started) if host.errors]
+        events = []
+        for name in "db":
+            hosts.run_dir = hosts.disk_of(name)
+            assert_same_losses(hosts, run_file, tmp_path)
+            events.append([line for line in hosts.lines() if "event" in line])
+        assert events[0] == events[1]
+        paths = [hosts.disk_of(name) / "checkpoints" / f"step-{STEPS:08d}" for name in "bd"]
+        for file in ShardDirectory(paths[0]).manifest.files:
+            assert any((path / file.file).is_file() for path in paths), file
 
 
 def test_stages_on_hosts_that_hang_and_end(run_file: Path, tmp_path: Path) -> None:

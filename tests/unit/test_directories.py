@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import pytest
 
 from acsgd.config.options import CheckpointConfig, LogConfig, RunConfig
-from acsgd.errors import RefusedError, RunError
+from acsgd.errors import RunError
 from acsgd.failures.processes import ProcessIdentity
 from acsgd.groups import Groups
 from acsgd.io.checkpoint.directory import CheckpointDirectory
@@ -23,7 +23,7 @@ from acsgd.io.files.atomic import missing_operations, rename
 from acsgd.run.lock.lease import Lease
 from acsgd.run.plan.job import Job
 from acsgd.run.setup import directories
-from acsgd.run.setup.directories import RunDisks, check_shared, find_run_disks
+from acsgd.run.setup.directories import RunDisks, find_run_disks
 from acsgd.shards.manifest import MANIFEST
 from acsgd.topology import Topology
 
@@ -99,16 +99,6 @@ def test_ranks_that_see_the_same_directory_share_a_disk(
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_an_elastic_run_needs_a_shared_directory_and_names_the_hosts_without_it(tmp_path: Path) -> None:
-    assert on_ranks([tmp_path / "a", tmp_path / "a"], check_shared) == [None, None]
-    first, second, third = errors = cast(list[Any], on_ranks([tmp_path / each for each in "aba"], check_shared))
-    assert isinstance(second, RefusedError)
-    assert [error.awaited for error in errors] == [(1,), (), (1,)]
-    assert len({str(error) for error in errors}) == 1
-    assert str(first).startswith("log.dir is not shared by all hosts, which an elastic run needs: ")
-    assert f"{tmp_path}/b/checkpoints" in str(third)
-
-
 def test_a_file_that_another_host_sees_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with NFS, whose clients cache that a name is missing."""
     looked: list[Path] = []
@@ -122,7 +112,7 @@ def test_a_file_that_another_host_sees_late_is_waited_for(tmp_path: Path, monkey
         return read_text(path, *args)
 
     monkeypatch.setattr(Path, "read_text", late)
-    assert on_ranks([tmp_path, tmp_path], check_shared) == [None, None]
+    assert all(cast(RunDisks, found).log.is_shared for found in on_ranks([tmp_path, tmp_path], find_run_disks))
     assert len(looked) > 6
 
 

@@ -46,7 +46,7 @@ class Events:
 async def connect(path: Path, name: str) -> asyncio.StreamWriter:
     """Connect as one of two workers."""
     _, writer = await asyncio.open_unix_connection(path)
-    setup = Setup((((0,),),), "run", 1, None, 2.0, 60.0, {})
+    setup = Setup((((0,),),), "run", 1, None, 2.0, 60.0, False, {})
     send(writer, Hello(name, 2, 2**30, setup, WorkerState()))
     return writer
 

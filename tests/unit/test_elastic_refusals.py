@@ -61,15 +61,18 @@ def test_a_host_is_refused_by_what_differs_and_the_run_continues(addresses: list
         assert len(b.next_view(2).hosts) == 2
 
 
-def test_a_host_with_another_run_directory_is_refused(addresses: list[str], tmp_path: Path) -> None:
-    """The same relative log.dir may be two directories. Then the hosts would not see each other's views."""
+def test_a_host_whose_run_directory_has_another_history_is_refused(addresses: list[str], tmp_path: Path) -> None:
+    with host(addresses, 0, tmp_path) as first:
+        Worker(first, tmp_path / "other").next_view()
     with host(addresses, 0, tmp_path) as first, host(addresses, 2, tmp_path) as second:
         a = Worker(first, tmp_path / "run")
         a.next_view()
-        assert "differs from the others in run directory; give all hosts the same log.dir" in refusal(
-            Worker(second, tmp_path / "other")
-        )
+        b = Worker(second, tmp_path / "other")
+        assert "differs from the others in history; its log.dir is of another run" in refusal(b)
         assert_undisturbed(a)
+        b.close()
+        Worker(second, tmp_path / "empty")
+        assert len(a.next_view().hosts) == 2
 
 
 @pytest.mark.parametrize("number", [0, 2])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from lib.view_simulator import TIMING, Simulation, run_history
+
+from acsgd.elastic.membership.messages import is_majority
 
 HISTORIES = 150
 
@@ -11,7 +15,8 @@ HISTORIES = 150
 @pytest.mark.parametrize("part", range(3))
 def test_random_histories(part: int) -> None:
     """Hosts are killed, started again, paused, cut off; messages and records are lost. The simulator has the laws."""
-    steps = [len(run_history(part * HISTORIES + seed).steps) for seed in range(HISTORIES)]
+    seeds = range(part * HISTORIES, (part + 1) * HISTORIES)
+    steps = [len(run_history(seed, has_own_disks=seed % 2 == 1).steps) for seed in seeds]
     assert min(steps) > 0
 
 
@@ -173,3 +178,73 @@ def test_a_run_that_has_stopped_ends_once_the_hosts_without_ranks_leave_as_well(
     trainer.input(trainer.membership.finish_if_all_leave)
     run.run(3)
     assert [host.address for host in run.register[view.epoch + 1].hosts] == [spare.address], "it stays"
+
+
+@pytest.mark.parametrize(("dead", "trains"), [([2], True), ([1, 2], False), ([0, 1], False)])
+def test_with_disks_of_their_own_a_majority_of_the_hosts_trains_on(dead: list[int], trains: bool) -> None:
+    run = simulation(3, has_own_disks=True)
+    epoch = max(run.register)
+    for number in dead:
+        run.kill(run.hosts[number])
+    run.run(20)
+    assert (max(run.register) > epoch) is trains
+    run.heal()
+    run.run(10)
+    assert hosts_of(run) == 3
+
+
+def test_of_two_hosts_with_disks_of_their_own_the_senior_one_trains_on_alone() -> None:
+    run = simulation(2, has_own_disks=True)
+    view = run.register[max(run.register)]
+    senior, junior = sorted(run.hosts, key=lambda host: host.me.id != view.hosts[0].id)
+    run.partition([senior])
+    run.run(20)
+    assert [host.id for host in run.register[max(run.register)].hosts] == [senior.me.id]
+    run.kill(senior)
+    run.restart(junior)
+    run.heal()
+    run.kill(senior)
+    before = len(run.steps)
+    run.run(60)
+    assert len(run.steps) == before, "the junior host, which was cut off, waits for the other one"
+    assert "start host" in junior.membership.describe_wait(run.now)
+    assert "--elastic.force true" in junior.membership.describe_wait(run.now)
+
+
+def test_a_run_starts_again_with_a_majority_of_its_disks_or_by_force() -> None:
+    run = simulation(5, has_own_disks=True)
+    history = run.register[max(run.register)].history
+    for host in run.hosts:
+        run.kill(host)
+    run.run(5)
+    run.min_hosts = 1
+    before = len(run.steps)
+    for host in run.hosts[:2]:
+        run.restart(host)
+    run.run(30)
+    assert len(run.steps) == before, "two of five wait"
+    run.restart(run.hosts[4])
+    run.run(10)
+    assert hosts_of(run) == 3
+    for host in run.hosts[1:]:
+        run.kill(host)
+    run.force = True
+    run.kill(run.hosts[0])
+    run.restart(run.hosts[0])
+    run.run(10)
+    assert hosts_of(run) == 1
+    assert run.register[max(run.register)].history != history
+    run.force = False
+    refused = run.hosts[3]  # which has the history that was given up
+    run.restart(refused)
+    run.run(10)
+    assert hosts_of(run) == 1
+    assert run.refusals == {refused.me.id: ("history",)}
+
+
+def test_any_two_majorities_have_a_disk_in_common() -> None:
+    for count in range(1, 6):
+        voters = [str(number) for number in range(count)]
+        subsets = [{*chosen} for size in range(count + 1) for chosen in itertools.combinations(voters, size)]
+        for chosen in subsets:
+            assert is_majority(chosen, voters) != is_majority({*voters} - chosen, voters)

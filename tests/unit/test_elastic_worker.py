@@ -123,7 +123,7 @@ def test_a_worker_reports_once_per_view_however_often_it_is_asked_to_stop(monkey
     run = Run(View(1, (), Plan(stages=1)), "a/0")
     script = Script(Stop(False), run, Stop(True), Stop(False), run, Stop(False), End(None))
     worker = new_worker(script)
-    setup = Setup((((0,),),), "run", 1, None, 1.0, 1.0, {})
+    setup = Setup((((0,),),), "run", 1, None, 1.0, 1.0, False, {})
     worker.run(setup, cast(StopSignals, None), cast(RunContext, None))
     assert [type(message) for message in script.sent] == [Hello, Stopped, Stopped]
 

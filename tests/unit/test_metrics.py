@@ -13,6 +13,8 @@ import pytest
 from lib.records import RECORD
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
+from acsgd.io.telemetry import json_lines
+from acsgd.io.telemetry.json_lines import StepLines
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.record import RunEvent
 from acsgd.io.telemetry.terminal import PLAIN_LINES
@@ -97,6 +99,22 @@ def test_a_last_line_without_newline_is_kept(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().rstrip())
     log_steps(tmp_path, "jsonl", 3, 3, resumed_at=2)
     assert [line["step"] for line in read_lines(tmp_path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("size", [1 << 16, 8])
+def test_a_host_that_was_away_gets_the_lines_after_its_last_step(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its own events after that step differ, and its last line is incomplete."""
+    monkeypatch.setattr(json_lines, "LAST_BYTES", size)
+    lines = [json.dumps(each) for each in ({"step": 1}, {"step": 2}, {"event": "x", "after_step": 2}, {"step": 3})]
+    current, away, empty = (StepLines(tmp_path / name) for name in ("current", "away", "empty"))
+    current.path.write_text("".join(f"{line}\n" for line in lines))
+    away.path.write_text(f'{lines[0]}\n{lines[1]}\n{{"event": "y", "after_step": 2}}\n{{"ste')
+    assert [each.last_step() for each in (current, away, empty)] == [3, 2, 0]
+    for behind in (away, empty):
+        behind.replace_after(last := behind.last_step(), current.after(last))
+        assert behind.path.read_bytes() == current.path.read_bytes()
 
 
 def test_a_new_run_starts_with_an_empty_file(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from acsgd.elastic.host.joining import DaemonOptions, open_membership, refusal
 from acsgd.elastic.host.local_workers import LocalWorkers
-from acsgd.elastic.host.register import RunDirectory
+from acsgd.elastic.host.register import NoMajorityError, RunDirectory, ViewRegister
 from acsgd.elastic.host.transport import Connections, Rejection
 from acsgd.elastic.membership.effects import (
     Contact,
@@ -27,7 +27,7 @@ from acsgd.elastic.membership.effects import (
     Send,
     StopWorkers,
 )
-from acsgd.elastic.membership.messages import DaemonMessage, Host, Refused, View, ViewRequest
+from acsgd.elastic.membership.messages import DaemonMessage, Host, Refused, View, ViewRequest, Vote, VoteRequest
 from acsgd.elastic.membership.views import Membership
 from acsgd.errors import explain
 from acsgd.notes import print_note
@@ -58,7 +58,10 @@ class Daemon:
         self._me = Host(secrets.token_hex(4), options.address)
         self._workers = LocalWorkers(self)
         self._membership: Membership | None = None
-        self._directory: RunDirectory
+        self._directory: RunDirectory | None = None
+        self._register: ViewRegister
+        self._hosts: dict[str, Host] = {}
+        """By disk, the host whose message arrived last."""
         self._joined_at = 0.0
         self._notes: set[str] = set()
         """What has been printed once."""
@@ -136,7 +139,7 @@ class Daemon:
     async def _check_lease(self, membership: Membership) -> None:
         """Report to a membership without a view that the lease on the run directory has expired, if it has."""
         is_unknown = membership.view is None and membership.newest is not None
-        if is_unknown and await asyncio.to_thread(self._directory.is_abandoned):
+        if is_unknown and self._directory and await asyncio.to_thread(self._directory.is_abandoned):
             self._input(lambda membership: membership.abandoned(time.monotonic()))
 
     def _note_wait(self, membership: Membership) -> None:
@@ -157,8 +160,11 @@ class Daemon:
         setup = self._workers.setup
         self._timing, self._joined_at = self._options.timing_of(setup), time.monotonic()
         self._directory = RunDirectory(Path(setup.run_dir))
+        disk = self._directory.register
         try:
-            self._membership = open_membership(self._me, self._options, setup, self._directory.register)
+            self._me = replace(self._me, disk=disk.identity())
+            self._register = ViewRegister(self._me, disk, self._request_vote, timeout_s=self._timing.silence_s)
+            self._membership = open_membership(self._me, self._options, setup, disk)
         except (OSError, ValueError) as error:
             self._workers.end(f"the views in {setup.run_dir} cannot be used: {explain(error) or error}")
             return
@@ -181,8 +187,8 @@ class Daemon:
                 self._start(self._connections.send(address, message, None))
             case StopWorkers(at_step_end):
                 self._workers.stop(at_step_end=at_step_end)
-            case RecordView(view):
-                self._start(self._record(view))
+            case RecordView(view, voters):
+                self._start(self._record(view, voters))
             case Install(view):
                 self._install(view)
             case Excluded(left):
@@ -195,19 +201,45 @@ class Daemon:
                 self._has_finished = True
                 self._workers.end(None)
 
-    async def _record(self, view: View) -> None:
+    async def _record(self, view: View, voters: tuple[str, ...]) -> None:
         membership = self._membership
         try:
-            recorded = await asyncio.to_thread(self._directory.register.record, view)
-        except (OSError, ValueError) as error:
+            recorded = await self._register.record(view, voters)
+        except (NoMajorityError, OSError, ValueError) as error:
             self._note(f"view {view.epoch} cannot be recorded: {explain(error) or error}")
-            self._input(lambda membership: membership.recording_failed())
+            if membership is self._membership:
+                self._input(lambda membership: membership.recording_failed())
             return
         if membership is self._membership:
             self._input(lambda membership: membership.recorded(recorded, time.monotonic()))
 
+    def _request_vote(self, disk: str, request: VoteRequest) -> None:
+        """Send a request to a host that sees a disk."""
+        known = self._membership.newest.hosts if self._membership and self._membership.newest else ()
+        host = self._hosts.get(disk) or next((host for host in known if host.disk == disk), None)
+        if host is not None:
+            self._start(self._connections.send(host.address, request, host.id))
+
+    async def _vote(self, sender: Host, request: VoteRequest) -> None:
+        """Answer a request to the disk of this host."""
+        assert self._directory is not None
+        try:
+            answer = await asyncio.to_thread(self._directory.register.answer, request)
+        except (OSError, ValueError) as error:
+            self._note(f"this host cannot vote: {explain(error) or error}")
+        else:
+            await self._connections.send(sender.address, answer, sender.id)
+
+    async def _keep(self, view: View) -> None:
+        """Note on the disk of this host that a view is recorded."""
+        try:
+            await asyncio.to_thread(self._register.disk.keep, view)
+        except OSError as error:
+            self._note(f"view {view.epoch} cannot be written: {explain(error) or error}")
+
     def _install(self, view: View) -> None:
         log.info("view %d: %s", view.epoch, [host.address for host in view.hosts])
+        self._start(self._keep(view))
         if self._workers.run(view, self._me.id):
             return
         self._input(lambda membership: membership.stopped(self._workers.states or {}))
@@ -234,9 +266,15 @@ class Daemon:
     # Other hosts.
 
     def _on_message(self, sender: Host, message: DaemonMessage) -> None:
+        self._hosts[sender.disk] = sender
         self._input(lambda membership: membership.receive(sender, message, time.monotonic()))
-        if isinstance(message, ViewRequest):
-            self._expedite_change()
+        match message:
+            case ViewRequest():
+                self._expedite_change()
+            case VoteRequest() if self._directory is not None:
+                self._start(self._vote(sender, message))
+            case Vote() if self._directory is not None:
+                self._register.take(sender.disk, message)
 
     def _on_refused(self, address: str, host_id: str | None) -> None:
         self._input(lambda membership: membership.ended(address, host_id))

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from acsgd.elastic.host.register import ViewRegister
+from acsgd.elastic.host.register import DiskRegister
 from acsgd.elastic.membership.effects import Timing
 from acsgd.elastic.membership.messages import Host, Setup
 from acsgd.elastic.membership.plan import make_plan
+from acsgd.elastic.membership.preparation import HISTORY
 from acsgd.elastic.membership.views import Membership
 
 DEFAULT_TIMING = Timing()
@@ -37,7 +38,7 @@ class DaemonOptions:
         return replace(self.timing, silence_s=setup.silence_s, hang_s=setup.hang_s)
 
 
-def open_membership(me: Host, options: DaemonOptions, setup: Setup, register: ViewRegister) -> Membership:
+def open_membership(me: Host, options: DaemonOptions, setup: Setup, disk: DiskRegister) -> Membership:
     """Return the membership of a host that joins. setup: of its workers.
 
     Raises OSError; ValueError for files that are no views.
@@ -53,15 +54,17 @@ def open_membership(me: Host, options: DaemonOptions, setup: Setup, register: Vi
             min_replicas=setup.min_replicas,
             max_replicas=setup.max_replicas,
         ),
-        setup={**setup.parts, "run directory": register.identity()},
-        newest=register.newest(),
+        setup=setup.parts,
+        newest=disk.newest(),
+        force=setup.force,
         timing=options.timing_of(setup),
         now=time.monotonic(),
     )
 
 
 REMEDIES = {
-    "run directory": "give all hosts the same log.dir, in a file system that they share",
+    HISTORY: "its log.dir is of another run, or of one that continued without it by elastic.force; keep the directory "
+    "with the steps that count, and move the other one away",
     "model": "give all hosts the same model",
     "data": "give all hosts the same data",
     "versions": "install the same versions of torch and transformers on all hosts",

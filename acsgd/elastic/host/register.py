@@ -1,15 +1,25 @@
-"""The register of a run's views, one file per epoch, and the lease on the run directory that all hosts share."""
+"""The register of a run's views, one per epoch, on the disks of its hosts, and the lease on a run directory.
+
+A view is recorded once a majority of the disks of the view before has voted for it in one ballot (Paxos). A ballot has
+two rounds: first a majority promises to vote in no earlier ballot, and reports for which view it has voted last; then
+it votes for the newest of these, or for the view of the host that records if there is none. So a later ballot never
+records another view than an earlier one has. Hosts that share a directory share its vote.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
+import random
 import secrets
 import time
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from acsgd.elastic.membership.messages import View
-from acsgd.io.files.atomic import write_once
+from acsgd.elastic.membership.messages import Ballot, Decided, Host, View, Vote, VoteRequest, is_majority
+from acsgd.io.files.atomic import fsync_directory, write_once
 from acsgd.io.files.fields import from_json
 from acsgd.run.lock.lease import LeaseWatch
 
@@ -17,34 +27,155 @@ KEPT = 100
 """Number of epochs whose files are kept."""
 
 
-class ViewRegister:
-    """The recorded views of a run, in a directory that all of its hosts share, and that `write_once` can write to."""
+class DiskRegister:
+    """The votes of one disk, and the recorded views that its hosts know of. All methods but `__init__` block.
+
+    directory: of the hosts that share the disk; `write_once` can write to it. Votes of an epoch are numbered files, of
+    which none ever changes: whoever writes the next one has seen all before it. Methods raise OSError, or ValueError
+    for files that are no views.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def newest(self) -> View | None:
-        """Return the view of the highest epoch; None if there is none. Raises OSError, or ValueError for a bad file."""
+        """Return the recorded view of the highest epoch that is known here; None if there is none."""
         epochs = [int(path.stem) for path in self._directory.glob("*.json") if path.stem.isdecimal()]
-        return self._read(max(epochs)) if epochs else None
+        return from_json(View, json.loads(self._path(max(epochs)).read_text())) if epochs else None
 
-    def record(self, view: View) -> View:
-        """Register a view if its epoch is free; return the registered view of that epoch. Raises OSError."""
-        write_once(self._path(view.epoch), json.dumps(asdict(view)))
-        self._path(max(0, view.epoch - KEPT)).unlink(missing_ok=True)
-        return self._read(view.epoch)
+    def keep(self, view: View) -> None:
+        """Note that a view is recorded. Views and votes of much earlier epochs are removed."""
+        if not self._path(view.epoch).exists():
+            write_once(self._path(view.epoch), json.dumps(asdict(view)))
+            for path in self._directory.glob("*.*"):
+                if (epoch := path.name.partition(".")[0]).isdecimal() and int(epoch) <= view.epoch - KEPT:
+                    path.unlink(missing_ok=True)
 
     def identity(self) -> str:
-        """Return a random text, equal on all hosts that see this directory and on no others. Raises OSError."""
+        """Return a random text, equal on all hosts that see this directory and on no others."""
         path = self._directory / "id"
         write_once(path, secrets.token_hex(8))
         return path.read_text()
 
+    def answer(self, request: VoteRequest) -> Vote | Decided:
+        """Vote, unless the disk has promised a later ballot; return the newest view if the epoch has passed."""
+        for number in itertools.count():
+            newest = self.newest()
+            if newest is not None and newest.epoch >= request.epoch:
+                return Decided(newest)
+            last = self._vote(request.epoch, number - 1) if number else None
+            if (path := self._vote_path(request.epoch, number)).exists():
+                continue
+            if last is not None and last.promised > request.ballot:
+                return replace(last, ballot=request.ballot)
+            vote = Vote(request.epoch, request.ballot, request.ballot)
+            if request.view is not None:
+                vote = replace(vote, voted=request.ballot, view=request.view)
+            elif last is not None:
+                vote = replace(vote, voted=last.voted, view=last.view)
+            write_once(path, json.dumps(asdict(vote)))
+            fsync_directory(self._directory)
+            if self._vote(request.epoch, number) == vote:  # and not that of another host
+                return vote
+        raise AssertionError
+
     def _path(self, epoch: int) -> Path:
         return self._directory / f"{epoch:08d}.json"
 
-    def _read(self, epoch: int) -> View:
-        return from_json(View, json.loads(self._path(epoch).read_text()))
+    def _vote_path(self, epoch: int, number: int) -> Path:
+        return self._directory / f"{epoch:08d}.{number:04d}.vote"
+
+    def _vote(self, epoch: int, number: int) -> Vote:
+        return from_json(Vote, json.loads(self._vote_path(epoch, number).read_text()))
+
+
+class NoMajorityError(Exception):
+    """Too few disks have voted for a view."""
+
+
+class ViewRegister:
+    """The register of a run, as one of its hosts uses it.
+
+    me: this host; disk: its disk; send: sends a request to a disk of another host, if one is known that sees it;
+    timeout_s: for the votes of a round.
+    """
+
+    def __init__(
+        self, me: Host, disk: DiskRegister, send: Callable[[str, VoteRequest], None], *, timeout_s: float
+    ) -> None:
+        self.disk = disk
+        self._me = me
+        self._send = send
+        self._timeout_s = timeout_s
+        self._ballot = Ballot(0, me.id)
+        self._votes: dict[str, Vote] = {}
+        """Votes of the present round, by disk."""
+        self._has_voted = asyncio.Event()
+        self._recording = asyncio.Lock()
+
+    async def record(self, view: View, voters: Sequence[str]) -> View:
+        """Record a view if its epoch is free; return the one that is recorded, or a later one.
+
+        voters: disks of which a majority must vote for it. Raises NoMajorityError if too few do, and errors as
+        `DiskRegister` does.
+        """
+        async with self._recording:
+            while (recorded := await self._decide(view, voters)) is None:  # another host records at the same time
+                await asyncio.sleep(random.uniform(0, self._timeout_s / 4))
+            await asyncio.to_thread(self.disk.keep, recorded)
+            return recorded
+
+    async def _decide(self, view: View, voters: Sequence[str]) -> View | None:
+        """Return the recorded view; None if a disk has promised a later ballot."""
+        self._ballot = replace(self._ballot, number=self._ballot.number + 1)
+        promises = await self._ask(VoteRequest(view.epoch, self._ballot), voters)
+        if promises is None or isinstance(promises, View):
+            return promises
+        earlier = {vote.voted: vote.view for vote in promises if vote.voted is not None}
+        chosen = earlier[max(earlier)] if earlier else None
+        votes = await self._ask(VoteRequest(view.epoch, self._ballot, chosen or view), voters)
+        return votes if votes is None or isinstance(votes, View) else chosen or view
+
+    def take(self, disk: str, vote: Vote) -> None:
+        """Take the answer of another disk."""
+        self._votes[disk] = vote
+        self._has_voted.set()
+
+    async def _ask(self, request: VoteRequest, voters: Sequence[str]) -> list[Vote] | View | None:
+        """Return the votes of a majority; the newest view if the epoch has passed; None if there is a later ballot."""
+        self._votes.clear()
+        for disk in voters:
+            if disk != self._me.disk:
+                self._send(disk, request)
+        if self._me.disk in voters:
+            match await asyncio.to_thread(self.disk.answer, request):
+                case Decided(newest):
+                    return newest
+                case vote:
+                    self._votes[self._me.disk] = vote
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        while True:
+            granted = {disk: vote for disk, vote in self._votes.items() if _is_granted(vote, request)}
+            if is_majority(granted, voters):
+                return [granted[disk] for disk in voters if disk in granted]
+            promised = [vote.promised for vote in self._votes.values() if vote.promised > request.ballot]
+            if promised:
+                self._ballot = replace(self._ballot, number=max(promised).number)
+                return None
+            self._has_voted.clear()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._has_voted.wait()
+            except TimeoutError:
+                raise NoMajorityError(
+                    f"{len(granted)} of {len(voters)} hosts with disks of their own answer, which is no majority; to "
+                    "give up what the others may do, end this host and start it again with --elastic.force true"
+                ) from None
+
+
+def _is_granted(vote: Vote, request: VoteRequest) -> bool:
+    is_vote = request.view is None or vote.voted == request.ballot
+    return vote.epoch == request.epoch and vote.promised == request.ballot and is_vote
 
 
 ABANDONED_S = 5.0
@@ -54,10 +185,10 @@ VIEWS = "views"
 
 
 class RunDirectory:
-    """The register of views in a run directory, and the lease on it."""
+    """The register in a run directory, and the lease on it."""
 
     def __init__(self, path: Path) -> None:
-        self.register = ViewRegister(path / VIEWS)
+        self.register = DiskRegister(path / VIEWS)
         self._lease = LeaseWatch(path)
         self._leased_at = time.monotonic()
 

@@ -47,9 +47,11 @@ class StopWorkers:
 
 @dataclass(frozen=True)
 class RecordView:
-    """Write a view to the register if its epoch is free, then call `recorded` with the view that is registered."""
+    """Record a view if its epoch is free, then call `recorded` with the view that is recorded."""
 
     view: View
+    voters: tuple[str, ...]
+    """Disks of which a majority must vote for it."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
@@ -20,7 +21,7 @@ from acsgd.io.files.fields import Natural, from_json
 
 MAX_BYTES = 1 << 20
 """Maximum length of a message, bytes."""
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of the protocol between daemons: a new one whenever messages change."""
 
 
@@ -32,6 +33,8 @@ class Host:
     """Random text, a new one whenever the daemon starts, or joins again after it was excluded."""
     address: str
     """host:port on which the daemon listens."""
+    disk: str = ""
+    """Random text in its run directory: hosts that share the directory have the same one."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,10 @@ class View:
     """Why the view before it ended."""
     hung: tuple[str, ...] = ()
     """Addresses of the hosts whose workers were killed in the view before it, since they hung."""
+    voters: tuple[str, ...] = ()
+    """Disks of its hosts, most senior first; those of the view before if it has no hosts."""
+    history: str = ""
+    """Random text of the first view of the run, or of a view that a person has forced (elastic.force)."""
 
     def has(self, host_id: str) -> bool:
         return any(host.id == host_id for host in self.hosts)
@@ -58,6 +65,15 @@ class View:
     def rank_hosts(self) -> set[str]:
         """Return the ids of the hosts whose workers have ranks."""
         return {worker.partition("/")[0] for worker in self.plan.ranks}
+
+
+def is_majority(disks: Collection[str], voters: Sequence[str]) -> bool:
+    """Return whether some disks are a majority of the voters: more than half, or half with the most senior one.
+
+    Any two majorities have a disk in common.
+    """
+    present = sum(voter in disks for voter in voters)
+    return 2 * present > len(voters) or (2 * present == len(voters) and {*voters[:1]} <= {*disks})
 
 
 @dataclass(frozen=True)
@@ -79,6 +95,10 @@ class Join:
 
     setup: dict[str, str]
     """What all hosts must have in common, by name: see `Setup`."""
+    newest: View | None = None
+    """The newest recorded view that it knows of."""
+    ended: tuple[str, ...] = ()
+    """Ids of the hosts of that view of which it knows that they have ended."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +146,39 @@ class Decided:
     view: View
 
 
+@dataclass(frozen=True, order=True)
+class Ballot:
+    """An attempt of a host to record a view."""
+
+    number: Natural
+    host: str
+    """Its id."""
+
+
+@dataclass(frozen=True)
+class VoteRequest:
+    """Request to a disk to vote for a view in a ballot; without a view, to vote in no earlier ballot from now on."""
+
+    epoch: Natural
+    ballot: Ballot
+    view: View | None = None
+
+
+@dataclass(frozen=True)
+class Vote:
+    """Answer to VoteRequest, kept on the disk: refused if `promised` is a later ballot."""
+
+    epoch: Natural
+    ballot: Ballot
+    """Of the request."""
+    promised: Ballot
+    """The disk votes in no earlier ballot."""
+    voted: Ballot | None = None
+    """Ballot in which it has voted last."""
+    view: View | None = None
+    """For which it has voted then."""
+
+
 @dataclass(frozen=True)
 class Hung:
     """Request to kill the workers that work for too long, while the ranks of all other hosts wait."""
@@ -140,7 +193,9 @@ class Finished:
     epoch: Natural
 
 
-DaemonMessage = HostHeartbeat | Join | Refused | ViewRequest | Prepare | Promise | Decided | Hung | Finished
+DaemonMessage = (
+    HostHeartbeat | Join | Refused | ViewRequest | Prepare | Promise | VoteRequest | Vote | Decided | Hung | Finished
+)
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(DaemonMessage)}
 
 
@@ -214,7 +269,8 @@ class Setup:
     max_replicas: int | None
     silence_s: float
     hang_s: float
-    """elastic.min_replicas, max_replicas, silence and hang."""
+    force: bool
+    """elastic.min_replicas, max_replicas, silence, hang and force."""
     parts: dict[str, str]
     """What must be equal on all hosts, as a short text for each: options, model, data, versions."""
 

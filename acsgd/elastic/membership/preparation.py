@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from acsgd.elastic.membership.effects import Contact, EffectList, StopWorkers, Timing
-from acsgd.elastic.membership.messages import Host, Join, Prepare, Promise, View
+from acsgd.elastic.membership.messages import Host, Join, Prepare, Promise, View, is_majority
 from acsgd.elastic.membership.plan import Plan, WorkerState
 from acsgd.elastic.membership.presence import Presence
 
@@ -78,6 +78,10 @@ class Preparation:
     at_step_end: bool
     """Whether the workers can first complete their step."""
     since: float
+    voters: tuple[str, ...]
+    """As in RecordView."""
+    history: str
+    """Of the next view."""
     promises: dict[str, Promise] = field(default_factory=dict)
     """By the id of the host."""
     is_recording: bool = False
@@ -118,7 +122,8 @@ class Preparation:
         states = {f"{id}/{name}": state for id, promise in promises.items() for name, state in promise.workers.items()}
         staying = [f"{host.id}/{name}" for host in hosts for name in sorted(promises[host.id].workers)]
         plan = replace(planner(states, staying=staying), is_first=self.base is None)
-        return View(self.epoch, hosts, plan, self.reason, self.hung)
+        disks = tuple(dict.fromkeys(host.disk for host in hosts))
+        return View(self.epoch, hosts, plan, self.reason, self.hung, disks, self.history)
 
 
 def _patience_s(view: View, absent: Sequence[Host], silence_s: float) -> float:
@@ -129,11 +134,16 @@ def _patience_s(view: View, absent: Sequence[Host], silence_s: float) -> float:
     return 0.0 if present > len(absent) else 2 * silence_s
 
 
+HISTORY = "history"
+"""Name of what hosts have different whose run directories have other views of the run."""
+
+
 class Candidate:
     """A host in no view: it requests to join, or forms the first view if it has the first endpoint.
 
     me: this host; endpoints: addresses to which a host that joins turns, which may become more; min_hosts: of the
-    first view; max_hosts: of any view; setup: as in Join.
+    first view; max_hosts: of any view; setup: as in Join; force: whether it may continue a run without a majority of
+    the disks of the newest view.
     """
 
     def __init__(
@@ -144,6 +154,7 @@ class Candidate:
         min_hosts: int,
         max_hosts: int,
         setup: Mapping[str, str],
+        force: bool,
         presence: Presence,
         timing: Timing,
         outbox: EffectList,
@@ -153,22 +164,31 @@ class Candidate:
         self._min_hosts = min_hosts
         self._max_hosts = max_hosts
         self._setup = dict(setup)
+        self._force = force
         self._presence = presence
         self._timing = timing
         self._outbox = outbox
 
-    def differs(self, join: Join) -> tuple[str, ...]:
-        """Return the names of what a host that requests to join has different."""
-        return tuple(name for name in self._setup if join.setup.get(name) != self._setup[name])
+    def differs(self, join: Join, newest: View | None) -> tuple[str, ...]:
+        """Return the names of what a host that requests to join has different. newest: the newest view known here."""
+        names = tuple(name for name in self._setup if join.setup.get(name) != self._setup[name])
+        has_other_history = newest and join.newest and join.newest.history != newest.history
+        return (*names, HISTORY) if has_other_history else names
 
-    def on_timer(self, known: Iterable[Host]) -> None:
-        """Send the request to join. known: the hosts of the newest view."""
+    def on_timer(self, newest: View | None) -> None:
+        """Send the request to join. newest: the newest recorded view."""
+        known = newest.hosts if newest else ()
+        ended = tuple(host.id for host in known if host.id in self._presence.ended)
         for address in dict.fromkeys([*self._endpoints, *(host.address for host in known)]):
             if address != self._me.address:
-                self._outbox.add(Contact(address, Join(self._setup)))
+                self._outbox.add(Contact(address, Join(self._setup, newest, ended)))
 
-    def may_found(self, known: Iterable[Host], now: float) -> bool:
-        """Return whether this host forms the first view: it has the first endpoint of those that answer."""
+    def may_found(self, newest: View | None, now: float) -> bool:
+        """Return whether this host forms the first view of a run that starts, or starts again.
+
+        It has the first endpoint of those that answer. If the run has trained before, no host of its newest view does:
+        those whose disk is here have ended, and the others are silent, among them not all that have ranks.
+        """
         if self._me.address not in self._endpoints:
             return False
         if now - self._presence.newcomer_at < self._timing.last_call_s:
@@ -176,10 +196,33 @@ class Candidate:
         candidates = self._presence.candidates(now)
         if len(candidates) + 1 < self._min_hosts or not all(self.precedes(host.address) for host in candidates):
             return False
-        return all(host.id in self._presence.ended for host in known)
+        if newest is None:
+            return True
+        disks, ended, ranks = self._disks(now), self._presence.ended, newest.rank_hosts()
+        absent = [host for host in newest.hosts if host.id not in ended]
+        if any(host.disk in disks or not self._presence.is_silent(host, now) for host in absent):
+            return False
+        if (absent and now - self._presence.newcomer_at < self._timing.silence_s) or (ranks and not ranks & ended):
+            return False
+        return self._force or self.is_continued(newest, now)
 
-    def describe_wait(self, known: Sequence[Host], now: float) -> str:
-        """Return for what this host waits. known: the hosts of the newest view."""
+    def is_continued(self, newest: View, now: float) -> bool:
+        """Return whether a majority of the disks of the newest view is here."""
+        return is_majority(self._disks(now), newest.voters)
+
+    def _disks(self, now: float) -> set[str]:
+        return {self._me.disk, *(host.disk for host in self._presence.candidates(now))}
+
+    def describe_wait(self, newest: View | None, now: float) -> str:
+        """Return for what this host waits. newest: the newest recorded view."""
+        known = newest.hosts if newest else ()
+        if newest and all(self._presence.is_silent(host, now) for host in known) and not self.is_continued(newest, now):
+            absent = [host.address for host in known if host.disk not in self._disks(now)]
+            return (
+                f"the run has trained on {len(newest.voters)} hosts with disks of their own, of which more than half "
+                f"continue it, or half with the first one; start {', '.join(absent) or 'the others'}, or give up what "
+                "they have done since: --elastic.force true"
+            )
         if known:
             return (
                 f"the run trains on {len(known)} of at most {self._max_hosts} hosts (--nnodes); this one joins when "

@@ -70,8 +70,11 @@ class Presence:
 
     def end_silent(self, known: Iterable[Host], now: float) -> None:
         """Note that the hosts of an earlier view that are silent have ended."""
-        silent = [host for host in known if now - self._message_at.get(host.id, -math.inf) >= self._silence_s]
-        self.ended |= {host.id for host in silent}
+        self.ended |= {host.id for host in known if self.is_silent(host, now)}
+
+    def is_silent(self, host: Host, now: float) -> bool:
+        """Return whether no message of a host has arrived for a while, or ever."""
+        return now - self._message_at.get(host.id, -math.inf) >= self._silence_s
 
     def is_lost(self, host: Host, now: float) -> bool:
         """Return whether a host has ended or is silent."""

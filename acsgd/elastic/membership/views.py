@@ -4,6 +4,7 @@ Every host runs one `Membership`. The hosts of a view send each other heartbeats
 to join, the most senior live host of the view requests all participants to stop their workers and to report their
 states (Prepare, Promise). From the states it plans the next view and records it in the register of the run, which holds
 one view per epoch and never changes it. Whoever records first wins; all others follow what is recorded (Decided).
+A view is recorded once a majority of the disks of the view before has voted for it; hosts that share one have one vote.
 
 Why two views never train at the same time:
 - Hosts run only views that are recorded, and epoch e + 1 is recorded by a host that runs epoch e.
@@ -11,7 +12,8 @@ Why two views never train at the same time:
   with ranks in epoch e have stopped for good, or every host with ranks in epoch e has ended.
 So a view with a successor completes no further step. A host that was cut off finds the successor in the register.
 
-A majority decides at once. Fewer hosts wait for longer, so that in a partition the larger part continues.
+A majority of hosts decides at once. Fewer, which may record if they share disks, wait for longer, so that in a
+partition the larger part continues.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class Membership:
     Inputs are methods, with the present time in seconds. After each, the caller carries out the effects, in order.
 
     me: this host; endpoints: addresses to which a host that joins turns, which may become more; min_hosts: of the
-    first view; newest: the newest recorded view, of which the hosts may still run; planner: plans the next view.
+    first view; newest: the newest recorded view, of which the hosts may still run; planner: plans the next view; force:
+    as in `Candidate`.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Membership:
         planner: Planner,
         setup: Mapping[str, str] = MappingProxyType({}),
         newest: View | None = None,
+        force: bool = False,
         timing: Timing,
         now: float,
     ) -> None:
@@ -78,6 +82,7 @@ class Membership:
             min_hosts=min_hosts,
             max_hosts=max_hosts,
             setup=setup,
+            force=force,
             presence=self._presence,
             timing=timing,
             outbox=self._outbox,
@@ -94,7 +99,7 @@ class Membership:
 
     def describe_wait(self, now: float) -> str:
         """Return for what this host, which is in no view, waits."""
-        return self.candidate.describe_wait(self._known, now)
+        return self.candidate.describe_wait(self.newest, now)
 
     def take_effects(self) -> list[Effect]:
         """Return the effects since the last call."""
@@ -124,8 +129,10 @@ class Membership:
     def finish(self) -> None:
         """End the run: all hosts end their workers. A view without hosts is recorded, so that none continues."""
         if self._member is not None:
-            self._outbox.add(RecordView(View(self._next_epoch, (), Plan(stages=1))))
-            self._member.broadcast(Finished(self._member.view.epoch))
+            view = self._member.view
+            end = View(self._next_epoch, (), Plan(stages=1), voters=view.voters, history=view.history)
+            self._outbox.add(RecordView(end, view.voters))
+            self._member.broadcast(Finished(view.epoch))
         self._finish()
 
     def finish_if_all_leave(self) -> None:
@@ -142,18 +149,20 @@ class Membership:
         self._learn(view, now)
 
     def recording_failed(self) -> None:
-        """Note that the register did not answer: record again later."""
+        """Note that no majority has voted: record again later. A host that wants to leave does not wait for that."""
         if self._preparation is not None:
             self._preparation.is_recording = False
+        if not self._presence.stays(self.me):
+            self._exclude()
 
     def ended(self, address: str, host_id: str | None) -> None:
         """Note that the process at an address has ended: nothing listens there. host_id: its id, if it is known."""
         self._presence.end(address, host_id, self._known)
 
     def abandoned(self, now: float) -> None:
-        """Note that the hosts of the newest view hold no lease on the run directory: those that are silent ended."""
+        """Note that nobody holds the lease on this host's run directory: silent hosts that shared it have ended."""
         if self._member is None:
-            self._presence.end_silent(self._known, now)
+            self._presence.end_silent([host for host in self._known if host.disk == self.me.disk], now)
 
     # Messages.
 
@@ -183,10 +192,14 @@ class Membership:
                 self._member.receive(sender, message)
 
     def _on_join(self, sender: Host, join: Join, now: float) -> None:
-        if differing := self.candidate.differs(join):
+        if differing := self.candidate.differs(join, self.newest):
             if self._member is not None or self.candidate.precedes(sender.address):
                 self._outbox.send(sender, Refused(differing))
             return
+        if join.newest is not None:
+            self._learn(join.newest, now)
+        if self._member is None:
+            self._presence.ended |= {*join.ended}
         if self.newest is not None:
             self._outbox.send(sender, Decided(self.newest))  # it then turns to all hosts of the view, or installs it
             if self.newest.has(sender.id):
@@ -213,11 +226,10 @@ class Membership:
                 self.finish()
                 return
         elif not self._presence.stays(self.me) and not self._promises.is_requested:
-            self._is_over = True
-            self._outbox.add(Excluded(left=True))
+            self._exclude()
             return
         elif self._promises.are_stopped:
-            self.candidate.on_timer(self._known)
+            self.candidate.on_timer(self.newest)
         if self._preparation is not None:
             self._continue_preparation(self._preparation, now)
         elif self._is_view_due(now):
@@ -227,13 +239,14 @@ class Membership:
     def _is_view_due(self, now: float) -> bool:
         """Return whether this host has to form the next view, or the first one."""
         if self._member is None:
-            return self._promises.are_stopped and self.candidate.may_found(self._known, now)
+            return self._promises.are_stopped and self.candidate.may_found(self.newest, now)
         return self._member.is_change_due(self._newcomers(now), now, is_stopping=self._promises.is_requested)
 
     def _prepare(self, now: float) -> None:
         """Request all live hosts to stop their workers."""
         members, newcomers = tuple(self._presence.live(self._members, now)), self._newcomers(now)
         is_calm = self._member is None or (len(members) == len(self._members) and not self._member.is_urgent)
+        base = self.newest if self._member or (self.newest and self.candidate.is_continued(self.newest, now)) else None
         self._preparation = Preparation(
             base=self.view,
             epoch=self._next_epoch,
@@ -243,6 +256,8 @@ class Membership:
             newcomers=newcomers,
             at_step_end=is_calm,
             since=now,
+            voters=(base and base.voters) or (self.me.disk,),  # older versions noted none
+            history=base.history if base else self.me.id,
             promises=self._preparation.promises if self._preparation else {},
         )
         self._request_promises(self._preparation)
@@ -266,7 +281,8 @@ class Membership:
             return
         if preparation.may_record(presence.ended, self._timing.silence_s, now):
             preparation.is_recording = True
-            self._outbox.add(RecordView(preparation.next_view(self._planner, presence.stays)))
+            view = preparation.next_view(self._planner, presence.stays)
+            self._outbox.add(RecordView(view, preparation.voters))
 
     # Views.
 
@@ -279,8 +295,7 @@ class Membership:
         elif self._member is not None and not view.hosts:
             self._finish()
         elif self._member is not None:
-            self._is_over = True
-            self._outbox.add(Excluded(left=not self._presence.stays(self.me)))
+            self._exclude()
         elif self.newest is None or view.epoch > self.newest.epoch:
             self.newest = view
             self._preparation = None  # there is no first view to form: the run exists
@@ -292,6 +307,10 @@ class Membership:
         self._preparation = None
         self._promises.reset()
         self._outbox.add(Install(view))
+
+    def _exclude(self) -> None:
+        self._is_over = True
+        self._outbox.add(Excluded(left=not self._presence.stays(self.me)))
 
     def _finish(self) -> None:
         if not self._is_over:

@@ -15,6 +15,8 @@ from acsgd.io.telemetry.record import RunEvent, StepRecord
 
 METRICS = "metrics.jsonl"
 """Name of the file in the run directory."""
+LAST_BYTES = 1 << 16
+"""Size of the end of the file in which the last step is looked for first."""
 
 
 class JsonLinesSink:
@@ -104,6 +106,56 @@ class JsonLinesSink:
         with self._path.open("ab", buffering=0) as file:
             while self._unwritten:
                 self._unwritten = self._unwritten[file.write(self._unwritten) :]
+
+
+class StepLines:
+    """The lines of a metrics.jsonl, by the steps that they follow. A file that is missing has none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def last_step(self) -> int:
+        """Return the step of the last line of a step; 0 if there is none."""
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            for length in (min(size, LAST_BYTES), size):
+                file.seek(size - length)
+                for line in reversed(file.read().splitlines()):
+                    if (step := _step_of(line)) is not None:
+                        return step
+        return 0
+
+    def after(self, step: int) -> bytes:
+        """Return the lines that follow that of a step."""
+        raw = self.path.read_bytes()
+        return raw[_end_of(raw, step) :]
+
+    def replace_after(self, step: int, lines: bytes) -> None:
+        """Replace the lines that follow that of a step."""
+        self.path.touch()
+        os.truncate(self.path, _end_of(self.path.read_bytes(), step))
+        with self.path.open("ab") as file:
+            file.write(lines)
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step of a line of metrics.jsonl; None for an event, and for an incomplete line."""
+    with contextlib.suppress(ValueError, TypeError):
+        step: int | None = json.loads(line).get("step")
+        return step
+    return None
+
+
+def _end_of(raw: bytes, step: int) -> int:
+    """Return the length of the lines up to that of a step; 0 for step 0."""
+    end = 0
+    for line in raw.splitlines(keepends=True):
+        if not step:
+            break
+        end += len(line)
+        if _step_of(line) == step:
+            break
+    return end
 
 
 def truncate_after(path: Path, step: int) -> None:

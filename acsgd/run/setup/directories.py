@@ -10,17 +10,17 @@ import os
 import secrets
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from acsgd.config.options import CheckpointConfig
-from acsgd.errors import RefusedError, RunError
+from acsgd.errors import RefusedError, RunError, explain
 from acsgd.groups import Groups
 from acsgd.io.checkpoint.copies import SHARED, Disks, FileExchange, FileTransfer, share_manifests
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.files.atomic import missing_operations, write_once
 from acsgd.io.files.checksum import new_file_checksum
-from acsgd.io.telemetry.json_lines import METRICS, truncate_after
+from acsgd.io.telemetry.json_lines import METRICS, StepLines
 from acsgd.io.telemetry.metrics import FILE
 from acsgd.run.plan.job import Job
 from acsgd.shards.manifest import StoredFile
@@ -79,10 +79,11 @@ def find_run_disks(job: Job, groups: Groups) -> RunDisks:
     return RunDisks(*(find_disks(directory, groups, timeout_s=timeout_s) for directory in directories))
 
 
-def open_disks(job: Job, groups: Groups, disks: RunDisks) -> list[str]:
+def open_disks(job: Job, groups: Groups, disks: RunDisks, *, step: int | None = None) -> list[str]:
     """Prepare hosts with disks of their own: check that copies can be made, and let all know which checkpoints exist.
 
-    A collective call. Returns sentences for the user.
+    A collective call. step: of a run that trains. Then checkpoints after it, of hosts that were away, are set aside,
+    and copies are not checked: a host with a full disk may train. Returns sentences for the user.
     """
     if disks.checkpoints.is_shared:
         config = job.config.checkpoint
@@ -92,18 +93,22 @@ def open_disks(job: Job, groups: Groups, disks: RunDisks) -> list[str]:
             for name in unused
         ]
     exchange, timeout_s, resume = disks.exchange(job, groups), job.disk_timeout_s, job.config.checkpoint.resume
-    _check_copies(job.paths.checkpoints.path, exchange, timeout_s=timeout_s)
+    if step is None:
+        _check_copies(job.paths.checkpoints.path, exchange, timeout_s=timeout_s)
     notes = [_describe_disks(job, disks.checkpoints)]
     if resume == "never":
         return notes
     directory = job.paths.checkpoints if resume == "auto" else CheckpointDirectory(Path(resume).expanduser().parent)
+    if step is not None and disks.checkpoints.is_leader(job.topology.rank):
+        for later in [each for each in directory.steps() if each > step]:
+            directory.set_aside(directory.of(later))
     return [*notes, *share_manifests(directory, groups, disks.checkpoints, timeout_s=timeout_s)]
 
 
 def _check_copies(directory: Path, exchange: FileExchange, *, timeout_s: float) -> None:
     """Send a small file from each disk to the next, as a save does. A collective call.
 
-    Raises RunError if one could not be read, sent or written. timeout_s: of a communication.
+    If one could not be read or written, raises RefusedError there, RunError elsewhere. timeout_s: of a communication.
     """
     disks, groups = exchange.disks, exchange.groups
     content, count, rank = groups.run_id.encode(), len(disks.members), groups.world.rank()
@@ -116,8 +121,9 @@ def _check_copies(directory: Path, exchange: FileExchange, *, timeout_s: float) 
     if disks.is_leader(rank):
         for file in files:
             (directory / file.file).unlink(missing_ok=True)
-    if any(problems):
-        raise RunError(f"checkpoints could not be copied between hosts: {next(filter(None, problems))}")
+    if failed := [rank for rank, problem in enumerate(problems) if problem]:
+        text = f"checkpoints could not be copied between hosts: {problems[failed[0]]}"
+        raise RefusedError(text) if rank in failed else RunError(text, awaited=failed)
 
 
 def _describe_disks(job: Job, disks: Disks) -> str:
@@ -133,46 +139,43 @@ def _describe_disks(job: Job, disks: Disks) -> str:
     return f"{job.paths.checkpoints.path} is a directory of its own on {hosts} hosts, {', '.join(disks.names)}: {rest}"
 
 
-def share_metrics(job: Job, groups: Groups, disks: Disks, step: int) -> list[str]:
-    """Let all run directories have the lines of metrics.jsonl up to a step; hosts that were away lack some.
+def share_metrics(job: Job, groups: Groups, disks: Disks, *, is_current: bool = True) -> list[str]:
+    """Let all run directories have the lines of metrics.jsonl up to the last step; hosts that were away lack some.
 
-    A collective call. Returns a sentence for the user if that fails.
+    A collective call. is_current: whether this host was not away. Returns a sentence for the user if that fails.
     """
-    directory, timeout_s = job.paths.run, job.disk_timeout_s
-    path, raw = directory / METRICS, b""
-    if disks.is_shared or step == 0 or FILE not in job.config.log.to.split(","):
+    directory, rank, timeout_s = job.paths.run, job.topology.rank, job.disk_timeout_s
+    if disks.is_shared or FILE not in job.config.log.to.split(","):
         return []
-    if disks.is_leader(job.topology.rank) and path.is_file():
-        truncate_after(path, step)
-        raw = path.read_bytes()
-    report = json.dumps((raw.count(b"\n"), len(raw), new_file_checksum(raw).hexdigest()))
+    lines, here = StepLines(directory / METRICS), disks.of(rank)
+    report = json.dumps((is_current, lines.last_step() if disks.is_leader(rank) else 0))
     texts = groups.all_gather_text("comparing metrics", report, timeout_s=timeout_s)
     reports = [json.loads(texts[ranks[0]]) for ranks in disks.members]
-    lines, size, checksum = max(reports, key=lambda each: each[0])  # the first of those with most lines
-    source = next(disk for disk, each in enumerate(reports) if each[0] == lines)
-    file = StoredFile(METRICS, size, checksum)
-    transfers = [FileTransfer(file, source, disk) for disk, each in enumerate(reports) if each[0] < lines]
-    problem = FileExchange(groups, disks).run(transfers, directory)
+    source = max(range(len(reports)), key=lambda disk: reports[disk])
+    behind = {disk: last for disk, (_, last) in enumerate(reports) if last < reports[source][1]}
+    tails = {disk: directory / f".{METRICS}.{disk}" for disk in behind}
+    files, problem = [], ""
+    if rank == disks.members[source][0]:
+        try:
+            for disk, last in behind.items():
+                tails[disk].write_bytes(raw := lines.after(last))
+                files.append(asdict(StoredFile(tails[disk].name, len(raw), new_file_checksum(raw).hexdigest())))
+        except OSError as error:
+            problem = explain(error) or str(error)
+    texts = groups.all_gather_text("listing missing metrics", json.dumps(files), timeout_s=timeout_s)
+    stored = [StoredFile(**file) for file in json.loads(texts[disks.members[source][0]])]
+    transfers = [FileTransfer(file, source, disk) for file, disk in zip(stored, behind, strict=False)]
+    problem = FileExchange(groups, disks).run(transfers, directory) or problem
+    if disks.is_leader(rank):
+        try:
+            if here in [transfer.target for transfer in transfers] and not problem:
+                lines.replace_after(behind[here], tails[here].read_bytes())
+            for tail in tails.values():
+                tail.unlink(missing_ok=True)
+        except OSError as error:
+            problem = explain(error) or str(error)
     problems = groups.all_gather_text("completing metrics", problem, timeout_s=math.inf)
-    return [f"{path} lacks lines on some hosts: {problem}" for problem in problems if problem]
-
-
-def check_shared(job: Job, groups: Groups) -> None:
-    """Raise an error if not all ranks see the same directory of checkpoints. A collective call.
-
-    RefusedError on the ranks that do not see that of rank 0, RunError with these as `awaited` on all others.
-    """
-    disks, rank = find_run_disks(job, groups).checkpoints, job.topology.rank
-    if disks.is_shared:
-        return
-    blind = [each for ranks in disks.members[1:] for each in ranks]
-    option = "log.dir" if job.config.checkpoint.dir is None else "checkpoint.dir"
-    text = (
-        f"{option} is not shared by all hosts, which an elastic run needs: {' and '.join(disks.names[:2])} have a "
-        f"directory of their own; give --{option} on a file system that all hosts share, such as NFS, or start "
-        "torchrun without --rdzv-backend acsgd"
-    )
-    raise RefusedError(text) if rank in blind else RunError(text, awaited=blind)
+    return [f"{lines.path} lacks lines on some hosts: {problem}" for problem in problems if problem]
 
 
 def describe_missing(job: Job) -> list[str]:

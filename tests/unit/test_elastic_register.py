@@ -1,0 +1,122 @@
+"""Laws of the register of views: an epoch has one view, whichever hosts record at once and whatever gets lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from acsgd.elastic.host.register import KEPT, DiskRegister, NoMajorityError, ViewRegister
+from acsgd.elastic.membership.messages import Ballot, Decided, Host, View, Vote, VoteRequest
+from acsgd.elastic.membership.plan import Plan
+
+
+def view(epoch: int, reason: str, voters: tuple[str, ...] = ()) -> View:
+    return View(epoch, (Host("a", "h:1", "a"),), Plan(1), reason, voters=voters)
+
+
+async def record_at_once(directory: Path, seed: int, *, disks: int, hosts: int) -> list[View]:
+    """Let several hosts record views of one epoch, while messages are lost; return what each gets.
+
+    Host n sees disk n modulo the number of disks.
+    """
+    choose, names = random.Random(seed), [str(disk) for disk in range(disks)]
+    loss = choose.choice((0.0, 0.1, 0.4))
+    registers: list[ViewRegister] = []
+    learned: dict[int, View] = {}
+    delivered: set[asyncio.Task[None]] = set()
+
+    async def deliver(sender: int, disk: str, request: VoteRequest) -> None:
+        for _ in range(choose.randrange(6)):
+            await asyncio.sleep(0)
+        if choose.random() < loss:
+            return
+        answer = DiskRegister(directory / disk).answer(request)
+        if choose.random() < loss:
+            return
+        if isinstance(answer, Vote):
+            registers[sender].take(disk, answer)
+        else:
+            learned[sender] = answer.view
+
+    def send(sender: int, disk: str, request: VoteRequest) -> None:
+        delivered.add(task := asyncio.ensure_future(deliver(sender, disk, request)))
+        task.add_done_callback(delivered.discard)
+
+    async def record(number: int) -> View:
+        while number not in learned:
+            try:
+                return await registers[number].record(view(1, f"of host {number}"), names)
+            except NoMajorityError:
+                await asyncio.sleep(choose.uniform(0, 0.01))
+        return learned[number]
+
+    for number in range(hosts):
+        disk = names[number % disks]
+        register = ViewRegister(
+            Host(f"id{number}", "h:1", disk),
+            DiskRegister(directory / disk),
+            lambda disk, request, sender=number: send(sender, disk, request),  # type: ignore[misc]
+            timeout_s=0.01,
+        )
+        registers.append(register)
+    return await asyncio.gather(*(record(number) for number in range(hosts)))
+
+
+@pytest.mark.parametrize(("disks", "hosts"), [(1, 3), (2, 2), (3, 5)])
+def test_hosts_that_record_at_once_get_the_same_view(disks: int, hosts: int, tmp_path: Path) -> None:
+    for seed in range(3):
+        recorded = asyncio.run(record_at_once(tmp_path / str(seed), seed, disks=disks, hosts=hosts))
+        assert len({each.reason for each in recorded}) == 1, f"seed {seed}: {recorded}"
+
+
+def test_a_minority_records_nothing_and_a_later_ballot_keeps_the_view_of_an_earlier_one(tmp_path: Path) -> None:
+    voters = ("a", "b", "c")
+
+    def register(disk: str) -> ViewRegister:
+        return ViewRegister(Host(disk, "h:1", disk), DiskRegister(tmp_path / disk), lambda *_: None, timeout_s=0.01)
+
+    with pytest.raises(NoMajorityError, match="1 of 3 hosts"):
+        asyncio.run(register("b").record(view(8, "of b"), voters))
+    assert DiskRegister(tmp_path / "b").newest() is None
+    assert asyncio.run(register("a").record(view(8, "of a"), ("a",))) == view(8, "of a")
+    late = DiskRegister(tmp_path / "a").answer(VoteRequest(8, Ballot(9, "b"), view(8, "of b")))
+    assert late == Decided(view(8, "of a")), "a view that is recorded does not change"
+
+
+def test_a_disk_that_has_promised_a_later_ballot_refuses_an_earlier_one(tmp_path: Path) -> None:
+    disk, first, later = DiskRegister(tmp_path), Ballot(1, "a"), Ballot(1, "b")
+    voted = disk.answer(VoteRequest(3, first, view(3, "of a")))
+    assert disk.answer(VoteRequest(3, later)) == Vote(3, later, later, first, view(3, "of a"))
+    assert disk.answer(VoteRequest(3, first, view(3, "of a"))) == Vote(3, first, later, first, view(3, "of a"))
+    assert voted == Vote(3, first, first, first, view(3, "of a"))
+
+
+def test_hosts_that_share_a_disk_share_its_vote(tmp_path: Path) -> None:
+    def vote(number: int) -> Vote | Decided:
+        return DiskRegister(tmp_path).answer(VoteRequest(1, Ballot(number, "a"), view(1, str(number))))
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(vote, range(8)))
+    granted = [answer for answer in answers if isinstance(answer, Vote) and answer.promised == answer.ballot]
+    assert granted, "the last ballot is granted"
+    assert len([*tmp_path.glob("*.vote")]) == len(granted)
+
+
+def test_votes_and_views_of_much_earlier_epochs_are_removed(tmp_path: Path) -> None:
+    disk = DiskRegister(tmp_path)
+    identity = disk.identity()
+    for epoch in (1, 2, KEPT + 1):
+        disk.answer(VoteRequest(epoch, Ballot(1, "a"), view(epoch, "")))
+        disk.keep(view(epoch, ""))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "00000002.0000.vote",
+        "00000002.json",
+        "00000101.0000.vote",
+        "00000101.json",
+        "id",
+    ]
+    assert disk.identity() == identity
