@@ -130,6 +130,7 @@ UNUSED: dict[str, Any] = {
     "elastic.min_replicas": 2,
     "elastic.max_replicas": 4,
     "elastic.below_min": "end",
+    "elastic.force": True,
     "elastic.replan": True,
     "elastic.snapshot": "5",
     "elastic.silence": 3.0,

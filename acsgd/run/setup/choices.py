@@ -157,10 +157,6 @@ CHOICES = (
         )
         for option in ("checkpoint.keep", "checkpoint.on_error")
     ),
-    *(
-        without_effect(option, lambda job: job.is_elastic, "the hosts of an elastic run share the checkpoints")
-        for option in ("checkpoint.copies", "checkpoint.rate")
-    ),
     without_effect(
         "log.name",
         lambda job: "wandb" not in job.config.log.to.split(","),
