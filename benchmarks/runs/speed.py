@@ -1,10 +1,11 @@
-"""Step time relative to plain PyTorch, on the CPU with one thread per process:
+"""Step time relative to plain PyTorch, on the CPU with one thread per process, and on a GPU if there is one:
 
     .venv/bin/python -m benchmarks.runs.speed [--json runs/benchmarks/speed.json]
 
     1 process     against a training loop over the Hugging Face model
     2 stages      against torch.distributed.pipelining with the same stages, GPipe and 1F1B
     2 replicas    against DistributedDataParallel: buckets of the same size, no_sync before the last micro-batch
+    1 GPU         as 1 process, with GPT-2 of 124 M parameters
 
 The two sides alternate in the same processes. They have the same initial weights, tokens and micro-batches, clip by the
 global gradient norm (in every step: the limit is low) and use the same fused AdamW, all in fp32. Their losses in the
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import tempfile
 from collections.abc import Callable, Sequence
@@ -36,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig, ReplicaConfig
+from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig, ReplicaConfig, RunConfig
 from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.launch import Launch
@@ -48,7 +50,6 @@ from acsgd.run.setup.build import build_session
 from acsgd.train import train_step
 from benchmarks.common.compare import Comparison, RankRounds, Step, alternate, on_ranks, summarise
 
-VOCABULARY, SEQUENCE, MICRO, NUM_MICROS = 4096, 128, 2, 8  # sequences per micro-batch, micro-batches per step
 BUCKET_MB = 5
 """Bucket size of both sides, 2**20 bytes. DistributedDataParallel's default, 25, is most of the model: no overlap."""
 OPTIM = OptimConfig(lr=3e-4, steps=10**9, clip=0.1, weight_decay=0.01)
@@ -56,6 +57,21 @@ OPTIM = OptimConfig(lr=3e-4, steps=10**9, clip=0.1, weight_decay=0.01)
 WARMUP, STEPS_PER_BLOCK = 3, 1
 LOSS_TOLERANCE = 1e-4
 TIMEOUT = timedelta(seconds=120)
+
+
+@dataclass(frozen=True)
+class Size:
+    """A GPT-2 and its batch."""
+
+    vocabulary: int = 4096
+    width: int = 320
+    blocks: int = 6
+    heads: int = 5
+    sequence: int = 128
+    micro: int = 2
+    """Sequences per micro-batch."""
+    num_micros: int = 8
+    """Micro-batches per step."""
 
 
 @dataclass(frozen=True)
@@ -71,23 +87,27 @@ class Case:
     replicas: int = 1
     schedule: str = "1f1b"
     tied: bool = True
+    size: Size = Size()
+    device: str = "cpu"
 
     def config(self, model: Path) -> Config:
         """Return acsgd's configuration."""
         return Config(
             model=ModelConfig(name=str(model)),
-            data=DataConfig(sources="demo", sequence=SEQUENCE, batch=MICRO * NUM_MICROS),
+            data=DataConfig(sources="demo", sequence=self.size.sequence, batch=self.size.micro * self.size.num_micros),
             optim=OPTIM,
-            pp=PipelineConfig(stages=self.stages, micro=MICRO, schedule=self.schedule),
+            pp=PipelineConfig(stages=self.stages, micro=self.size.micro, schedule=self.schedule),
             dp=ReplicaConfig(mode=f"allreduce:bucket_mb={BUCKET_MB * 2**20 / 1e6}"),
+            run=RunConfig(device=self.device),
             log=LogConfig(dir=str(model.parent / "run")),
         )
 
 
-def tokens_of(step: int) -> Tensor:
+def tokens_of(job: Job, step: int) -> Tensor:
     """Return the global batch, [M, B, T + 1]; there are four different ones, so the loss falls."""
-    generator = torch.Generator().manual_seed(step % 4)
-    return torch.randint(VOCABULARY, (NUM_MICROS, MICRO, SEQUENCE + 1), generator=generator)
+    generator, config = torch.Generator().manual_seed(step % 4), job.config
+    shape = config.data.batch // config.pp.micro, config.pp.micro, config.data.sequence + 1
+    return torch.randint(job.model.config.vocab_size, shape, generator=generator)
 
 
 def acsgd(session: Session) -> Step:
@@ -97,11 +117,11 @@ def acsgd(session: Session) -> Step:
     is_first, is_last = 0 in job.layout.stages, len(job.layout.specs) - 1 in job.layout.stages
 
     def step(number: int) -> float:
-        tokens = tokens_of(number)[rows]
+        tokens = tokens_of(job, number)[rows]
         batch = Batch(
             {"input_ids": tokens[..., :-1]} if is_first else None,
             tokens[..., 1:] if is_last else None,
-            sample_ids=torch.zeros(len(tokens), MICRO, dtype=torch.int64),
+            sample_ids=torch.zeros(tokens.shape[:2], dtype=torch.int64),
             micro_ids=job.micro_ids,
         )
         return train_step(session, batch, Progress(step=number)).loss / job.topology.world_size
@@ -111,20 +131,21 @@ def acsgd(session: Session) -> Step:
 
 def plain(job: Job) -> Step:
     """Return the step of a plain PyTorch loop, or of DistributedDataParallel if there are replicas."""
-    model: nn.Module = pretrained(job)
+    device = job.streams.device
+    model: nn.Module = pretrained(job).to(device)
     adamw = make_adamw(model)
     replicas, rows = job.topology.replicas, slice(job.micro_ids.start, job.micro_ids.stop)
     if replicas > 1:
         model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
 
     def step(number: int) -> float:
-        total = torch.zeros(())
-        batch = tokens_of(number)[rows]
+        total = torch.zeros((), device=device)
+        batch = tokens_of(job, number)[rows].to(device)
         for index, micro in enumerate(batch):
             accumulate = replicas > 1 and index < len(batch) - 1
             with model.no_sync() if accumulate else nullcontext():  # type: ignore[operator]
                 logits = model(micro[:, :-1], use_cache=False).logits
-                loss = summed_loss(logits, micro[:, 1:]) / (len(batch) * MICRO * SEQUENCE)
+                loss = summed_loss(logits, micro[:, 1:]) / batch[..., 1:].numel()
                 loss.backward()
             total += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip)
@@ -138,18 +159,19 @@ def plain(job: Job) -> Step:
 def pipelined(job: Job) -> Step:
     """Return the step of torch.distributed.pipelining, with acsgd's stages."""
     rank, stages = job.topology.rank, job.topology.stages
-    targets = NUM_MICROS * MICRO * SEQUENCE
+    num_micros, *sizes = tokens_of(job, 0)[..., 1:].shape
+    targets = num_micros * math.prod(sizes)
     module = GPT2Stage(pretrained(job), *job.layout.specs[rank])
     stage = PipelineStage(module, rank, stages, torch.device("cpu"))
     schedule_class = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[job.config.pp.schedule]
     schedule = schedule_class(
-        stage, NUM_MICROS, lambda logits, labels: summed_loss(logits, labels) / targets, scale_grads=False
+        stage, num_micros, lambda logits, labels: summed_loss(logits, labels) / targets, scale_grads=False
     )
     adamw = make_adamw(module)
     params = list(module.parameters())
 
     def step(number: int) -> float:
-        tokens = tokens_of(number).flatten(0, 1)
+        tokens = tokens_of(job, number).flatten(0, 1)
         losses: list[Tensor] = []
         if rank == 0:
             schedule.step(tokens[:, :-1], return_outputs=False)
@@ -213,6 +235,9 @@ CASES = [
     Case("2 stages, 1f1b", "torch pipelining, 1F1B", 1.0, pipelined, stages=2, schedule="1f1b", tied=False),
     Case("2 replicas", "DistributedDataParallel", 1.0, plain, replicas=2),
 ]
+GPT2 = Size(vocabulary=50257, width=768, blocks=12, heads=12, sequence=512, micro=8, num_micros=4)
+if torch.cuda.is_available():
+    CASES.append(Case("1 GPU", "plain PyTorch loop on it", 1.03, plain, size=GPT2, device="cuda"))
 
 
 def rank_rounds(rank: int, index: int, model: Path, store: str, rounds: int) -> RankRounds:
@@ -227,14 +252,14 @@ def rank_rounds(rank: int, index: int, model: Path, store: str, rounds: int) -> 
         return alternate(ours, theirs, warmup=WARMUP, rounds=rounds, steps=STEPS_PER_BLOCK, barrier=dist.barrier)
 
 
-def save_model(directory: Path, *, tied: bool) -> Path:
-    """Write a GPT-2 of 9 M parameters (10 M with an untied head) with new weights, and a placeholder tokenizer."""
+def save_model(directory: Path, size: Size, *, tied: bool) -> Path:
+    """Write a GPT-2, by default of 9 M parameters (10 M with an untied head), with new weights and no real tokenizer."""
     config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=SEQUENCE,
-        n_embd=320,
-        n_layer=6,
-        n_head=5,
+        vocab_size=size.vocabulary,
+        n_positions=size.sequence,
+        n_embd=size.width,
+        n_layer=size.blocks,
+        n_head=size.heads,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
@@ -253,7 +278,7 @@ def measure(index: int, rounds: int) -> Comparison:
     """Run one case. Raises RuntimeError if the losses of the two sides differ."""
     case = CASES[index]
     with tempfile.TemporaryDirectory() as directory:
-        model = save_model(Path(directory) / "model", tied=case.tied)
+        model = save_model(Path(directory) / "model", case.size, tied=case.tied)
         store = str(Path(directory) / "store")
         ranks = on_ranks(case.stages * case.replicas, rank_rounds, index, model, store, rounds)
     result = summarise(ranks, steps=STEPS_PER_BLOCK)
@@ -296,6 +321,8 @@ def main() -> None:
     console.print(table(results))
     rows = [{"case": case.name, "baseline": case.baseline, "goal": case.goal, **r._asdict()} for case, r in results]
     about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.processor()}
+    if torch.cuda.is_available():
+        about["gpu"] = torch.cuda.get_device_name()
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"about": about, "cases": rows}, indent=1))
 
