@@ -55,7 +55,7 @@ from acsgd.train import train_step
 from benchmarks.common.compare import Comparison, Step, alternate, on_ranks, summarise
 from benchmarks.runs.speed import (
     OPTIM,
-    SEQUENCE,
+    SMALL,
     acsgd,
     make_adamw,
     pretrained,
@@ -123,7 +123,7 @@ def config_of(way: Way, model: Path, stages: int = 1) -> Config:
     """Return a run."""
     return Config(
         model=ModelConfig(str(model)),
-        data=DataConfig(sources="demo", sequence=SEQUENCE, batch=SEQUENCES),
+        data=DataConfig(sources="demo", sequence=SMALL.sequence, batch=SEQUENCES),
         optim=OPTIM,
         adapter=AdapterConfig(way.adapter),
         pp=PipelineConfig(
@@ -153,7 +153,7 @@ def peft_loop(job: Job, session: Session) -> Step:
         total = torch.zeros(())
         for micro in tokens_of(number)[: job.shapes.num_micros]:
             logits = model(input_ids=micro[:, :-1], use_cache=False).logits
-            loss = summed_loss(logits, micro[:, 1:]) / (SEQUENCES * SEQUENCE)
+            loss = summed_loss(logits, micro[:, 1:]) / (SEQUENCES * SMALL.sequence)
             loss.backward()
             total += loss.detach()
         nn.utils.clip_grad_norm_(trained, OPTIM.clip)

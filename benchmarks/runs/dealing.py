@@ -39,7 +39,7 @@ from acsgd.run.step.hooks import LoopState
 from acsgd.run.step.pace import Pace
 from acsgd.train import train_step
 from benchmarks.common.compare import Comparison, RankRounds, Step, alternate, on_ranks, summarise
-from benchmarks.runs.speed import SEQUENCE, VOCABULARY, save_model
+from benchmarks.runs.speed import SMALL, save_model
 
 MICROS, FACTOR = 4, 3
 """Micro-batches per replica if dealt evenly; how many times as slow rank 0 is."""
@@ -51,7 +51,7 @@ def config_of(model: Path, replicas: int, deal: Any) -> Config:
     """Return a run of single sequences per micro-batch."""
     return Config(
         model=ModelConfig(name=str(model)),
-        data=DataConfig(sources="demo", sequence=SEQUENCE, batch=MICROS * replicas, deal=deal),
+        data=DataConfig(sources="demo", sequence=SMALL.sequence, batch=MICROS * replicas, deal=deal),
         optim=OptimConfig(lr=3e-4, steps=10**9),
         pp=PipelineConfig(),
         log=LogConfig(dir=str(model.parent / "run")),
@@ -65,7 +65,8 @@ def step_of(session: Session, deals: list[list[int]]) -> Step:
     def step(number: int) -> float:
         mine = pace.micros(number)
         generator = torch.Generator().manual_seed(number % 4)
-        tokens = torch.randint(VOCABULARY, (session.job.shapes.num_micros, 1, SEQUENCE + 1), generator=generator)
+        shape = session.job.shapes.num_micros, 1, SMALL.sequence + 1
+        tokens = torch.randint(SMALL.vocabulary, shape, generator=generator)
         tokens = tokens[mine.start : mine.stop]
         ids = torch.zeros(len(tokens), 1, dtype=torch.int64)
         batch = Batch({"input_ids": tokens[..., :-1]}, tokens[..., 1:], sample_ids=ids, micro_ids=mine)

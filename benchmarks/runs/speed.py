@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import tempfile
 from collections.abc import Callable, Sequence
@@ -74,6 +73,10 @@ class Size:
     """Micro-batches per step."""
 
 
+SMALL = Size()
+GPT2 = Size(vocabulary=50257, width=768, blocks=12, heads=12, sequence=512, micro=8, num_micros=4)
+
+
 @dataclass(frozen=True)
 class Case:
     """One comparison."""
@@ -82,12 +85,12 @@ class Case:
     baseline: str
     goal: float
     """Largest acceptable ratio of step times."""
-    open_baseline: Callable[[Job], Step]
+    open_baseline: Callable[[Job, Size], Step]
     stages: int = 1
     replicas: int = 1
     schedule: str = "1f1b"
     tied: bool = True
-    size: Size = Size()
+    size: Size = SMALL
     device: str = "cpu"
 
     def config(self, model: Path) -> Config:
@@ -103,21 +106,20 @@ class Case:
         )
 
 
-def tokens_of(job: Job, step: int) -> Tensor:
+def tokens_of(step: int, size: Size = SMALL) -> Tensor:
     """Return the global batch, [M, B, T + 1]; there are four different ones, so the loss falls."""
-    generator, config = torch.Generator().manual_seed(step % 4), job.config
-    shape = config.data.batch // config.pp.micro, config.pp.micro, config.data.sequence + 1
-    return torch.randint(job.model.config.vocab_size, shape, generator=generator)
+    generator = torch.Generator().manual_seed(step % 4)
+    return torch.randint(size.vocabulary, (size.num_micros, size.micro, size.sequence + 1), generator=generator)
 
 
-def acsgd(session: Session) -> Step:
+def acsgd(session: Session, size: Size = SMALL) -> Step:
     """Return acsgd's step."""
     job = session.job
     rows = slice(job.micro_ids.start, job.micro_ids.stop)
     is_first, is_last = 0 in job.layout.stages, len(job.layout.specs) - 1 in job.layout.stages
 
     def step(number: int) -> float:
-        tokens = tokens_of(job, number)[rows]
+        tokens = tokens_of(number, size)[rows]
         batch = Batch(
             {"input_ids": tokens[..., :-1]} if is_first else None,
             tokens[..., 1:] if is_last else None,
@@ -129,7 +131,7 @@ def acsgd(session: Session) -> Step:
     return step
 
 
-def plain(job: Job) -> Step:
+def plain(job: Job, size: Size) -> Step:
     """Return the step of a plain PyTorch loop, or of DistributedDataParallel if there are replicas."""
     device = job.streams.device
     model: nn.Module = pretrained(job).to(device)
@@ -140,7 +142,7 @@ def plain(job: Job) -> Step:
 
     def step(number: int) -> float:
         total = torch.zeros((), device=device)
-        batch = tokens_of(job, number)[rows].to(device)
+        batch = tokens_of(number, size)[rows].to(device)
         for index, micro in enumerate(batch):
             accumulate = replicas > 1 and index < len(batch) - 1
             with model.no_sync() if accumulate else nullcontext():  # type: ignore[operator]
@@ -156,22 +158,21 @@ def plain(job: Job) -> Step:
     return step
 
 
-def pipelined(job: Job) -> Step:
+def pipelined(job: Job, size: Size) -> Step:
     """Return the step of torch.distributed.pipelining, with acsgd's stages."""
     rank, stages = job.topology.rank, job.topology.stages
-    num_micros, *sizes = tokens_of(job, 0)[..., 1:].shape
-    targets = num_micros * math.prod(sizes)
+    targets = size.num_micros * size.micro * size.sequence
     module = GPT2Stage(pretrained(job), *job.layout.specs[rank])
     stage = PipelineStage(module, rank, stages, torch.device("cpu"))
     schedule_class = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[job.config.pp.schedule]
     schedule = schedule_class(
-        stage, num_micros, lambda logits, labels: summed_loss(logits, labels) / targets, scale_grads=False
+        stage, size.num_micros, lambda logits, labels: summed_loss(logits, labels) / targets, scale_grads=False
     )
     adamw = make_adamw(module)
     params = list(module.parameters())
 
     def step(number: int) -> float:
-        tokens = tokens_of(job, number).flatten(0, 1)
+        tokens = tokens_of(number, size).flatten(0, 1)
         losses: list[Tensor] = []
         if rank == 0:
             schedule.step(tokens[:, :-1], return_outputs=False)
@@ -235,7 +236,6 @@ CASES = [
     Case("2 stages, 1f1b", "torch pipelining, 1F1B", 1.0, pipelined, stages=2, schedule="1f1b", tied=False),
     Case("2 replicas", "DistributedDataParallel", 1.0, plain, replicas=2),
 ]
-GPT2 = Size(vocabulary=50257, width=768, blocks=12, heads=12, sequence=512, micro=8, num_micros=4)
 if torch.cuda.is_available():
     CASES.append(Case("1 GPU", "plain PyTorch loop on it", 1.03, plain, size=GPT2, device="cuda"))
 
@@ -248,11 +248,11 @@ def rank_rounds(rank: int, index: int, model: Path, store: str, rounds: int) -> 
     world_size = case.stages * case.replicas
     job = prepare(case.config(model), Launch(rank, rank, world_size))
     with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(store, world_size)) as groups:
-        ours, theirs = acsgd(build_session(job, open_weight_source(job), groups)), case.open_baseline(job)
+        ours, theirs = acsgd(build_session(job, open_weight_source(job), groups), case.size), case.open_baseline(job, case.size)
         return alternate(ours, theirs, warmup=WARMUP, rounds=rounds, steps=STEPS_PER_BLOCK, barrier=dist.barrier)
 
 
-def save_model(directory: Path, size: Size, *, tied: bool) -> Path:
+def save_model(directory: Path, size: Size = SMALL, *, tied: bool) -> Path:
     """Write a GPT-2, by default of 9 M parameters (10 M with an untied head), with new weights and no real tokenizer."""
     config = GPT2Config(
         vocab_size=size.vocabulary,
