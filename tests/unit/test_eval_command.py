@@ -117,8 +117,14 @@ def test_a_run_with_an_adapter_is_evaluated_in_every_form(
     """From the checkpoint, merged, and as an adapter directory on its base, given or named by it."""
     model, run, peft, merged = (tmp_path / name for name in ("gpt2", "runs/run", "peft", "merged"))
     shutil.copytree(tiny_model("gpt2", **SMALL), model)
+    (tmp_path / "text.txt").write_text("The statement of the list is a statement.\n" * 60)
     config = small_run(model, run)
-    config = dataclasses.replace(config, adapter=AdapterConfig("lora:r=2"), optim=OptimConfig(lr=0.1, steps=2))
+    config = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, sources=str(tmp_path / "text.txt"), eval_fraction=0.5),
+        adapter=AdapterConfig("lora:r=2"),
+        optim=OptimConfig(lr=0.1, steps=2),
+    )
     train_alone(config)
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert acsgd("convert", "to-peft", run, peft)[0] == acsgd("convert", "merge", run, merged)[0] == 0
@@ -126,9 +132,10 @@ def test_a_run_with_an_adapter_is_evaluated_in_every_form(
     assert evaluate(run, *cache)["metrics"]["eval_loss"] == last["eval_loss"]
     forms = [(run,), (merged,), (model, "--adapter", peft), (peft,)]
     monkeypatch.chdir(tmp_path)  # where the name of the base in the adapter directory is its path
-    losses = [evaluate(*form, "--data", "demo", *cache)["metrics"]["eval_loss"] for form in forms]
+    data = ("--data", tmp_path / "text.txt", *cache)
+    losses = [evaluate(*form, *data)["metrics"]["eval_loss"] for form in forms]
     assert losses == pytest.approx([losses[0]] * len(forms), rel=1e-5)
-    assert evaluate(model, "--data", "demo", "--sequence", 16, *cache)["metrics"]["eval_loss"] != losses[0]
+    assert evaluate(model, *data, "--sequence", 16)["metrics"]["eval_loss"] != losses[0]
     monkeypatch.chdir(run)
     with pytest.raises(ValueError, match=r"peft: base_model_name_or_path=gpt2 .*; or give .*: MODEL --adapter /"):
         find_evaluated(EvalOptions(str(peft)))
