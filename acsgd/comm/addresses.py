@@ -38,6 +38,14 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def check_announced(address: str) -> None:
+    """Raise ValueError unless an address of --announce has a host and a port."""
+    try:
+        split_address(address)
+    except ValueError as error:
+        raise ValueError(f"--announce {address}: {error}; give the address at which others reach this host") from None
+
+
 def parse_endpoints(text: str) -> tuple[str, ...]:
     """Return host:port of each endpoint of --rdzv-endpoint. Raises ValueError that says what to type."""
     endpoints = []

@@ -26,8 +26,9 @@ from typing import Annotated, Any, Literal, NoReturn, Self
 
 import tyro
 
-from acsgd.comm.addresses import DEFAULT_PORT, join_address, listen, own_address
+from acsgd.comm.addresses import DEFAULT_PORT, check_announced, join_address, listen, own_address
 from acsgd.config.options import Config
+from acsgd.config.ranges import COUNT_OR_NONE, PORT, out_of_range
 from acsgd.config.run_file import parse, to_toml
 from acsgd.launch import start_torchrun
 from acsgd.notes import print_note
@@ -39,6 +40,8 @@ PRIVATE = Path("~/.acsgd")
 """Directory with the secrets and invitations of this user's runs."""
 MAX_BYTES = 2**20
 """Maximum size of what an invitation holds."""
+DEVICES = ("auto", "cpu", "gpu", "xpu")
+"""Values of --nproc-per-node of torchrun that are no numbers: one process per processor, or device of a kind."""
 SHOWN = 20
 """Number of characters of a wrong invitation that are shown; it may hold a secret."""
 
@@ -76,7 +79,11 @@ class Invitation:
                     f"the invitation {text[:SHOWN]}... is of another version of acsgd than {VERSION}; "
                     "install the same version on all hosts"
                 )
-            raise ValueError(f"{text[:SHOWN]}... is no invitation; copy all that acsgd host printed after acsgd join")
+            shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+            raise ValueError(
+                f'"{shown}" is neither an invitation nor a file with one; copy all that acsgd host printed after acsgd '
+                "join"
+            )
         try:
             data = base64.urlsafe_b64decode(text[len(PREFIX) :] + "=" * (-(len(text) - len(PREFIX)) % 4))
             check, content = data[:4], data[4:]
@@ -90,8 +97,25 @@ class Invitation:
             raise ValueError("the invitation is damaged or not whole; copy all that acsgd host printed") from None
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """The processes of this host."""
+
+    nproc: str = "auto"
+    """Number of processes on this host, --nproc-per-node of torchrun; "auto": one per GPU, or per processor."""
+    restarts: Annotated[int, COUNT_OR_NONE] = 3
+    """How often a failed worker of this host starts again, --max-restarts of torchrun."""
+
+    def check(self) -> None:
+        """Raise ValueError for the first option that torchrun would refuse."""
+        for error in out_of_range(self):
+            raise ValueError(f"--{error}")
+        if self.nproc not in DEVICES and not re.fullmatch(r"[1-9]\d*", self.nproc):
+            raise ValueError(f"--nproc={self.nproc} must be a number of processes, or one of {', '.join(DEVICES)}")
+
+
 @dataclass(frozen=True)
-class HostCommand:
+class HostCommand(WorkerOptions):
     """Start an elastic run on this host, and print the line by which others join it.
 
     Starts torchrun in place of this process. A run that is started again has the same invitation.
@@ -99,9 +123,7 @@ class HostCommand:
 
     run_file: tyro.conf.Positional[Path]
     """RUN.toml with the options of the run."""
-    nproc: str = "auto"
-    """Number of processes on this host, --nproc-per-node of torchrun; "auto": one per GPU, or per processor."""
-    port: int = DEFAULT_PORT
+    port: Annotated[int, PORT] = DEFAULT_PORT
     """Port at which this host is reached first."""
     address: str | None = None
     """Name or address of this host for the others. Default: that by which it reaches other networks."""
@@ -111,24 +133,29 @@ class HostCommand:
     """Whether connections between hosts are encrypted and need one port each; "auto": if an address is public."""
     hosts: str = "1:8"
     """Lowest and highest number of hosts, --nnodes of torchrun; training starts with the lowest."""
-    restarts: int = 3
-    """How often a failed worker of this host starts again, --max-restarts of torchrun."""
 
     def run(self) -> None:
         """Run the command. Raises ValueError for invalid options, or a port that is taken."""
+        self.check()
+        lowest, _, highest = self.hosts.partition(":")
+        if not re.fullmatch(r"\d+(:\d+)?", self.hosts) or not 0 < int(lowest) <= int(highest or lowest):
+            raise ValueError(f"--hosts={self.hosts} must be a number of hosts, or the lowest and highest, as 1:8")
         config = _with_directories(parse([str(self.run_file)], prog="acsgd host", is_main=False))
         if self.announce is not None and self.mesh == "false":
             raise ValueError(
                 f"--announce {self.announce} is of a mesh, which --mesh false turns off; remove one of them"
             )
+        if self.announce is not None:
+            check_announced(self.announce)
         if (address := self.address or own_address()) is None:
             raise ValueError("this host has no address at which others could reach it; give one with --address")
         try:
             listen(address, self.port).close()
         except OSError as error:
+            strerror = str(error.strerror).partition(" (")[0]  # Python adds the address
             raise ValueError(
-                f"{join_address(address, self.port)} cannot be listened on ({error.strerror}); give another --port or "
-                "--address, or end the program that listens there"
+                f"{join_address(address, self.port)} cannot be listened on ({strerror}); give another --port "
+                "or --address, or end the program that listens there"
             ) from None
         run, secret = _secret_of(config)
         invitation = Invitation(
@@ -146,7 +173,7 @@ class HostCommand:
 
 
 @dataclass(frozen=True)
-class JoinCommand:
+class JoinCommand(WorkerOptions):
     """Join an elastic run with the invitation that `acsgd host` printed. Ctrl-C leaves it again.
 
     Starts torchrun in place of this process.
@@ -155,15 +182,14 @@ class JoinCommand:
     invitation: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="INVITATION")]
     """The invitation, or a file with it, which stays out of the shell's history. It holds the secret of the run: send
     it to those alone who may join."""
-    nproc: str = "auto"
-    """Number of processes on this host, --nproc-per-node of torchrun; "auto": one per GPU, or per processor."""
     announce: str | None = None
     """In a mesh: host:port at which others reach this host, or "none" if it has no port. Default: a free port."""
-    restarts: int = 3
-    """How often a failed worker of this host starts again, --max-restarts of torchrun."""
 
     def run(self) -> None:
-        """Run the command. Raises ValueError if the invitation is damaged or of another version."""
+        """Run the command. Raises ValueError for invalid options, or a damaged invitation or one of another version."""
+        self.check()
+        if self.announce not in (None, "none"):
+            check_announced(self.announce)
         is_text = not os.path.isfile(self.invitation)
         invitation = Invitation.decode(self.invitation) if is_text else _read(Path(self.invitation))
         if invitation.version != VERSION:
@@ -239,9 +265,12 @@ def _with_directories(config: Config) -> Config:
 def _read(path: Path) -> Invitation:
     """Return the invitation in a file. Raises ValueError."""
     try:
-        return Invitation.decode(path.read_text())
+        text = path.read_text()
     except UnicodeDecodeError:
-        raise ValueError(f"{path} holds no invitation; give what acsgd host printed after acsgd join") from None
+        text = ""
+    if not text.strip():
+        raise ValueError(f"{path} holds no invitation; give what acsgd host printed after acsgd join")
+    return Invitation.decode(text)
 
 
 def _private(name: str) -> Path:

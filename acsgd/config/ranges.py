@@ -33,6 +33,7 @@ class Range:
 COUNT = Range(1, 10**12)
 """Range of numbers of steps, which cost nothing until they are made."""
 COUNT_OR_NONE = Range(0, 10**12)
+PORT = Range(1, 65535)
 
 
 def ranges_of(kind: type) -> dict[str, Range]:

@@ -68,9 +68,8 @@ def parse_flags(
     except SystemExit as end:
         if not end.code:
             raise
-        text = printed.getvalue()
-        named = max([prog, *re.findall(rf"{re.escape(prog)}[\w -]*(?= --help)", text)], key=len)  # with its subcommand
-        raise ValueError(f"{_usage_error(text, argv)}; all options: {named} --help") from None
+        named = _with_subcommand(kind, argv, prog)
+        raise ValueError(f"{_usage_error(printed.getvalue(), argv)}; all options: {named} --help") from None
 
 
 def to_toml(config: Config) -> str:
@@ -159,6 +158,14 @@ def _is_nested(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(each, (list, dict)) for each in value)
 
 
+def _with_subcommand(kind: type[Any], argv: Sequence[str], prog: str) -> str:
+    """Return the name of a command, with that of its subcommand if the first argument is one."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        tyro.cli(kind, args=[*(each for each in argv[:1] if each[:1] != "-"), "--help"], prog=prog)
+    return printed.getvalue().partition("usage: ")[2].partition(" [-h]")[0]
+
+
 def _usage_error(printed: str, argv: Sequence[str]) -> str:
     """Return tyro's usage error, a title and sections of text between lines, as one sentence. argv: what was typed."""
     sections: list[list[str]] = [[]]
@@ -190,7 +197,9 @@ def _usage_error(printed: str, argv: Sequence[str]) -> str:
     found = [text.split()[0].strip(",") for section in others if section[0].startswith("Perhaps") for text in section]
     suggested = [name for name in dict.fromkeys(found) if name[:2] == "--" and _is_meant(unknown, name)]
     hint = f" (did you mean {' or '.join(suggested)}?)" if suggested else ""
+    hint += next((f"; {' '.join(each)}" for each in others if each[0].startswith("Available")), "").lower()
     text = " ".join(error).partition(" Got errors: ")[0].removesuffix(".")
+    text = re.sub(r"'(?:\w+\.)?(\w+)'(?=\. Expected)", lambda argument: argument[1].upper(), text)  # as in the help
     text = re.sub(r"--[\w.-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), text)  # as in the documentation
     if len(text) > MAX_USAGE:  # tyro has broken a long value into lines
         text = f"{text[: MAX_USAGE // 2]}...{text[-MAX_USAGE // 2 :]}"

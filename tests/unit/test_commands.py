@@ -119,7 +119,11 @@ def test_the_help_of_acsgd_lists_train_without_loading_numpy_or_torch_and_may_lo
 
 WRONG = [
     ("generate m --promt x", "unrecognized options: --promt, x (did you mean --prompt?); all options: acsgd generate"),
-    ("convert to-hf a b --shards 1", "unrecognized options: --shards, 1; all options: acsgd convert"),
+    ("convert to-hf a b --shards 1", "unrecognized options: --shards, 1; all options: acsgd convert to-hf --help"),
+    ("convert to-hf --shards a b", "missing value for argument SOURCE. Expected 1 values; all options: acsgd conv"),
+    ("convert nope", "unrecognized options: nope; available subcommands: from-hf, to-hf, from-legacy, to-legacy, "),
+    ("doctor --listen 99999", "--listen=99999 must be at least 1, at most 65535"),
+    ("doctor --listen 9 --announce a", "--announce a: a is not host:port; give the address at which others reach this"),
     ("data show a", "required options are missing: --model STR; all options: acsgd data show"),
     (
         "data show a --modell m",

@@ -78,7 +78,7 @@ def test_an_invitation_that_is_not_whole_is_refused() -> None:
         Invitation.decode(dataclasses.replace(INVITATION, run="../run").encode())
     with pytest.raises(ValueError, match=r"acsgd2-abc\.\.\. is of another version of acsgd"):
         Invitation.decode("acsgd2-abc")
-    with pytest.raises(ValueError, match=r"hello\.\.\. is no invitation"):
+    with pytest.raises(ValueError, match='"hello" is neither an invitation nor a file'):
         Invitation.decode("hello")
 
 
@@ -131,7 +131,22 @@ def test_mistakes_are_named_before_torchrun_starts(run_dir: Path) -> None:
         "error: --announce none is of a mesh, which"
     )
     (run_dir / "notes").write_text("hello")
-    assert commands.acsgd("join", "notes")[1].startswith("error: hello... is no invitation")
+    assert commands.acsgd("join", "notes")[1].startswith('error: "hello" is neither an invitation')
+    (run_dir / "empty").touch()
+    for line, message in (
+        ("join empty", "empty holds no invitation; give what"),
+        ("join ./nowhere", '"./nowhere" is neither an invitation nor a file with one; copy'),
+        ("join hello --nproc 0", "--nproc=0 must be a number of processes, or one of auto, "),
+        ("join hello --announce here", "--announce here: here is not host:port; give the address"),
+        ("host run.toml --announce here", "--announce here: here is not host:port; give the address"),
+        ("host run.toml --nproc some", "--nproc=some must be a number of processes, or one of auto, "),
+        ("host run.toml --port 99999", "--port=99999 must be at least 1, at most 65535"),
+        ("host run.toml --restarts=-1", "--restarts=-1 must be at least 0, "),
+        *((f"host run.toml --hosts {each}", f"--hosts={each} must be a number of") for each in ("x", "0", "3:2", ":2")),
+    ):
+        code, printed = commands.acsgd(*line.split())
+        assert (code, printed.count("\n")) == (2, 1)
+        assert printed.startswith(f"error: {message}"), printed
     assert "run file no.toml cannot be read" in commands.acsgd("host", "no.toml")[1]
     code, printed = commands.acsgd("host", "run.toml", "--address", "192.0.2.77")
     assert (code, printed.count("\n")) == (2, 1)

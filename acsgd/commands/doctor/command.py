@@ -11,13 +11,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import psutil
 import tyro
 
-from acsgd.comm.addresses import join_address, parse_endpoints
+from acsgd.comm.addresses import check_announced, join_address, parse_endpoints
 from acsgd.commands.doctor.host import Diagnosis, check_host
 from acsgd.commands.doctor.links import DIAL_S, Doctor, DoctorClient, Measured, PeerError, diagnose, measure
+from acsgd.config.ranges import PORT, Range, out_of_range
 from acsgd.launch import gloo_interface, run_secret
 
 MARKS = {"ok": "ok", "warning": "[yellow]warning[/]", "error": "[bold red]error[/]"}
@@ -33,23 +35,25 @@ class DoctorCommand:
 
     run_file: tyro.conf.Positional[Path | None] = None
     """RUN.toml, whose options are checked, and whose log.dir."""
-    listen: int | None = None
+    listen: Annotated[int, PORT] | None = None
     """Port on which the doctors of other hosts are answered, until Ctrl-C."""
     connect: str | None = None
     """Hosts on which a doctor listens, comma-separated: "hostA:29400,[fd00::2]:29400". Measures the links to them."""
     announce: str | None = None
     """Address host:port at which others reach --listen. Default: the address that they see, with that port."""
-    seconds: float = 2.0
+    seconds: Annotated[float, Range(0, 10, above=True)] = 2.0
     """Time for which data is sent in each direction of a link."""
     json: bool = False
     """Print JSON in place of a table."""
 
     def run(self) -> None:
         """Run the command."""
-        if not 0 < self.seconds <= 10:
-            raise ValueError(f"--seconds {self.seconds} must be above 0 and at most 10")
+        for error in out_of_range(self):
+            raise ValueError(f"--{error}")
         if self.announce is not None and self.listen is None:
             raise ValueError("--announce is the address of --listen; give --listen PORT, too")
+        if self.announce is not None:
+            check_announced(self.announce)
         with contextlib.ExitStack() as stack:
             if self.listen is not None:
                 stack.enter_context(contextlib.closing(self._answer(self.listen)))
@@ -112,7 +116,8 @@ class DoctorCommand:
         try:
             return Doctor(port, _secret(), facts())
         except OSError as error:
-            raise ValueError(f"port {port} cannot be listened on ({error.strerror}); give another --listen") from None
+            strerror = str(error.strerror).partition(" (")[0]  # Python adds the address
+            raise ValueError(f"port {port} cannot be listened on ({strerror}); give another --listen") from None
 
     def _print(self, diagnoses: Sequence[Diagnosis], links: Sequence[Measured]) -> None:
         if self.json:

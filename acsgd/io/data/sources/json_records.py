@@ -99,7 +99,7 @@ def _is_table(fields: Mapping[str, Any]) -> bool:
     parts = [each for each in fields.values() if isinstance(each, dict)]
     if not parts or len(parts) < len(fields):
         return False
-    return any([*keys] == [str(number) for number in range(len(keys))] != [] for keys in (fields, parts[0]))
+    return any(keys and all(map(str.isdecimal, keys)) for keys in (fields, parts[0]))
 
 
 def _elements(text: str, name: str, key: str) -> Iterator[tuple[str, str, Any]]:
