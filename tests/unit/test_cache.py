@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import socket
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.synchronize import Event
@@ -239,3 +240,21 @@ def test_a_lock_whose_file_was_removed_before_it_was_locked_is_not_held(
     assert lock_file(tmp_path / "a").exists()
     lock.release()
     assert not lock_file(tmp_path / "a").exists()
+
+
+def test_files_of_locks_that_killed_processes_left_are_removed_by_later_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    held, new, left = (tmp_path / name for name in ("held", "new", "left"))
+    holder, later = HostLock(held), HostLock(tmp_path / "later")
+    assert holder.acquire(0.0)
+    for path in (new, left):
+        lock_file(path).touch()
+    for path in (held, left):
+        os.utime(lock_file(path), (0, 0))
+    assert later.acquire(0.0)
+    assert [lock_file(path).exists() for path in (held, new, left)] == [True, True, False]
+    later.release()
+    holder.release()
+    assert [*tmp_path.iterdir()] == [lock_file(new)]

@@ -23,6 +23,8 @@ TIMEOUT_S = 4 * 3600.0
 """Maximum time to wait for another process that builds, seconds. A process that dies releases the lock at once."""
 POLL_S = 0.05
 """Seconds between two attempts to get a lock."""
+LEFTOVER_S = 3600.0
+"""Age of the file of a lock, seconds, from which it is removed if nobody holds the lock."""
 
 
 def open_cached(
@@ -86,7 +88,8 @@ def _locked(path: Path, note: Callable[[str], None] | None, timeout_s: float) ->
 class HostLock:
     """A lock on a path, which one process of this host and user holds at a time; it ends with the process.
 
-    Its file exists while it is held. So whoever locks a file checks that it was not removed meanwhile.
+    Its file exists while it is held; that of a process that was killed, until a later one acquires any lock. So whoever
+    locks a file checks that it was not removed meanwhile.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,39 +99,58 @@ class HostLock:
     def acquire(self, timeout_s: float) -> bool:
         """Wait for the lock; return False if another process holds it for `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
-        while not self._try_acquire():
+        while (descriptor := _try_lock(self._file)) is None:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(POLL_S)
+        self._descriptor = descriptor
+        _remove_leftovers(self._file.parent)
         return True
 
     def release(self) -> None:
         """Release the lock if it is held. May be called by any thread."""
         if self._descriptor is not None:
             descriptor, self._descriptor = self._descriptor, None
-            with contextlib.suppress(OSError):  # a cleaner of temporary files has removed it
-                if os.path.samestat(self._file.lstat(), os.fstat(descriptor)):
-                    self._file.unlink()
-            os.close(descriptor)
-
-    def _try_acquire(self) -> bool:
-        descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_nlink:
-                self._descriptor = descriptor
-        except BlockingIOError:
-            pass
-        finally:
-            if self._descriptor is None:
-                os.close(descriptor)
-        return self._descriptor is not None
+            _unlock(self._file, descriptor)
 
 
 def lock_file(path: Path) -> Path:
     """Return the lock of a path, in this host's temporary directory; one per user, since /tmp is sticky."""
     digest = hashlib.sha256(f"{os.getuid()} {path.absolute()}".encode()).hexdigest()
     return Path(tempfile.gettempdir()) / f"acsgd-{digest[:32]}.lock"
+
+
+def _try_lock(file: Path) -> int | None:
+    """Return the descriptor of a file that this process has locked now; None if another one holds it."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+    except BlockingIOError:
+        pass
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def _unlock(file: Path, descriptor: int) -> None:
+    """Remove a file that this process has locked, and end the lock."""
+    with contextlib.suppress(OSError):  # a cleaner of temporary files has removed it
+        if os.path.samestat(file.lstat(), os.fstat(descriptor)):
+            file.unlink()
+    os.close(descriptor)
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove the old files of locks that nobody holds: processes that were killed have left them."""
+    for file in directory.glob("acsgd-*.lock"):
+        with contextlib.suppress(OSError):  # another user's, or removed meanwhile
+            is_old = time.time() - file.lstat().st_mtime >= LEFTOVER_S
+            if is_old and (descriptor := _try_lock(file)) is not None:
+                _unlock(file, descriptor)
 
 
 def _builder(path: Path) -> str:
