@@ -11,19 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    PreTrainedConfig,
-)
-from transformers.utils import logging
 
 from acsgd.layers.description import ModelLayers, Verification
 from acsgd.layers.skeleton import set_buffer, set_parameter, weights_on_meta
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 TOKEN_TYPES = "token_type_ids"
 """Input with the type of each token: 0 in the first text of a pair, 1 in the second."""
@@ -44,8 +37,8 @@ class ModelClass:
 
     name: str
     """Name in manifests."""
-    auto_class: Any
-    """transformers' class that builds the model with its head."""
+    auto_name: str
+    """Name of `auto_class`."""
     inputs: Mapping[str, tuple[str, ...]]
     """Integer inputs of forward by name, each with the names of its sizes: "batch", "sequence" or "target". Of a model:
     `inputs_of`."""
@@ -61,6 +54,13 @@ class ModelClass:
     """Whether models are trained with a new head: the files of a pretrained one may lack it, or hold another one."""
     has_one_output: bool = False
     """Whether the head has one output, whatever the config says."""
+
+    @property
+    def auto_class(self) -> Any:
+        """transformers' class that builds the model with its head."""
+        import transformers  # takes a second
+
+        return getattr(transformers, self.auto_name)
 
     def inputs_of(self, config: PreTrainedConfig) -> Mapping[str, tuple[str, ...]]:
         """Return the inputs that a model takes: TOKEN_TYPES, too, if it has an embedding of them that labels need."""
@@ -119,6 +119,8 @@ def _without_advice() -> Iterator[None]:
     Constructors give advice in every build, on every rank. It is for other uses, or an error of acsgd gives it, too, as
     to add is_decoder=True to a BERT.
     """
+    from transformers.utils import logging
+
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -156,7 +158,7 @@ MODEL_CLASSES: Mapping[str, ModelClass] = {
     for each in (
         ModelClass(
             "lm",
-            AutoModelForCausalLM,
+            "AutoModelForCausalLM",
             _TOKENS,
             ("batch", "sequence"),
             cross_entropy,
@@ -165,7 +167,7 @@ MODEL_CLASSES: Mapping[str, ModelClass] = {
         ),
         ModelClass(
             "classification",
-            AutoModelForSequenceClassification,
+            "AutoModelForSequenceClassification",
             _TEXT,
             ("batch",),
             cross_entropy,
@@ -174,7 +176,7 @@ MODEL_CLASSES: Mapping[str, ModelClass] = {
         ),
         ModelClass(
             "regression",
-            AutoModelForSequenceClassification,
+            "AutoModelForSequenceClassification",
             _TEXT,
             ("batch",),
             squared_error,
@@ -184,7 +186,7 @@ MODEL_CLASSES: Mapping[str, ModelClass] = {
         ),
         ModelClass(
             "seq2seq",
-            AutoModelForSeq2SeqLM,
+            "AutoModelForSeq2SeqLM",
             _PAIR,
             ("batch", "target"),
             cross_entropy,

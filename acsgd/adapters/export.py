@@ -30,7 +30,7 @@ from acsgd.shards.config import CONFIG, derive_layers, read_config
 from acsgd.shards.convert import ReportProgress
 from acsgd.shards.disk import ShardDirectory, model_files, write_layer
 from acsgd.shards.export import write_model_files, write_run_options
-from acsgd.shards.layer_tensors import layer_tensors
+from acsgd.shards.layer_tensors import describe_tensors, layer_tensors
 from acsgd.shards.manifest import Manifest
 
 PREFIX = "base_model.model."
@@ -111,7 +111,8 @@ def merge(source: Path, target: Path, *, report: ReportProgress = lambda done, t
         report(min(done, total), total)
     description = derive_layers(source, config, task)
     copied = write_model_files(shards, config, dtypes, target)
-    Manifest(0, task, description, files, {}, copied, run=None).write(target)
+    described = describe_tensors(plain, description, copied)
+    Manifest(0, task, description, files, {}, copied, run=None, tensors=described).write(target)
 
 
 def _dtype_of(shards: ShardDirectory) -> str:

@@ -20,6 +20,7 @@ from acsgd.shards.disk import copy_model_files, list_model_files, model_files, w
 from acsgd.shards.export import write_config
 from acsgd.shards.generation import GENERATION_CONFIG, set_ends
 from acsgd.shards.hf_model import names_of, tensor_of
+from acsgd.shards.layer_tensors import describe_tensors
 from acsgd.shards.manifest import Manifest
 
 TOKENS = ".token_adapter"
@@ -55,7 +56,9 @@ def merge_peft(source: Path, base: str | None, target: Path, *, dtype: torch.dty
         cast = {name: tensor.to(config.dtype) if name in params else tensor for name, tensor in tensors.items()}
         files[layer] = write_layer(target, layer, cast)
     _write_model_files(loaded, config, target)
-    Manifest(0, task, layers, files, {}, list_model_files(target), run=None).write(target)
+    listed = list_model_files(target)
+    described = describe_tensors(plain, layers, listed)
+    Manifest(0, task, layers, files, {}, listed, run=None, tensors=described).write(target)
 
 
 def _write_model_files(loaded: LoadedModel, config: PreTrainedConfig, target: Path) -> None:

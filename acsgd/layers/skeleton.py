@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import initialization
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +49,7 @@ class _WithoutMemory(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _INITIALIZERS:
+        if func in _initializers():
             tensor: torch.Tensor = args[0] if args else kwargs["tensor"]
             if tensor.is_meta:
                 return tensor
@@ -63,15 +63,16 @@ class _WithoutMemory(TorchFunctionMode):
         return func((), **kwargs).expand(on_meta.shape)
 
 
-_INITIALIZERS = {
-    torch.Tensor.normal_,
-    torch.Tensor.uniform_,
-    *(
-        getattr(module, name)
-        for module in (nn.init, initialization)  # transformers replaces those of nn by its own while it initialises
-        for name in ("normal_", "uniform_", "trunc_normal_", "kaiming_normal_", "kaiming_uniform_")
-    ),
-}
+_NAMES = ("normal_", "uniform_", "trunc_normal_", "kaiming_normal_", "kaiming_uniform_")
+_INITIALIZERS = {torch.Tensor.normal_, torch.Tensor.uniform_, *(getattr(nn.init, name) for name in _NAMES)}
+
+
+@functools.cache
+def _initializers() -> Collection[Any]:
+    """Return the functions of torch and transformers that draw initial values."""
+    from transformers import initialization  # takes seconds; it replaces those of nn by its own while it initialises
+
+    return _INITIALIZERS | {getattr(initialization, name) for name in _NAMES}
 
 
 def parameter_names(model: nn.Module) -> dict[str, list[str]]:

@@ -27,6 +27,7 @@ from acsgd.notes import print_note
 from acsgd.shards.check import first_names
 from acsgd.shards.config import derive_layers
 from acsgd.shards.disk import copy_model_files, list_model_files, verify_file, write_layer
+from acsgd.shards.layer_tensors import describe_tensors
 from acsgd.shards.load import draw
 from acsgd.shards.locate import open_hf
 from acsgd.shards.manifest import VERSION, Manifest, StoredFile
@@ -152,8 +153,10 @@ def from_hf(
     if resized:
         resized.config.save_pretrained(target)
         copied = list_model_files(target)
-    new, kept = tuple(sorted(opened.new)), verification
-    Manifest(0, task, model, files, {}, copied, run=None, verification=kept, new=new).write(target)
+    new, tensors = tuple(sorted(opened.new)), describe_tensors(opened.model, model, copied)
+    Manifest(0, task, model, files, {}, copied, run=None, verification=verification, new=new, tensors=tensors).write(
+        target
+    )
 
 
 def write_layers(

@@ -23,7 +23,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
-import transformers
 from torch import Tensor
 
 from acsgd.errors import CorruptFileError
@@ -116,6 +115,8 @@ class ShardDirectory:
     @property
     def verified_layers(self) -> ModelLayers | None:
         """Layers of the model, if they were verified when it was converted, with the installed transformers."""
+        import transformers  # takes a second
+
         verification = self.manifest.verification
         return self.manifest.model if verification and verification.version == transformers.__version__ else None
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 
 from acsgd.layers.description import ModelLayers
 from acsgd.layers.skeleton import parameter_names
+from acsgd.shards.manifest import ModelTensors, StoredFile, config_checksum
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,4 +43,14 @@ def hidden_matrices(model: PreTrainedModel, layers: ModelLayers) -> frozenset[st
         key
         for key, names in parameter_names(model).items()
         if model.get_parameter(key).dim() == 2 and key not in outside and tables.isdisjoint(names)
+    )
+
+
+def describe_tensors(model: PreTrainedModel, layers: ModelLayers, model_files: Iterable[StoredFile]) -> ModelTensors:
+    """Return what a manifest records of the tensors of a model. model_files: with its config.json."""
+    stored = [layer_tensors(model, layers, layer.index) for layer in layers.layers]
+    return ModelTensors(
+        {key: tuple(tensor.shape) for each in stored for key, tensor in (each.weights | each.constants).items()},
+        tuple(sorted(hidden_matrices(model, layers))),
+        config_checksum(model_files),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,6 +44,18 @@ class StoredFile:
 
 
 @dataclass(frozen=True)
+class ModelTensors:
+    """What checks of the files of a model need to know of the model, so that they need not build it."""
+
+    shapes: dict[str, tuple[Natural, ...]]
+    """Shape of each tensor that is stored with a layer, by name."""
+    hidden_matrices: tuple[str, ...]
+    """See `acsgd.shards.layer_tensors.hidden_matrices`."""
+    config: str
+    """Checksum of the config.json that describes the model."""
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Contents of a complete shard directory."""
 
@@ -73,6 +86,8 @@ class Manifest:
     """Adapter of the model, as a spec string; None = none."""
     hosts: dict[str, list[str]] = field(default_factory=dict)
     """Hosts that hold each file, by its name, if the hosts of the run have disks of their own; else empty."""
+    tensors: ModelTensors | None = None
+    """Tensors of the model; None in manifests of older versions."""
 
     @property
     def files(self) -> list[StoredFile]:
@@ -87,6 +102,14 @@ class Manifest:
         files = {**self.layers, **self.tables, **{f"{layer}.constants": each for layer, each in self.constants.items()}}
         entries = sorted((name, entry.checksum) for name, entry in files.items())
         return new_file_checksum(repr(entries).encode()).hexdigest()
+
+    @property
+    def checked_tensors(self) -> ModelTensors | None:
+        """`tensors`, if they are those of the layers and of config.json that the manifest lists."""
+        names = {name for stored in self.model.stored().values() for name in stored}
+        known = self.tensors
+        is_same = known and known.shapes.keys() == names and known.config == config_checksum(self.model_files)
+        return known if is_same else None
 
     def write(self, directory: Path) -> None:
         """Write the manifest, which completes a shard directory, and wait until it is on disk."""
@@ -126,6 +149,11 @@ class Manifest:
             ) from None
         # the layers of an older version are derived again before they are used
         return replace(manifest, verification=None) if fields["version"] == WITHOUT_TABLES else manifest
+
+
+def config_checksum(model_files: Iterable[StoredFile]) -> str:
+    """Return the checksum of config.json, empty if it is not listed."""
+    return next((file.checksum for file in model_files if file.file == "config.json"), "")
 
 
 def _check_distinct(names: list[str]) -> None:

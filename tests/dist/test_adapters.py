@@ -17,6 +17,7 @@ from lib.ranks import on_ranks
 from lib.resume import HALF, checkpoint_of, losses_of, stopped_half_way, train_ranks
 from lib.resume import STEPS as SAVED_STEPS
 from lib.resume import make_config as make_saved_config
+from lib.saved import assert_describes_its_model
 from lib.training import RELATIVE, make_config, train_whole, whole_batches
 from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -268,6 +269,7 @@ def test_virtual_tokens_resume_generate_and_load_in_peft(
     assert losses_of(same) == losses_of(whole)
     checkpoint, peft = checkpoint_of(whole), tmp_path / "peft"
     assert inspect(checkpoint)[0].errors == []
+    assert_describes_its_model(checkpoint)
     peft.mkdir()
     to_peft(checkpoint, peft)
     with pytest.raises(ValueError, match="virtual tokens are part of no weight"):

@@ -21,7 +21,7 @@ from acsgd.config.options import Config, ReplicaConfig
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 from acsgd.errors import CorruptFileError
-from acsgd.io.checkpoint.contents import LOCAL_OPTIMIZER, Contents
+from acsgd.io.checkpoint.contents import LOCAL_OPTIMIZER, Contents, build_tensors
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.inspect import inspect
 from acsgd.shards.config import read_config
@@ -64,7 +64,8 @@ def directory_of(config: Config) -> CheckpointDirectory:
 
 
 def contents_of(checkpoint: Path) -> Contents:
-    return Contents.of(ShardDirectory(checkpoint), read_config(checkpoint))
+    shards = ShardDirectory(checkpoint)
+    return Contents.of(shards, build_tensors(shards.manifest, read_config(checkpoint)))
 
 
 def error_of(contents: Contents, checkpoint: Path, name: str) -> str:

@@ -18,6 +18,7 @@ from acsgd.launch import Launch
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.shards.layer_tensors import layer_tensors
+from lib.saved import assert_describes_its_model
 
 
 def initial_adapter(config: Config) -> dict[str, Tensor]:
@@ -39,6 +40,8 @@ def check_exports(checkpoint: Path, model: Path, directory: Path) -> None:
     merged.mkdir()
     to_peft(checkpoint, peft)
     merge(checkpoint, merged)
+    for path in (checkpoint, merged):
+        assert_describes_its_model(path)
     assert AutoTokenizer.from_pretrained(peft).get_vocab() == AutoTokenizer.from_pretrained(model).get_vocab()
     with torch.no_grad():
         plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -23,11 +23,13 @@ from acsgd.config.options import (
     PipelineConfig,
 )
 from acsgd.groups import connect
+from acsgd.io.checkpoint.contents import build_tensors
 from acsgd.io.files.checksum import file_checksum
 from acsgd.launch import Launch
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.inputs import open_inputs
+from acsgd.shards.config import read_config
 from acsgd.shards.manifest import Manifest, StoredFile
 from lib.patience import NO_LIMIT_S
 
@@ -54,6 +56,13 @@ def train_alone(config: Config) -> Path:
     with connect(job.topology, timeout=timedelta(seconds=NO_LIMIT_S), store=dist.HashStore()) as groups:
         train.train(job, inputs, groups, RunLock([]))
     return job.paths.checkpoints.path
+
+
+def assert_describes_its_model(directory: Path) -> None:
+    """Check that a manifest records the tensors of the model that the config.json beside it describes."""
+    manifest = Manifest.read(directory)
+    assert manifest.checked_tensors is not None
+    assert manifest.checked_tensors == build_tensors(manifest, read_config(directory, manifest.task))
 
 
 def rewrite_tensors(path: Path, change: Callable[[dict[str, Tensor]], None]) -> None:

@@ -42,7 +42,7 @@ from acsgd.errors import WaitInterruptedError
 from acsgd.groups import Groups, connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import BatchReader
-from acsgd.io.data.rows.streamed import StreamState
+from acsgd.io.data.stream.state import StreamState
 from acsgd.io.files.fields import from_json
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.launch import Launch

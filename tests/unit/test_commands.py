@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from lib.commands import acsgd
 from lib.models import NO_LAYERS
+from lib.saved import SMALL, small_run, train_alone
 
 from acsgd import cli, main
 from acsgd.commands.data.command import Check, Dedup
@@ -21,6 +22,7 @@ from acsgd.commands.evaluation.options import EvalOptions
 from acsgd.commands.typed import typed
 from acsgd.config.run_file import parse
 from acsgd.errors import nearest_path, similar
+from acsgd.shards.convert import from_hf
 from acsgd.shards.manifest import Manifest, StoredFile
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +85,40 @@ finally:
 """
 
 
+WITHOUT_TRANSFORMERS = """
+import json, sys
+from acsgd import cli
+try:
+    for arguments in json.loads(sys.argv[1]):
+        cli.run(arguments)
+finally:
+    assert not {"transformers", "tokenizers", "torch._dynamo", "peft", "scipy", "datasets"} & sys.modules.keys()
+"""
+
+
+def run_python(code: str, *commands: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, json.dumps(commands)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_valid_checkpoint_and_a_converted_model_are_inspected_without_transformers(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Which takes most of the time to import."""
+    model, run = tiny_model("gpt2", **SMALL), tmp_path / "runs" / "run"
+    checkpoints = train_alone(small_run(model, run))
+    (tmp_path / "shards").mkdir()
+    from_hf(model, tmp_path / "shards")
+    done = run_python(WITHOUT_TRANSFORMERS, ["inspect", str(checkpoints)], ["inspect", str(tmp_path / "shards")])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("all files are valid") == 2
+
+
 def test_data_and_corrupt_files_are_shown_without_the_code_of_models(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -93,13 +129,7 @@ def test_data_and_corrupt_files_are_shown_without_the_code_of_models(
         tmp_path
     )
     show = ["data", "show", str(tmp_path / "chats.jsonl"), "--model", str(tiny_model())]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_MODELS, json.dumps([show, ["inspect", str(tmp_path)]])],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python(WITHOUT_MODELS, show, ["inspect", str(tmp_path)])
     assert (done.returncode, done.stderr) == (1, "")
     assert f"CORRUPT: {tmp_path / 'config.json'} is missing" in done.stdout
 

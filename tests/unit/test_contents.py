@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lib.cache import share_cache
-from lib.saved import SMALL, rewrite_tensors, small_run, train_alone
+from lib.saved import SMALL, assert_describes_its_model, rewrite_tensors, small_run, train_alone
 from torch import Tensor
 
 from acsgd.config.options import CheckpointConfig, Config, LogConfig, ReplicaConfig, RunConfig
@@ -22,6 +23,7 @@ from acsgd.launch import Launch
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.setup.resume import check_files
 from acsgd.shards.convert import from_hf
+from acsgd.shards.disk import list_model_files
 from acsgd.shards.export import to_hf
 from acsgd.shards.manifest import Manifest
 
@@ -125,6 +127,31 @@ def test_a_tensor_that_does_not_fit_is_named_by_a_start_and_by_inspect(job: Job,
         assert message in str(error.value), name
         (report,) = inspect(checkpoint)
         assert report.errors == [str(error.value)], name
+
+
+def test_recorded_tensors_are_those_of_the_model_that_is_built(job: Job, tiny_model: TinyModel, tmp_path: Path) -> None:
+    from_hf(tiny_model("qwen2"), tmp_path)
+    for path in (job.paths.checkpoints.of(2), tmp_path):
+        assert_describes_its_model(path)
+
+
+def test_an_older_manifest_or_another_config_does_not_hide_a_tensor_that_does_not_fit(job: Job, tmp_path: Path) -> None:
+    """A weight and its moments of the same wrong shape; then another size in config.json, with files of the old one."""
+    older = copied(job, tmp_path / "older")
+    for key in (f"exp_avg_sq/{BIAS}", f"exp_avg/{BIAS}", BIAS):
+        rewrite_tensors(older / FILE, replace(key, lambda x: x[:-1]))
+    (recorded,) = inspect(older)
+    dataclasses.replace(Manifest.read(older), tensors=None).write(older)
+    (built,) = inspect(older)
+    assert f"{BIAS} has shape [31], expected [32]" in recorded.errors[0]
+    assert built.errors == recorded.errors
+    other = copied(job, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"n_positions": 64}))
+    manifest = Manifest.read(other)
+    dataclasses.replace(manifest, model_files=list_model_files(other)).write(other)
+    (report,) = inspect(other)
+    assert "transformer.wpe.weight has shape [32, 8], expected [64, 8]" in report.errors[0]
 
 
 def test_a_run_resumes_from_an_older_checkpoint_if_a_moment_does_not_fit(

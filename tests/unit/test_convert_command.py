@@ -17,7 +17,7 @@ import pytest
 import torch
 from lib.commands import acsgd
 from lib.processes import CONTEXT, WAIT_S, started, wait_for_a_signal
-from lib.saved import SMALL
+from lib.saved import SMALL, assert_describes_its_model
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
@@ -283,6 +283,7 @@ def test_an_adapter_that_peft_has_written_is_merged_as_peft_merges_it(
     unmerged = adapted.eval()(ids).logits.detach()
     code, printed = acsgd("convert", "merge", tmp_path / "peft", tmp_path / "merged")
     assert code == 0, printed
+    assert_describes_its_model(tmp_path / "merged")
     expected = adapted.merge_and_unload().eval()
     assert acsgd("convert", "to-hf", tmp_path / "merged", tmp_path / "hf")[0] == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lib.commands import acsgd
 from lib.legacy import OLD, old_deberta, old_model, save_deberta, save_layers, save_stages
-from lib.saved import SMALL
+from lib.saved import SMALL, assert_describes_its_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 pytestmark = pytest.mark.usefixtures("known_models")
@@ -55,6 +55,7 @@ def test_a_model_is_imported_bit_for_bit(model_type: str, tmp_path: Path) -> Non
     model.config.tie_word_embeddings = True
     model.config.save_pretrained(tmp_path / "old")
     assert acsgd("convert", "from-legacy", tmp_path / "old", tmp_path / "shards") == (0, "")
+    assert_describes_its_model(tmp_path / "shards")
     found = as_hf(tmp_path / "shards", tmp_path / "hf")
     assert not found.config.tie_word_embeddings
     assert_equal(found, model)

@@ -24,10 +24,11 @@ from acsgd.io.data.formats.formats import read_options
 from acsgd.io.data.row_spec import RowSpec
 from acsgd.io.data.rows.base import LABELS, RowReader, Rows
 from acsgd.io.data.rows.layout import best_fit
-from acsgd.io.data.rows.streamed import StreamedRows, StreamState, fill
+from acsgd.io.data.rows.streamed import StreamedRows, fill
 from acsgd.io.data.sampler import Sampler
 from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.data.stream import segment_cache
+from acsgd.io.data.stream.state import StreamState
 from acsgd.io.data.tokens import pipeline
 from acsgd.io.files.fields import from_json
 from acsgd.run.setup.rows import RowMaker

@@ -21,7 +21,7 @@ from acsgd.elastic.state.transfer import HeldLayers, LayersInMemory, receive_lay
 from acsgd.groups import Groups, collective_errors
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import BatchReader
-from acsgd.io.data.rows.streamed import StreamState
+from acsgd.io.data.stream.state import StreamState
 from acsgd.io.files.fields import from_json
 from acsgd.optim.replay import ReplayOptimizer
 from acsgd.pp.wire.cache_plan import CachePlan

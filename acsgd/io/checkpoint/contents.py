@@ -8,15 +8,14 @@ optimizer; one that is missing or not finite would change training without an er
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
 
-from acsgd.adapters.inject import build_adapted
 from acsgd.config.adapters import parse_adapter
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
@@ -27,11 +26,14 @@ from acsgd.io.checkpoint.progress import RunState
 from acsgd.model_classes import MODEL_CLASSES
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.base import OptimizerSpec
-from acsgd.shards.check import FLOATING, Expected, check_tensors, expected_tensors, first_names
+from acsgd.shards.check import FLOATING, Expected, check_tensors, first_names
 from acsgd.shards.disk import ShardDirectory
-from acsgd.shards.layer_tensors import hidden_matrices, layer_tensors
-from acsgd.shards.manifest import MANIFEST
+from acsgd.shards.layer_tensors import describe_tensors
+from acsgd.shards.manifest import MANIFEST, Manifest, ModelTensors
 from acsgd.shards.weights import StateTensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 LOCAL_OPTIMIZER = "optimizer."
 """Prefix of the names of optimizer state that is saved per replica, since replicas have local weights."""
@@ -45,8 +47,8 @@ class Contents:
     """The tensors of a shard directory, layer by layer."""
 
     shards: ShardDirectory
-    model: PreTrainedModel
-    """Its parameters are on the meta device."""
+    tensors: ModelTensors
+    """Those of the model."""
     run: RunState | None
     """State of the run; None for a converted model, which has weights only."""
     optimizer: Sequence[StateTensor] | None
@@ -55,8 +57,8 @@ class Contents:
     """State of the data-parallel mode that saved the checkpoint; None = unknown."""
 
     @classmethod
-    def of(cls, shards: ShardDirectory, config: PreTrainedConfig) -> Contents:
-        """Declare what a shard directory must hold. config: that of the model.
+    def of(cls, shards: ShardDirectory, tensors: ModelTensors) -> Contents:
+        """Declare what a shard directory must hold. tensors: of the model.
 
         Raises CorruptFileError if its manifest does not list exactly the layers of the model.
         """
@@ -65,15 +67,18 @@ class Contents:
             raise CorruptFileError(
                 shards.path / MANIFEST, f"is invalid: its layers are not those of the model ({first_names(differing)})"
             )
-        model = build_adapted(MODEL_CLASSES[manifest.task], config, parse_adapter(manifest.adapter))
         run = RunState.of(shards)
         if run is None:
-            return cls(shards, model, None, (), ())
-        return cls(shards, model, run, _optimizer_states(run), _mode_states(run))
+            return cls(shards, tensors, None, (), ())
+        return cls(shards, tensors, run, _optimizer_states(run), _mode_states(run))
 
     @functools.cached_property
     def _hidden_matrices(self) -> frozenset[str]:
-        return hidden_matrices(self.model, self.shards.manifest.model)
+        return frozenset(self.tensors.hidden_matrices)
+
+    def _without_memory(self, keys: Iterable[str]) -> dict[str, Tensor]:
+        """Return tensors of the model on the meta device."""
+        return {key: torch.empty(self.tensors.shapes[key], device="meta") for key in keys}
 
     def check(self, index: int) -> None:
         """Verify the files of a layer, and check key, shape, dtype and values of each tensor in them.
@@ -85,13 +90,14 @@ class Contents:
         read, constants = functools.cache(shards.read), shards.read_constants(layer.name)
         replicas = shards.replica_files_of(layer.name)
 
-        weights = {key: self.model.get_parameter(key) for key in layer.parameters if key not in manifest.model.frozen}
-        stored = layer_tensors(self.model, manifest.model, index)
-        originals = stored.weights
+        frozen, own_constants = {*manifest.model.frozen}, {*manifest.model.own_constants(index)}
+        weights = self._without_memory(key for key in layer.parameters if key not in frozen)
+        own = [*manifest.model.own_parameters(index), *layer.buffers]
+        originals = self._without_memory(key for key in own if key not in own_constants)
         is_local = any(
             key.startswith(LOCAL_OPTIMIZER) for files in replicas for file in files.values() for key in read(file)
         )
-        expected = expected_tensors(stored)
+        expected = {key: Expected(self.tensors.shapes[key], is_trained=key not in own_constants) for key in own}
         if constants:
             file = path / manifest.constants[layer.name].file
             check_tensors(file, constants, {key: expected.pop(key) for key in constants}, FLOATING, is_complete=True)
@@ -155,6 +161,14 @@ class Contents:
             for key, weight in weights.items()
             if (shape := state.shape(weight)) is not None
         }
+
+
+def build_tensors(manifest: Manifest, config: PreTrainedConfig) -> ModelTensors:
+    """Return the tensors of the model of a manifest, by building it. config: that of the model."""
+    from acsgd.adapters.inject import build_adapted  # imports transformers' code of models, which takes seconds
+
+    model = build_adapted(MODEL_CLASSES[manifest.task], config, parse_adapter(manifest.adapter))
+    return describe_tensors(model, manifest.model, manifest.model_files)
 
 
 def optimizer_spec(run: RunState) -> str:

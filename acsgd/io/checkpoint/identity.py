@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
-
-from transformers import PreTrainedConfig
+from typing import TYPE_CHECKING, Annotated, Any
 
 from acsgd.io.data.sources.base import ReadOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 WEIGHTS = "weights of data.sources"
 """Key in RunIdentity.data of the slots of each source per block."""

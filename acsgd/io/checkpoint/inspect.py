@@ -13,11 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from acsgd.errors import CorruptFileError, missing
+from acsgd.io.checkpoint.contents import Contents, build_tensors
 from acsgd.io.checkpoint.directory import checkpoints_of, step_of
 from acsgd.io.checkpoint.progress import RunState
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.files import tensor_headers
-from acsgd.shards.manifest import MANIFEST, StoredFile
+from acsgd.shards.manifest import MANIFEST, ModelTensors, StoredFile
 
 DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 """safetensors name of a dtype -> its name in model.dtype."""
@@ -122,12 +123,8 @@ def _errors(shards: ShardDirectory) -> dict[str, str]:
         return errors
     if "config.json" in (elsewhere := shards.elsewhere):  # what files must hold is not known here
         return {}
-    from acsgd.io.checkpoint.contents import Contents  # imports transformers' code of models, which takes seconds
-    from acsgd.shards.config import read_config
-
     try:
-        config = read_config(shards.path, shards.manifest.task)
-        contents = Contents.of(shards, config)
+        contents = Contents.of(shards, shards.manifest.checked_tensors or _build_tensors(shards))
     except ValueError as error:
         return {"config.json": str(error)}
     except CorruptFileError as error:
@@ -140,6 +137,13 @@ def _errors(shards: ShardDirectory) -> dict[str, str]:
         except CorruptFileError as error:
             errors.setdefault(error.path.name, str(error))
     return errors
+
+
+def _build_tensors(shards: ShardDirectory) -> ModelTensors:
+    """Return the tensors of the model of a directory whose manifest does not have them. Raises as `read_config`."""
+    from acsgd.shards.config import read_config  # imports transformers, which takes a second
+
+    return build_tensors(shards.manifest, read_config(shards.path, shards.manifest.task))
 
 
 def _files_of(shards: ShardDirectory, name: str) -> list[StoredFile]:

@@ -12,7 +12,7 @@ from typing import Any
 from acsgd.config.options import Config
 from acsgd.errors import CorruptFileError
 from acsgd.io.checkpoint.identity import RunIdentity
-from acsgd.io.data.rows.streamed import StreamState
+from acsgd.io.data.stream.state import StreamState
 from acsgd.io.files.fields import Finite, Natural, from_json
 from acsgd.metrics import EVAL_LOSS, Scores, is_better
 from acsgd.optim.gradient_scale import LossScale

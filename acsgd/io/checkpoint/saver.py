@@ -38,7 +38,7 @@ from acsgd.io.checkpoint.directory import (
 )
 from acsgd.layers.description import ModelLayers
 from acsgd.shards.disk import write_layer
-from acsgd.shards.manifest import Manifest, StoredFile
+from acsgd.shards.manifest import Manifest, ModelTensors, StoredFile
 from acsgd.shards.weights import WeightState
 from acsgd.streams import StreamEvent, Streams
 from acsgd.topology import Topology
@@ -100,6 +100,8 @@ class Saver:
     """Recorded in the manifest, as are the next two."""
     model: ModelLayers
     adapter: str | None
+    describe_tensors: Callable[[Sequence[StoredFile]], ModelTensors]
+    """Returns what the manifest records of the tensors of the model, given the model files."""
     topology: Topology
     groups: Groups
     streams: Streams
@@ -360,6 +362,7 @@ class _Completion:
             run=self._reports[0]["run"],
             constants=files_of_layers(self._parts, "constants", self._saver.model),
             adapter=self._saver.adapter,
+            tensors=self._saver.describe_tensors(model_files),
             hosts={} if self._disks.is_shared else self._disks.hosts_of(holders),
         ).write(self._partial)
 

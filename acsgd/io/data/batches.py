@@ -12,8 +12,9 @@ from torch import Tensor
 
 from acsgd.comm.waits import DIRECT, Waits
 from acsgd.io.data.rows.base import RowReader
-from acsgd.io.data.rows.streamed import StreamedRows, StreamState
+from acsgd.io.data.rows.streamed import StreamedRows
 from acsgd.io.data.sampler import Ints, Sampler
+from acsgd.io.data.stream.state import StreamState
 from acsgd.io.files.read_ahead import ReadAhead
 from acsgd.layers.batch import Batch
 

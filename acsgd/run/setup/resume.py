@@ -16,7 +16,7 @@ from acsgd.dp.resize import ReplicaState, add_tied_copy, merge_tied_copy
 from acsgd.dp.resize import restore as restore_replica
 from acsgd.errors import RunError
 from acsgd.groups import Groups
-from acsgd.io.checkpoint.contents import LOCAL_OPTIMIZER, Contents, optimizer_spec
+from acsgd.io.checkpoint.contents import LOCAL_OPTIMIZER, Contents, build_tensors, optimizer_spec
 from acsgd.io.checkpoint.copies import FileExchange, fetch
 from acsgd.io.checkpoint.progress import Progress, RunState, changed_options, recorded_options
 from acsgd.io.checkpoint.resume import Checkpoint
@@ -202,7 +202,7 @@ def check_files(job: Job, checkpoint: Checkpoint) -> None:
 
     Raises CorruptFileError for the first that is corrupt or holds tensors that do not fit.
     """
-    contents = Contents.of(checkpoint.shards, job.model.config)
+    contents = Contents.of(checkpoint.shards, build_tensors(checkpoint.shards.manifest, job.model.config))
     for layer in sorted(_layers_read(job)):
         contents.check(layer)
     if job.topology.rank == 0:

@@ -14,7 +14,8 @@ from acsgd.io.data.sources.sources import WeightedSource
 from acsgd.io.data.sources.streamed import Streamed
 from acsgd.io.data.stream.segment_cache import SegmentCache
 from acsgd.io.data.stream.segment_files import OpenSegment
-from acsgd.io.data.stream.segments import SegmentStart, StreamSegment, read_segments
+from acsgd.io.data.stream.segments import StreamSegment, read_segments
+from acsgd.io.data.stream.state import SegmentStart
 from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.io.data.tokens.ends import EndFinder
 from acsgd.io.data.tokens.tokens import open_tokens, token_dtype

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from acsgd.adapters.initial import NewAdapter
 from acsgd.config.adapters import ADAPTERS
 from acsgd.config.spec import to_spec
@@ -30,6 +32,7 @@ from acsgd.run.step.hooks import LoopState, StepHook
 from acsgd.shards.chat_template import write_chat_template
 from acsgd.shards.disk import ShardDirectory, copy_model_files, list_model_files
 from acsgd.shards.generation import write_ends
+from acsgd.shards.layer_tensors import describe_tensors
 from acsgd.shards.load import WeightSource
 from acsgd.shards.manifest import StoredFile
 
@@ -77,6 +80,7 @@ class Checkpointing(StepHook):
     ) -> Checkpointing:
         """Return the checkpointing of a run that has just started."""
         job = start.session.job
+        stored = job.model._replace(quantization=None).build(torch.float32)
         saver = Saver(
             directory=job.paths.checkpoints,
             config=job.config.checkpoint,
@@ -84,6 +88,7 @@ class Checkpointing(StepHook):
             task=job.model.task.model_class.name,
             model=job.model.description,
             adapter=to_spec(job.model.adapter, ADAPTERS) if job.model.adapter else None,
+            describe_tensors=partial(describe_tensors, stored, job.model.description),
             topology=job.topology,
             groups=start.session.groups,
             streams=job.streams,

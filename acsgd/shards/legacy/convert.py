@@ -15,7 +15,7 @@ from acsgd.shards.convert import ReportProgress, write_layers
 from acsgd.shards.disk import ShardDirectory, copy_model_files, list_model_files
 from acsgd.shards.files import read_json_object, tensor_headers
 from acsgd.shards.hf_model import names_of
-from acsgd.shards.layer_tensors import layer_tensors
+from acsgd.shards.layer_tensors import describe_tensors, layer_tensors
 from acsgd.shards.legacy.layouts import BLOCK, HEAD, LegacyLayout
 from acsgd.shards.legacy.model import layout_of, open_legacy, untie
 from acsgd.shards.locate import open_shards
@@ -40,7 +40,8 @@ def from_legacy(
     if HEAD in legacy.layout.files:
         _write_untied(target / CONFIG)
     copied = list_model_files(target)
-    Manifest(0, legacy.layout.task, model, files, replicas={}, model_files=copied, run=None).write(target)
+    tensors = describe_tensors(legacy.model, model, copied)
+    Manifest(0, legacy.layout.task, model, files, {}, copied, run=None, tensors=tensors).write(target)
 
 
 def to_legacy(source: Path, target: Path, *, report: ReportProgress = lambda done, total: None) -> None:

@@ -4,7 +4,6 @@ each segment."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -18,27 +17,15 @@ from acsgd.io.data.sampler import Ints, order_key, shuffled
 from acsgd.io.data.sources.base import TEXT
 from acsgd.io.data.stream.segment_cache import SegmentCache
 from acsgd.io.data.stream.segment_files import OpenSegment
-from acsgd.io.data.stream.segments import Cutter, SegmentCut, SegmentStart
+from acsgd.io.data.stream.segments import Cutter, SegmentCut
+from acsgd.io.data.stream.state import StreamState
 from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.io.data.tokens.ends import TextEnds
 from acsgd.io.files.arrays import Array
-from acsgd.io.files.fields import Natural
 from acsgd.notes import print_note
 
 OPEN = 4
 """Number of segments that are kept open, if as many are not read at a time."""
-
-
-@dataclass(frozen=True)
-class StreamState:
-    """What a checkpoint records of a streamed source: where to read on."""
-
-    segment: Natural
-    """Index of a segment, at or before the one that the next step trains on."""
-    position: SegmentStart
-    """Where it begins."""
-    rows: Natural | None = None
-    """Number of rows of the source; None if its end was not read yet."""
 
 
 class _Current(NamedTuple):

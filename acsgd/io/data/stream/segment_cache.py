@@ -24,7 +24,8 @@ import numpy as np
 
 from acsgd.errors import CorruptFileError, RunError, WaitInterruptedError, explain
 from acsgd.io.data.stream.segment_files import OpenSegment, open_segment, read_about, write_segment
-from acsgd.io.data.stream.segments import SegmentStart, StreamSegment
+from acsgd.io.data.stream.segments import StreamSegment
+from acsgd.io.data.stream.state import SegmentStart
 from acsgd.io.files.atomic import build_atomically
 from acsgd.io.files.cache import HostLock
 from acsgd.notes import print_note, report_if_slow

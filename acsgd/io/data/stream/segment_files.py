@@ -12,7 +12,8 @@ from typing import Annotated, NamedTuple
 import numpy as np
 
 from acsgd.errors import CorruptFileError
-from acsgd.io.data.stream.segments import SegmentStart, StreamSegment
+from acsgd.io.data.stream.segments import StreamSegment
+from acsgd.io.data.stream.state import SegmentStart
 from acsgd.io.data.tokens.corpus import Corpus, CorpusWriter, open_arrays
 from acsgd.io.data.tokens.encode import Encoded
 from acsgd.io.files.arrays import Array, ArrayFile, ArrayWriter

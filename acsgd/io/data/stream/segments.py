@@ -7,7 +7,7 @@ made without these from the position where it begins.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,35 +16,15 @@ from transformers import PreTrainedTokenizerBase
 
 from acsgd.io.data.sampler import Ints
 from acsgd.io.data.sources.base import RecordCounts, Source
+from acsgd.io.data.stream.state import SegmentStart
 from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.io.data.tokens.encode import Encoder
 from acsgd.io.data.tokens.pipeline import EncodedParts, encode_source, stop_or_skip
 from acsgd.io.data.tokens.tokens import check_token
-from acsgd.io.files.fields import Natural
 from acsgd.notes import print_note
 
 GROWTH = 1.125
 """Factor by which the tokens at hand grow before rows are cut again, if they were too few."""
-
-
-@dataclass(frozen=True)
-class SegmentStart:
-    """Where a segment begins: a token after the beginning of a record."""
-
-    cursor: Any = None
-    """Where the record begins, as of RecordCounts; None = at the beginning of the source."""
-    records: Natural = 0
-    """Number of records before it."""
-    skipped: Natural = 0
-    """Number of those that were skipped as unreadable."""
-    format: str = ""
-    """Format of the records; empty = not known yet."""
-    encoder: list[Any] | None = None
-    """State of the encoder at the beginning of the record."""
-    offset: Natural = 0
-    """Number of tokens from there to the segment."""
-    tokens: Natural = 0
-    """Number of tokens of the source before the segment."""
 
 
 class SegmentCut(NamedTuple):
