@@ -26,7 +26,7 @@ from acsgd.commands.data.command import DataCommand
 from acsgd.commands.doctor.command import DoctorCommand
 from acsgd.commands.evaluation.options import EvalOptions
 from acsgd.commands.generation.options import GenerateOptions
-from acsgd.commands.invite import HostCommand, JoinCommand
+from acsgd.commands.invite import HostCommand, JoinCommand, NetCommand
 from acsgd.commands.typed import as_typed
 from acsgd.config.run_file import parse_flags
 from acsgd.config.spec import suggest
@@ -311,6 +311,7 @@ COMMANDS: dict[str, Any] = {
     "doctor": DoctorCommand,
     "host": HostCommand,
     "join": JoinCommand,
+    "net": NetCommand,
 }
 
 

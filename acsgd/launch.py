@@ -77,10 +77,9 @@ def run_secret() -> str | None:
     return os.environ.get(_SECRET)
 
 
-def start_torchrun(arguments: Sequence[str], secret: str) -> NoReturn:
-    """Start torchrun in place of this process. secret: by which the hosts of an elastic run know each other."""
-    environment = {**os.environ, _SECRET: secret}
-    os.execve(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments], environment)
+def start_torchrun(arguments: Sequence[str]) -> NoReturn:
+    """Start torchrun in place of this process."""
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
 
 
 def publish_daemon(socket: Path, *, interface: str | None) -> None:

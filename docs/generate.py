@@ -140,6 +140,7 @@ def commands() -> str:
         "acsgd convert merge": lambda: cli.run(["convert", "merge", "--help"]),
         "acsgd host": lambda: cli.run(["host", "--help"]),
         "acsgd join": lambda: cli.run(["join", "--help"]),
+        "acsgd net": lambda: cli.run(["net", "--help"]),
         "acsgd doctor": lambda: cli.run(["doctor", "--help"]),
         "acsgd chaos": lambda: cli.run(["chaos", "--help"]),
     }

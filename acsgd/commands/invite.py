@@ -1,8 +1,8 @@
-"""The commands `acsgd host` and `acsgd join`: start an elastic run and invite other hosts, with one line for each.
+"""The commands `acsgd host` and `acsgd join`, which start an elastic run and invite other hosts, and `acsgd net`.
 
-Both start torchrun with the rendezvous backend of acsgd, in place of this process, and print its command line. The
-secret of the run is in a file that only this user can read and in the environment of torchrun. An invitation on a
-command line is seen by other users of the host until torchrun starts; one in a file is not.
+The first two start torchrun with the rendezvous backend of acsgd, in place of this process, and print its command line.
+The secret of the run is in a file that only this user can read. An invitation on a command line is seen by other users
+of the host until torchrun starts; one in a file is not.
 """
 
 from __future__ import annotations
@@ -203,14 +203,37 @@ class JoinCommand(WorkerOptions):
                 "with acsgd host --mesh true"
             )
         place = [f"announce={self.announce}"] if self.announce is not None else []
+        path, text = _private(f"{invitation.run}.invitation"), invitation.encode()
+        if not path.exists() or path.read_text() != text or not _secret_file(invitation.run).exists():
+            _write_privately(_secret_file(invitation.run), invitation.secret)
+            _write_privately(path, text)
+        # else the secret of this invitation may have been replaced since
         if not is_text:
             _start(invitation, self.nproc, self.restarts, place)
-        path = _private(f"{invitation.run}.invitation")
-        _write_privately(path, invitation.encode())
         # again, without the secret on the command line, which other users of this host can see
         arguments = ["join", str(path), "--nproc", self.nproc, "--restarts", str(self.restarts)]
         arguments += ["--announce", self.announce] if self.announce is not None else []
         os.execv(sys.executable, [sys.executable, "-m", "acsgd.cli", *arguments])
+
+
+@dataclass(frozen=True)
+class NetCommand:
+    """Replace the secret of a running run with a mesh: acsgd net rotate [RUN].
+
+    All hosts that are connected get the new secret, and the file of the secret is replaced on each. Who has only the
+    old secret is out.
+    """
+
+    action: tyro.conf.Positional[Literal["rotate"]]
+    """rotate: replace the secret."""
+    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
+    """Id of the run, --rdzv-id. Default: the only one on this host."""
+
+    def run(self) -> None:
+        """Run the command. Raises ValueError if the run is not here, or a host cannot take part."""
+        from acsgd.mesh.mesh import rotate  # imports cryptography
+
+        print(rotate(self.name))
 
 
 def _start(invitation: Invitation, nproc: str, restarts: int, place: Sequence[str]) -> NoReturn:
@@ -220,20 +243,26 @@ def _start(invitation: Invitation, nproc: str, restarts: int, place: Sequence[st
     arguments = ["--nnodes", invitation.hosts, "--nproc-per-node", nproc, "--max-restarts", str(restarts)]
     arguments += ["--rdzv-backend", "acsgd", "--rdzv-endpoint", ",".join(invitation.endpoints)]
     settings = [*([] if invitation.mesh == "auto" else [f"mesh={invitation.mesh}"]), *place]
-    arguments += ["--rdzv-conf", ",".join(settings)] if settings else []
+    arguments += ["--rdzv-conf", ",".join([*settings, f"secret={_secret_file(invitation.run)}"])]
     arguments += ["--rdzv-id", invitation.run, "-m", "acsgd", str(run_file)]
-    print_note(f"ACSGD_SECRET=... torchrun {shlex.join(arguments)}")
-    start_torchrun(arguments, invitation.secret)
+    print_note(f"torchrun {shlex.join(arguments)}")
+    start_torchrun(arguments)
 
 
 def _secret_of(config: Config) -> tuple[str, str]:
     """Return id and secret of the run in a run directory; new ones the first time."""
     name = Path(config.log.dir).name
-    path = _private(f"{name}-{hashlib.sha256(config.log.dir.encode()).hexdigest()[:8]}.secret")
+    path = _private(f"{name}-{hashlib.sha256(config.log.dir.encode()).hexdigest()[:8]}.run")
     if not path.exists():
-        _write_privately(path, json.dumps({"run": f"{name}-{secrets.token_hex(4)}", "secret": secrets.token_hex(16)}))
-    fields = json.loads(path.read_bytes())
-    return fields["run"], fields["secret"]
+        _write_privately(path, f"{name}-{secrets.token_hex(4)}")
+    file = _secret_file(run := path.read_text())
+    if not file.exists():
+        _write_privately(file, secrets.token_hex(16))
+    return run, file.read_text().strip()
+
+
+def _secret_file(run: str) -> Path:
+    return _private(f"{run}.secret")
 
 
 def _options(config: Config) -> str:

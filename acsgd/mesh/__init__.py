@@ -16,5 +16,6 @@ address and a port are the same on all hosts, and programs such as gloo need no 
 - `mirrors`: `Mirrors`, the ports of other hosts that are open here.
 - `carrier`: `Carrier` carries what connects to them to the other host, where it is delivered.
 - `forwarder`: `Forwarder` is connected to each other host, and keeps track of its ports.
+- `rotation`: `SecretRotation` replaces the secret of the run while it runs.
 - `mesh`: `Mesh` runs the forwarder of this host in a thread; workers call `publish` when they have opened a port.
 """

@@ -23,6 +23,8 @@ from acsgd.mesh.tls import HANDSHAKE_S, Entrance, OnMember, dial
 
 log = logging.getLogger(__name__)
 
+OUTDATED = "the secret of the run was replaced"
+
 
 class Carrier:
     """Carries connections between programs of this host and of others: one connection between the hosts for each.
@@ -54,12 +56,10 @@ class Carrier:
     async def _carry(self, peer: MeshPeer, port: int, connection: socket.socket) -> None:
         _, local = await asyncio.get_running_loop().connect_accepted_socket(CarriedEnd, connection)
         try:
-            remote = await self._open(peer, f"port {port}\n")
+            self._join(local, await self._open(peer, f"port {port}\n"))
         except (OSError, TimeoutError) as error:
             log.info("%s:%d: %s", peer.member.address, port, error)
             local.abort()
-            return
-        self._join(local, remote)
 
     async def deliver(self, remote: FirstLine, port: int) -> None:
         """Connect what another host carries to a port of this host. Raises OSError."""
@@ -152,9 +152,22 @@ class Carrier:
         return ours
 
     def _join(self, end: CarriedEnd, connection: FirstLine) -> None:
+        """Connect two ends. Raises ConnectionError if the secret of a host was replaced meanwhile."""
+        if self._is_outdated(connection.transport):
+            raise ConnectionResetError(OUTDATED)
         connection.hand_over(other := CarriedEnd())
         end.join(other)
         self._carried.add(end)
+
+    def _is_outdated(self, transport: asyncio.BaseTransport) -> bool:
+        is_encrypted = transport.get_extra_info("ssl_object") is not None
+        return is_encrypted and self._identity.secret_of(transport) is None
+
+    def end_outdated(self) -> None:
+        """End the carried connections to hosts that have proved a secret which is not accepted any more."""
+        for end in list(self._carried):
+            if any(map(self._is_outdated, end.transports)):
+                end.abort()
 
     def close(self) -> None:
         """End all carried connections."""

@@ -9,10 +9,11 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Coroutine, Iterable
+from pathlib import Path
 from typing import Any
 
 from acsgd.comm.addresses import join_address
-from acsgd.mesh.carrier import Carrier
+from acsgd.mesh.carrier import OUTDATED, Carrier
 from acsgd.mesh.identity import HostIdentity, StrangerError, VerifiedHost
 from acsgd.mesh.messages import (
     PROTOCOL,
@@ -23,14 +24,17 @@ from acsgd.mesh.messages import (
     Opened,
     Ping,
     Ports,
+    Rotate,
+    Rotated,
     from_line,
     to_line,
 )
 from acsgd.mesh.mirrors import Mirrors
 from acsgd.mesh.peers import PING_S, MeshPeer
 from acsgd.mesh.ports import listening_ports
+from acsgd.mesh.rotation import SecretRotation
 from acsgd.mesh.streams import FirstLine, Lines
-from acsgd.mesh.tls import HANDSHAKE_S, Entrance, dial
+from acsgd.mesh.tls import HANDSHAKE_S, OTHER_SECRET, Entrance, dial
 
 log = logging.getLogger(__name__)
 
@@ -63,13 +67,14 @@ class Forwarder:
     announced: host:port at which other hosts dial this one; None = nowhere. daemon_port: of this host's daemon.
     dialed: addresses of hosts to connect to. on_endpoint: called with such an address and the address of the daemon
     there, once it is known. on_rejected: called with an address and why the process there cannot be of this mesh.
-    on_note: called with sentences for the user.
+    on_note: called with sentences for the user. secret_file: file of the secret; None if it has none.
     """
 
     def __init__(
         self,
         identity: HostIdentity,
         *,
+        secret_file: Path | None,
         announced: str | None,
         daemon_port: int,
         dialed: tuple[str, ...],
@@ -95,6 +100,7 @@ class Forwarder:
         """Set whenever a host has opened ports."""
         self._carrier = Carrier(identity, self._peers, self._serve, self._spawn)
         self._mirrors = Mirrors(self._carrier.carry)
+        self.rotation = SecretRotation(identity, secret_file, self._peers, self._end_outdated, on_note)
         self._meeting: set[str] = set()
         """Virtual addresses of hosts, named by others, to which a connection is being opened."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -159,6 +165,7 @@ class Forwarder:
             if member.key != self.identity.key:
                 raise StrangerError(EQUAL)
             return None
+        self.rotation.notice(connection.transport)
         try:
             connection.transport.write(b"messages\n" + to_line(self._greeting()))
             async with asyncio.timeout(HANDSHAKE_S):
@@ -182,6 +189,8 @@ class Forwarder:
         dialed: str | None = None,
     ) -> None:
         """Keep a connection whose other end has sent its greeting, unless there is another one."""
+        if self.identity.secret_of(connection.transport) is None:
+            raise ConnectionResetError(OUTDATED)
         peer = self._peers.setdefault(member.address, MeshPeer(member))
         if peer.member.key != member.key:
             if peer.lines is not None:
@@ -211,6 +220,7 @@ class Forwarder:
         peer.daemon_port, peer.ports = greeting.daemon_port, Ports(0, greeting.ports)
         self._mirror(peer)
         peer.send(Ports(self._published, self._ports))  # they may have changed since the greeting
+        self.rotation.greet(peer)
         for other in self._peers.values():
             if other is not peer and other.lines is not None:
                 peer.acquaint(other)
@@ -224,6 +234,7 @@ class Forwarder:
 
     async def _serve(self, connection: FirstLine, member: VerifiedHost, line: str) -> None:
         """Do what another host has opened a connection for. Raises OSError, ValueError."""
+        self.rotation.notice(connection.transport)
         match line.split():
             case ["messages"]:
                 connection = connection.next_line()
@@ -279,6 +290,10 @@ class Forwarder:
                 self._carrier.dial_back(peer, number)
             case Misled(announced, problem):
                 self._on_rejected(announced, problem)
+            case Rotate() as request:
+                self.rotation.take(peer, request)
+            case Rotated() as answer:
+                self.rotation.answered(peer, answer)
 
     def _meet(self, address: str, announced: str | None) -> None:
         """Connect to a host that another one has named, directly if it announces an address."""
@@ -314,8 +329,10 @@ class Forwarder:
                 return  # it dials this host
             try:
                 await self._connect(peer.announced, peer.member.address)
-            except StrangerError:  # another process has its place
+            except StrangerError as error:  # another process has its place
                 refusals = REFUSALS
+                if str(error) == OTHER_SECRET:
+                    self._on_note(f"mesh: {peer.member.address} ({peer.member.name}) {error}")
             except ConnectionRefusedError:
                 refusals += 1
             except (OSError, TimeoutError) as error:
@@ -348,6 +365,13 @@ class Forwarder:
                 for peer in self._peers.values():
                     self._mirror(peer)  # what had a port here may have ended
             await asyncio.sleep(PING_S)
+
+    def _end_outdated(self) -> None:
+        """End the connections to hosts that have proved a secret which is not accepted any more."""
+        for peer in self._peers.values():
+            if peer.lines is not None and self.identity.secret_of(peer.lines.transport) is None:
+                peer.lines.transport.abort()
+        self._carrier.end_outdated()
 
     # Ports.
 

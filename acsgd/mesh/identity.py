@@ -7,6 +7,7 @@ clock is trusted: certificates do not expire, and end with the process that has 
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import hashlib
 import ipaddress
@@ -74,35 +75,49 @@ class HostIdentity:
     """The key, the certificate and the virtual address of this host. secret: of the run; run: its name."""
 
     def __init__(self, secret: bytes, run: str) -> None:
-        # slow on purpose: see MIN_SECRET_BYTES
-        seed = hashlib.scrypt(check_secret(secret), salt=b"acsgd mesh " + run.encode(), n=2**14, r=8, p=1, dklen=32)
-        self._authority = Ed25519PrivateKey.from_private_bytes(seed)
-        key = Ed25519PrivateKey.generate()
-        self.address = _address_of(key.public_key())
-        self.key = _digest(key.public_key()).hex()
-        certificate = self.sign(key.public_key(), self.address, socket.gethostname()[:64])
-        self.server = self._context(ssl.PROTOCOL_TLS_SERVER, key, certificate)
-        self.client = self._context(ssl.PROTOCOL_TLS_CLIENT, key, certificate)
+        self._run = run
+        self._key = Ed25519PrivateKey.generate()
+        self.address = _address_of(self._key.public_key())
+        self.key = _digest(self._key.public_key()).hex()
+        self._authorities: dict[bytes, Ed25519PrivateKey] = {}
+        """By secret, those whose certificates are accepted."""
+        self.set_secrets(secret)
 
-    def sign(self, key: Ed25519PublicKey, address: str | None, name: str) -> x509.Certificate:
-        """Return a certificate for a key with a virtual address; without an address, that of the authority."""
-        issuer, subject = (
-            x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)]) for text in ("acsgd mesh", name or "host")
-        )
-        builder = x509.CertificateBuilder(issuer, subject, key, x509.random_serial_number(), *_VALID)
-        builder = builder.add_extension(x509.BasicConstraints(address is None, None), critical=True)
-        if address is not None:
-            names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.IPv4Address(address))])
-            builder = builder.add_extension(names, critical=False)
-        return builder.sign(self._authority, None)
+    def set_secrets(self, secret: bytes, *others: bytes) -> None:
+        """Have a certificate of a secret from now on, and accept those of this and of other secrets."""
+        self._authorities = {each: self._authorities.get(each) or self._derive(each) for each in (secret, *others)}
+        self.secrets = tuple(self._authorities)
+        """The secret of this host, and the others that are accepted."""
+        self._authority = self._authorities[secret]
+        certificate = self.sign(self._key.public_key(), self.address, socket.gethostname()[:64])
+        self.server = self._context(ssl.PROTOCOL_TLS_SERVER, self._key, certificate)
+        self.client = self._context(ssl.PROTOCOL_TLS_CLIENT, self._key, certificate)
+
+    def secret_of(self, transport: asyncio.BaseTransport) -> bytes | None:
+        """Return the secret that the other end of a connection has proved; None if it is not accepted any more."""
+        der = transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        issuer = x509.load_der_x509_certificate(der).issuer
+        return next((secret for secret, each in self._authorities.items() if _name_of(each) == issuer), None)
+
+    def _derive(self, secret: bytes) -> Ed25519PrivateKey:
+        # slow on purpose: see MIN_SECRET_BYTES
+        salt = b"acsgd mesh " + self._run.encode()
+        seed = hashlib.scrypt(check_secret(secret), salt=salt, n=2**14, r=8, p=1, dklen=32)
+        return Ed25519PrivateKey.from_private_bytes(seed)
+
+    def sign(self, key: Ed25519PublicKey, address: str, name: str) -> x509.Certificate:
+        """Return a certificate for a key with a virtual address, by the authority of the secret of this host."""
+        names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.IPv4Address(address))])
+        return _certificate(self._authority, key, _common_name(name or "host"), names)
 
     def _context(self, role: int, key: Ed25519PrivateKey, certificate: x509.Certificate) -> ssl.SSLContext:
         context = ssl.SSLContext(role)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # `member_of` compares the virtual address
         context.verify_mode = ssl.CERT_REQUIRED
-        authority = self.sign(self._authority.public_key(), None, "acsgd mesh")
-        context.load_verify_locations(cadata=authority.public_bytes(Encoding.DER))
+        for each in self._authorities.values():
+            authority = _certificate(each, each.public_key(), _name_of(each), None)
+            context.load_verify_locations(cadata=authority.public_bytes(Encoding.DER))
         private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         descriptor = os.memfd_create("certificate")  # ssl takes a key from a file alone
         with os.fdopen(descriptor, "wb") as file:
@@ -135,6 +150,26 @@ def member_of(connection: ssl.SSLObject | ssl.SSLSocket, expected: str | None = 
         raise StrangerError(f"{address} is there, and {expected} was expected")
     (name,) = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     return VerifiedHost(address, _digest(key).hex(), str(name.value))
+
+
+def _certificate(
+    authority: Ed25519PrivateKey, key: Ed25519PublicKey, subject: x509.Name, names: x509.SubjectAlternativeName | None
+) -> x509.Certificate:
+    """Return a certificate by an authority. names: of a host; None = of the authority itself."""
+    builder = x509.CertificateBuilder(_name_of(authority), subject, key, x509.random_serial_number(), *_VALID)
+    builder = builder.add_extension(x509.BasicConstraints(names is None, None), critical=True)
+    if names is not None:
+        builder = builder.add_extension(names, critical=False)
+    return builder.sign(authority, None)
+
+
+def _name_of(authority: Ed25519PrivateKey) -> x509.Name:
+    """Return the name of an authority: OpenSSL looks for the issuer of a certificate by it."""
+    return _common_name(f"acsgd mesh {_digest(authority.public_key()).hex()[:32]}")
+
+
+def _common_name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
 
 def _digest(key: Ed25519PublicKey) -> bytes:

@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ END_S = 5.0
 """Time for the thread to start or to end, seconds."""
 DRAWS = 3
 """Number of keys that a host tries whose virtual address is taken."""
+DIRECTORY, SOCKET = "acsgd-", "mesh"
+"""Start of the name of the temporary directory of a host, and name of the socket of its mesh there."""
+PROBLEM = "error: "
+"""Start of an answer to a request that has failed."""
 PUBLISH_S = 5.0
 """Time for an answer to `publish`, seconds."""
 
@@ -30,6 +35,8 @@ class MeshOptions:
 
     run: str
     secret: bytes
+    secret_file: Path | None
+    """File of the secret, which `rotate` replaces; None if it has none."""
     endpoints: tuple[str, ...]
     """host:port of the hosts that a newcomer dials."""
     listener: socket.socket | None
@@ -108,6 +115,7 @@ class Mesh:
         options = self._options
         self.forwarder = forwarder = Forwarder(
             self._identity,
+            secret_file=options.secret_file,
             announced=options.announced,
             daemon_port=self.daemon_port,
             dialed=tuple(each for each in options.endpoints if each != options.announced),
@@ -118,8 +126,16 @@ class Mesh:
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.closing(writer):
-                taken = await forwarder.publish()
-                writer.write(" ".join(map(str, taken)).encode())
+                match await reader.readline():
+                    case b"publish\n":
+                        writer.write(" ".join(map(str, await forwarder.publish())).encode())
+                    case b"run\n":
+                        writer.write(options.run.encode())
+                    case b"rotate\n":
+                        try:
+                            writer.write((await forwarder.rotation.rotate()).encode())
+                        except ValueError as error:
+                            writer.write(f"{PROBLEM}{error}".encode())
 
         server = await asyncio.start_unix_server(serve, self._socket_path)
         os.chmod(self._socket_path, 0o600)
@@ -155,12 +171,42 @@ def publish(socket_path: Path) -> set[int]:
     socket_path: of the mesh of this host. Does nothing if that has ended. Returns the ports that another program has
     taken on another host: what connects to them there would reach that program.
     """
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(PUBLISH_S)
-        connection.connect(str(socket_path))
-        with connection.makefile() as answer:
-            return set(map(int, answer.read().split()))
+    with contextlib.suppress(OSError):
+        return set(map(int, request(socket_path, "publish", PUBLISH_S).split()))
     return set()
+
+
+def rotate(run: str | None) -> str:
+    """Replace the secret of a run that has a host of this user on this machine; return which hosts have the new one.
+
+    run: its name; None = the only one. Raises ValueError if that is not possible, OSError if that host ends meanwhile.
+    """
+    running = dict[str, Path]()
+    for path in Path(tempfile.gettempdir()).glob(f"{DIRECTORY}*/{SOCKET}"):
+        with contextlib.suppress(OSError):  # it has ended, or is of another user
+            running[request(path, "run", PUBLISH_S)] = path
+    names = ", ".join(sorted(running)) or "none"
+    if run is None and len(running) == 1:
+        (run,) = running
+    if run not in running:
+        problem = "give the name of a run" if run is None else f"no run {run} with a mesh"
+        raise ValueError(f"{problem}; runs with a mesh, of this user on this host: {names}")
+    if not (answer := request(running[run], "rotate", None)):
+        raise ConnectionError("this host has ended meanwhile: type acsgd net rotate on another host of the run")
+    return answer
+
+
+def request(socket_path: Path, what: str, timeout_s: float | None) -> str:
+    """Return the answer of the mesh of this host. Raises OSError; ValueError with a problem that it answers."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(timeout_s)
+        connection.connect(str(socket_path))
+        connection.sendall(f"{what}\n".encode())
+        with connection.makefile() as file:
+            answer = file.read()
+    if answer.startswith(PROBLEM):
+        raise ValueError(answer.removeprefix(PROBLEM))
+    return answer
 
 
 def is_public(endpoints: Iterable[str]) -> bool:

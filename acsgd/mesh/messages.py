@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from acsgd.io.files.fields import Natural, from_json
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the messages, in each `Greeting`."""
 
 
@@ -77,7 +77,28 @@ class Misled:
     problem: str
 
 
-Message = Greeting | Ports | Opened | Ping | Acquaintance | Open | Misled
+@dataclass(frozen=True)
+class Rotate:
+    """A step of the replacement of the run's secret, see `rotation`. The receiver answers with `Rotated`."""
+
+    rotation: str
+    """Random text."""
+    step: Literal["accept", "use", "end", "cancel"]
+    secret: str
+    """The new one, with "accept"; else empty."""
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """The sender has taken a step."""
+
+    rotation: str
+    step: str
+    problem: str | None
+    """Why it has not."""
+
+
+Message = Greeting | Ports | Opened | Ping | Acquaintance | Open | Misled | Rotate | Rotated
 
 
 def to_line(message: Message) -> bytes:

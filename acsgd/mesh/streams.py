@@ -125,6 +125,11 @@ class CarriedEnd(asyncio.Protocol):
         if data and self._transport is not None and not self._is_lost:
             self._transport.write(data)
 
+    @property
+    def transports(self) -> list[asyncio.Transport]:
+        """The connections of both ends."""
+        return [end._transport for end in (self, self._other) if end is not None and end._transport is not None]
+
     def set_reading(self, *, enabled: bool) -> None:
         if self._transport is not None and not self._is_lost and not self._transport.is_closing():
             (self._transport.resume_reading if enabled else self._transport.pause_reading)()

@@ -30,7 +30,10 @@ BACKLOG = 1024
 """Number of connections that wait to be accepted. Beyond it, members wait for seconds until TCP tries again."""
 PAUSE_S = 0.1
 """Time without accepting connections once no descriptor is left, seconds."""
-OTHER_SECRET = "has another secret, or is of another run: give all hosts the same ACSGD_SECRET and --rdzv-id"
+OTHER_SECRET = (
+    "has another secret, or is of another run: give all hosts the same secret and --rdzv-id; if acsgd net rotate has "
+    "replaced the secret while this host was away, copy its file from another host and start this one again"
+)
 OTHER_PROGRAM = "is no host of acsgd with a mesh: the address leads elsewhere; check --rdzv-endpoint and announce="
 
 OnMember = Callable[[FirstLine, VerifiedHost, str], Awaitable[None]]

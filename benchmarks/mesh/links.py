@@ -100,7 +100,7 @@ def be_forwarder(namespace: str, host: int, loop: str, directory: str, secret: b
         sys.modules["uvloop"] = None  # type: ignore[assignment]
     listener = socket.create_server((netlab.address(host), PORT + LOOPS.index(loop)))
     endpoint, announced = (f"{netlab.address(each)}:{PORT + LOOPS.index(loop)}" for each in (0, host))
-    options = MeshOptions("benchmark", secret, (endpoint,), listener, announced)
+    options = MeshOptions("benchmark", secret, None, (endpoint,), listener, announced)
     path = Path(directory) / f"{loop}-{host}"
     mesh = Mesh(options, path, on_rejected=print, on_note=lambda _: None)
     mesh.start()

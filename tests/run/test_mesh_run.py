@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
 from acsgd.config.run_file import parse
+from acsgd.mesh.mesh import rotate
 from benchmarks.common import netlab
 from tests.lib.corpora import write_records
 from tests.lib.forks import finish
@@ -23,8 +27,8 @@ SECRET = "a secret of these hosts alone"
 PORT = 29400
 
 
-def test_a_run_in_a_mesh_of_which_hosts_end_and_join_is_the_calm_run(
-    tiny_model: Callable[..., Path], tmp_path: Path
+def test_a_run_in_a_mesh_of_which_hosts_end_and_join_and_the_secret_is_replaced_is_the_calm_run(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One host has no port. Between hosts, there are no connections but those to the ports of the mesh."""
     write_records(tmp_path / "a.jsonl")
@@ -47,14 +51,26 @@ def test_a_run_in_a_mesh_of_which_hosts_end_and_join_is_the_calm_run(
         endpoints = [f"{netlab.address(host)}:{PORT}" for host in range(2)]
         flags = ("--elastic.min_replicas", "2", "--elastic.join_budget", "0")
         hosts = Hosts(tmp_path, run_file, stack, 1, flags, endpoints=endpoints)
-        confs = {"a": "mesh=true", "b": "mesh=true", "c": "mesh=true,announce=none"}
+        files = {name: tmp_path / f"secret-{name}" for name in "abc"}
+        for file in files.values():
+            file.touch(0o600)
+            file.write_text(SECRET)
+        confs = {name: f"mesh=true,secret={file}" for name, file in files.items()}
+        sockets = stack.enter_context(TemporaryDirectory())  # other runs of this name may be on this machine
+        agent = partial(_use_directory, sockets)
         a, b = (
-            hosts.start(name, min_hosts=2, namespace=namespace, secret=SECRET, conf=confs[name])
+            hosts.start(name, min_hosts=2, namespace=namespace, conf=confs[name], agent=agent)
             for name, namespace in zip("ab", lab.namespaces, strict=False)
         )
         hosts.wait_for_step(b, 3)
-        c = hosts.start("c", namespace=lab.namespaces[2], secret=SECRET, conf=confs["c"])
+        c = hosts.start("c", namespace=lab.namespaces[2], conf=f"{confs['c']},announce=none", agent=agent)
         hosts.wait_for_replicas(c, 3)
+        views = len(hosts.events())
+        monkeypatch.setattr(tempfile, "tempdir", sockets)
+        rotate("test")
+        assert len({file.read_text() for file in files.values()} - {SECRET}) == 1
+        c.wait_until(lambda: len(hosts.events()) > views and hosts.events()[-1]["replicas"] == 3, LIMIT_S)
+        hosts.wait_for_step(c, hosts.steps()[-1]["step"] + 2)
         assert _ports_between_hosts(lab.namespaces[1]) == {PORT}
         a.kill()
         assert b.wait(LIMIT_S) == c.wait(LIMIT_S) == 0
@@ -63,6 +79,11 @@ def test_a_run_in_a_mesh_of_which_hosts_end_and_join_is_the_calm_run(
     calm = [json.loads(line) for line in (tmp_path / "calm/metrics.jsonl").read_text().splitlines()]
     losses, expected = (torch.tensor([line["loss"] for line in each]) for each in (hosts.steps(), calm))
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+
+
+def _use_directory(directory: str) -> None:
+    """Make temporary directories of this process in a directory."""
+    tempfile.tempdir = directory
 
 
 def _ports_between_hosts(namespace: str) -> set[int]:

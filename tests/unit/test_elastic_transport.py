@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from lib.patience import stretched
 
+from acsgd.comm.addresses import listen
+from acsgd.elastic.host import transport
 from acsgd.elastic.host.transport import Connections
 from acsgd.elastic.membership.messages import PROTOCOL, Decided, Host, View
 from acsgd.elastic.membership.plan import Plan
@@ -63,6 +65,24 @@ def test_a_host_whose_port_refuses_connections_has_ended_once_that_is_known() ->
     asyncio.run(send())
     assert refused == [(address, "id")]
     assert not list(known)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_in_a_mesh_other_users_of_the_host_get_no_byte(is_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages are signed with the id of the run alone."""
+    if not is_own:
+        monkeypatch.setattr(transport, "is_own_connection", lambda source, target: False)
+
+    async def greeting() -> bytes:
+        with closing(_connections()) as connections:
+            with listen("127.88.1.1") as free:
+                host, port = free.getsockname()
+            await connections.listen(f"{host}:{port}")
+            reader, writer = await asyncio.open_connection(host, port)
+            with closing(writer):
+                return await reader.readline()
+
+    assert bool(asyncio.run(greeting())) is is_own
 
 
 def _connections(**given: Any) -> Connections:

@@ -200,6 +200,7 @@ OTHER_WAITS = {
     "acsgd.mesh.carrier": {"peer.connected"},
     "acsgd.mesh.forwarder": {"self._opened"},
     "acsgd.mesh.mesh": {"self._ended"},
+    "acsgd.mesh.rotation": {"self._answered"},
     "acsgd.pp.runtime": {"stage.sync"},
     "acsgd.pp.wire.cache_sync": {"exchange"},
     "acsgd.pp.wire.channel": {"exchange"},

@@ -49,16 +49,15 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         raise SystemExit(0)
 
     monkeypatch.setattr(os, "execv", start)
-    monkeypatch.setattr(os, "execve", start)
     return tmp_path
 
 
-def started(*arguments: object) -> tuple[list[str], dict[str, str]]:
-    """Return the command line of the program that a command becomes, and its environment."""
+def started(*arguments: object) -> list[str]:
+    """Return the command line of the program that a command becomes."""
     STARTED.clear()
     assert commands.acsgd(*arguments)[0] == 0
-    [(_, words, *environment)] = STARTED
-    return words, environment[0] if environment else {}  # type: ignore[return-value]
+    [(_, words)] = STARTED
+    return words  # type: ignore[return-value]
 
 
 def test_an_invitation_is_read_as_it_was_written() -> None:
@@ -88,38 +87,61 @@ def test_host_and_join_start_torchrun_alike_and_show_no_secret(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     options = ("--nproc", 2, "--port", port, "--address", "127.0.0.1")
-    words, environment = started("host", "run.toml", *options)
-    [invitation_file] = (run_dir / "home/.acsgd").glob("*.secret")
-    again, again_in = started("host", "run.toml", *options)
-    assert (again, again_in["ACSGD_SECRET"]) == (words, environment["ACSGD_SECRET"])
-    secret, run = environment["ACSGD_SECRET"], words[words.index("--rdzv-id") + 1]
+    words = started("host", "run.toml", *options)
+    [file] = (run_dir / "home/.acsgd").glob("*.secret")
+    secret, run = file.read_text(), words[words.index("--rdzv-id") + 1]
+    assert words[words.index("--rdzv-conf") + 1] == f"secret={file}"
+    assert started("host", "run.toml", *options) == words
+    assert file.read_text() == secret
     assert run.startswith("x-")
     config = parse([words[-1]])
     assert config.log.dir == str(run_dir / "runs/x")
     assert (config.optim.steps, config.data.sources) == (3, "demo")
     text = Invitation(run, secret, (f"127.0.0.1:{port}",), "1:8", "auto", Path(words[-1]).read_text(), VERSION).encode()
-    hidden, _ = started("join", text, "--nproc", 2)
-    joined, joined_in = started(*hidden[3:])
-    assert (joined, joined_in["ACSGD_SECRET"]) == (words, secret)
+    file.unlink()
+    hidden = started("join", text, "--nproc", 2)
+    joined = started(*hidden[3:])
+    assert (joined, file.read_text()) == (words, secret)
     for line in (words, hidden, joined):
         assert secret not in " ".join(line)
         assert text not in line
     for path in (run_dir / "home/.acsgd", *(run_dir / "home/.acsgd").iterdir()):
         assert not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO), path
-    assert invitation_file.exists()
+
+
+def test_a_secret_that_was_replaced_stays_until_another_invitation_comes(run_dir: Path) -> None:
+    private = run_dir / "home/.acsgd"
+    (run_dir / "first").write_text(INVITATION.encode())
+    started("join", run_dir / "first")
+    (private / "run-1.secret").write_text("replaced\n")
+    started("join", run_dir / "first")
+    started("join", INVITATION.encode())
+    assert (private / "run-1.secret").read_text() == "replaced\n"
+    started("join", dataclasses.replace(INVITATION, secret="newer").encode())
+    assert (private / "run-1.secret").read_text() == "newer"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    started("host", "run.toml", "--address", "127.0.0.1", "--port", port)
+    [file] = private.glob("x-*.secret")
+    file.write_text("replaced\n")
+    started("host", "run.toml", "--address", "127.0.0.1", "--port", port)
+    assert file.read_text() == "replaced\n"
 
 
 def test_a_host_behind_a_mapped_port_invites_into_a_mesh(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words, _ = started("host", "run.toml", "--address", "127.0.0.1", "--port", port, "--announce", "198.51.100.7:41")
+    words = started("host", "run.toml", "--address", "127.0.0.1", "--port", port, "--announce", "198.51.100.7:41")
     assert words[words.index("--rdzv-endpoint") + 1] == "198.51.100.7:41"
-    assert words[words.index("--rdzv-conf") + 1] == f"mesh=true,announce=198.51.100.7:41,listen=127.0.0.1:{port}"
-    [run] = (run_dir / "home/.acsgd").glob("*.toml")
-    text = Invitation(run.stem, "s", ("198.51.100.7:41",), "1:8", "true", run.read_text(), VERSION).encode()
-    hidden, _ = started("join", text, "--announce", "none")
-    joined, _ = started(*hidden[3:])
-    assert joined[joined.index("--rdzv-conf") + 1] == "mesh=true,announce=none"
+    run = words[words.index("--rdzv-id") + 1]
+    assert words[words.index("--rdzv-conf") + 1] == (
+        f"mesh=true,announce=198.51.100.7:41,listen=127.0.0.1:{port},secret={run_dir / 'home/.acsgd' / run}.secret"
+    )
+    options = (run_dir / "home/.acsgd" / f"{run}.toml").read_text()
+    text = Invitation(run, "s", ("198.51.100.7:41",), "1:8", "true", options, VERSION).encode()
+    hidden = started("join", text, "--announce", "none")
+    joined = started(*hidden[3:])
+    assert joined[joined.index("--rdzv-conf") + 1].startswith("mesh=true,announce=none,secret=")
 
 
 def test_mistakes_are_named_before_torchrun_starts(run_dir: Path) -> None:

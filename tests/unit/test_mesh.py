@@ -25,9 +25,10 @@ from lib.patience import stretched
 
 from acsgd.comm.process_groups import VirtualHost
 from acsgd.errors import ConnectError
-from acsgd.mesh import forwarder, identity, mesh, mirrors, peers, ports, tls
+from acsgd.mesh import forwarder, identity, mesh, mirrors, peers, ports, rotation, tls
 from acsgd.mesh.identity import HostIdentity, StrangerError, member_of, read_secret
 from acsgd.mesh.mesh import Mesh, MeshOptions, is_public, publish
+from acsgd.mesh.messages import Rotate, Rotated
 from acsgd.mesh.streams import CarriedEnd
 
 SECRET = secrets.token_hex(16).encode()
@@ -47,13 +48,19 @@ class Host:
         secret: bytes = SECRET,
         has_port: bool = True,
         announced: str | None = None,
+        secret_file: Path | None = None,
     ) -> None:
         self.rejected: list[tuple[str, str]] = []
         self.notes: list[str] = []
         listener = socket.create_server(("127.0.0.1", 0)) if has_port else None
         self.port = listener.getsockname()[1] if listener else 0
         self.announced = announced or (f"127.0.0.1:{self.port}" if listener else None)
-        options = MeshOptions("run", secret, endpoints or (self.announced or "",), listener, self.announced)
+        if (file := secret_file) is None:
+            file = directory / secrets.token_hex(4)
+            file.touch(0o600)
+            file.write_bytes(secret)
+        self.secret_file = file
+        options = MeshOptions("run", secret, file, endpoints or (self.announced or "",), listener, self.announced)
         self.socket_path = directory / secrets.token_hex(4)
         self.mesh = Mesh(
             options,
@@ -574,6 +581,194 @@ def handshake(client_context: ssl.SSLContext, server_context: ssl.SSLContext) ->
             with contextlib.suppress(ssl.SSLWantReadError):
                 each.do_handshake()
     return client
+
+
+# Another secret.
+
+
+def three(start: Callable[..., Host], **kwargs: object) -> list[Host]:
+    """Start three hosts, and wait until they know each other."""
+    one, other = two(start)
+    third = start((one.announced,), **kwargs)
+    wait_until(lambda: all(third.knows(each) and each.knows(third) for each in (one, other)))
+    return [one, other, third]
+
+
+def new_secret(host: Host) -> bytes:
+    """Return the secret in the file of a host, which is another one than at first."""
+    assert not host.secret_file.stat().st_mode & 0o077
+    secret = read_secret(host.secret_file)
+    assert secret != SECRET
+    return secret
+
+
+def test_after_a_rotation_the_new_secret_alone_is_accepted(
+    start: Callable[..., Host], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level("DEBUG")
+    hosts = three(start, has_port=False)
+    with hosts[1].listen() as server, knocking(hosts[0], tls_of(SECRET)) as stranger:
+        echo(server)
+        old = connect(server)
+        old.sendall(b"x")
+        assert old.recv(1) == b"x"
+        told = mesh.request(hosts[0].socket_path, "rotate", WAIT_S)
+        assert all(each.address in told for each in hosts[1:])
+        secret = new_secret(hosts[0])
+        assert [new_secret(each) for each in hosts] == [secret] * 3
+        for connection in (old, stranger):
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(1) == b"", "what was connected with the old one ends"
+        wait_until(lambda: all(each.mesh.forwarder.identity.secrets == (secret,) for each in hosts))
+        for each in hosts:
+            with each.listen() as again:
+                echo(again)
+                wait_until(lambda again=again: can_exchange(again))  # type: ignore[misc]
+        late = start((hosts[0].announced,))
+        wait_until(lambda: (hosts[0].announced, tls.OTHER_SECRET) in late.rejected)
+        assert not knock(hosts[0], b"address\n", tls_of(SECRET))
+        joined = start((hosts[0].announced,), secret=secret)
+        wait_until(lambda: all(joined.knows(each) for each in hosts))
+    assert "while this host was away, copy its file" in tls.OTHER_SECRET
+    assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
+    shown = [*told.splitlines(), *(record.getMessage() for record in caplog.records)]
+    shown += [note for each in hosts for note in each.notes]
+    assert not any(secret.decode() in text or SECRET.decode() in text for text in shown)
+    assert any(f"{hosts[1].secret_file} has a new secret" in note for note in hosts[1].notes)
+
+
+def can_exchange(server: socket.socket) -> bool:
+    with contextlib.suppress(OSError, AssertionError):
+        return exchange(server, b"x") == b"x"
+    return False
+
+
+@contextlib.contextmanager
+def knocking(host: Host, context: ssl.SSLContext) -> Iterator[ssl.SSLSocket]:
+    """Hold a connection to a port of a host, the mesh of which carries it."""
+    with host.listen() as server, raw(host) as connection, context.wrap_socket(connection) as stream:
+        echo(server)
+        stream.sendall(f"port {server.getsockname()[1]}\n".encode() + b"x")
+        assert stream.recv(1) == b"x"
+        yield stream
+
+
+def test_a_host_that_was_cut_off_during_a_rotation_is_told_what_to_do(
+    start: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = two(start)
+    for each in (one, other):
+        monkeypatch.setattr(each.mesh.forwarder, "_connect", refuse)
+    lines = one.mesh.forwarder._peers[other.address].lines
+    assert lines is not None
+    one.mesh._loop.call_soon_threadsafe(lines.transport.abort)
+    wait_until(lambda: not any(peer.lines for each in (one, other) for peer in each.mesh.forwarder._peers.values()))
+    mesh.request(one.socket_path, "rotate", WAIT_S)
+    assert read_secret(other.secret_file) == SECRET
+    monkeypatch.undo()
+    wait_until(lambda: any(note.endswith(tls.OTHER_SECRET) for note in other.notes))
+
+
+async def refuse(*_: object) -> None:
+    raise TimeoutError
+
+
+@pytest.mark.parametrize("step", ["accept", "use", "end"])
+def test_when_the_initiator_of_a_rotation_ends_the_others_stay_connected_and_the_next_one_completes_it(
+    step: str, start: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, one, other = three(start)
+    send = rotation.SecretRotation._send
+
+    def send_to_one(own: rotation.SecretRotation, members: list[peers.MeshPeer], request: Rotate) -> None:
+        """The initiator ends after it has sent a step to one of the others."""
+        if own is first.mesh.forwarder.rotation and request.step == step:
+            send(own, [peer for peer in members if peer.member.address == one.address], request)
+            first.mesh._ended.set()
+        else:
+            send(own, members, request)
+
+    monkeypatch.setattr(rotation.SecretRotation, "_send", send_to_one)
+    with contextlib.suppress(OSError, ValueError):
+        mesh.request(first.socket_path, "rotate", 2.0)
+    first.mesh.stop()
+    with one.listen() as server, other.listen() as other_server:
+        for each in (server, other_server):
+            echo(each)
+            wait_until(lambda each=each: can_exchange(each))  # type: ignore[misc]
+        wait_until(lambda: all(each.mesh.forwarder._peers[first.address].lines is None for each in (one, other)))
+        if step == "end":
+            wait_until(lambda: all(len(each.mesh.forwarder.identity.secrets) == 1 for each in (one, other)))
+        wait_until(lambda: f"{other.address})" in mesh.request(one.socket_path, "rotate", WAIT_S))
+        assert new_secret(one) == new_secret(other)
+        wait_until(lambda: all(len(each.mesh.forwarder.identity.secrets) == 1 for each in (one, other)))
+        assert one.mesh.forwarder.identity.secrets == other.mesh.forwarder.identity.secrets == (new_secret(one),)
+        for each in (server, other_server):
+            wait_until(lambda each=each: can_exchange(each))  # type: ignore[misc]
+
+
+def test_a_rotation_in_which_a_host_cannot_take_part_changes_nothing(
+    start: Callable[..., Host], tmp_path: Path
+) -> None:
+    one, other = two(start, secret_file=tmp_path / "missing" / "secret")
+    with pytest.raises(ValueError, match=rf"not replaced: .*\({other.address}\) cannot write .*missing.*No such file"):
+        mesh.request(one.socket_path, "rotate", WAIT_S)
+    wait_until(lambda: one.mesh.forwarder.identity.secrets == other.mesh.forwarder.identity.secrets == (SECRET,))
+    assert read_secret(one.secret_file) == SECRET
+
+
+def test_steps_of_a_rotation_that_has_ended_have_no_effect_if_they_are_sent_again(
+    start: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = two(start)
+    own, sent, answers = other.mesh.forwarder.rotation, list[Rotate](), list[object]()
+    take = own.take
+    monkeypatch.setattr(own, "take", lambda peer, request: sent.append(request) or take(peer, request))
+    for _ in range(2):
+        wait_until(lambda: other.address in mesh.request(one.socket_path, "rotate", WAIT_S))
+    secret = new_secret(other)
+    wait_until(lambda: all(each.mesh.forwarder.identity.secrets == (secret,) for each in (one, other)))
+    first = [request for request in sent if request.rotation == sent[0].rotation]
+    assert {"accept", "use", "end"} <= {request.step for request in first}
+    peer = other.mesh.forwarder._peers[one.address]
+    monkeypatch.setattr(peer, "send", answers.append)
+    for request in first:
+        other.mesh._loop.call_soon_threadsafe(take, peer, request)
+    wait_until(lambda: any(isinstance(each, Rotated) and each.problem for each in answers))
+    assert other.mesh.forwarder.identity.secrets == (secret,)
+    assert new_secret(other) == secret
+
+
+def test_of_two_rotations_at_once_none_is_done_by_halves(start: Callable[..., Host]) -> None:
+    hosts = three(start)
+
+    def rotate(host: Host) -> None:
+        with contextlib.suppress(ValueError):
+            mesh.request(host.socket_path, "rotate", WAIT_S)
+
+    threads = [threading.Thread(target=rotate, args=(host,)) for host in hosts[:2]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    wait_until(lambda: len({each.mesh.forwarder.identity.secrets for each in hosts}) == 1)
+    assert len(hosts[0].mesh.forwarder.identity.secrets) == 1
+    assert {read_secret(each.secret_file) for each in hosts} == {*hosts[0].mesh.forwarder.identity.secrets}
+
+
+def test_the_run_is_found_by_its_name(
+    start: Callable[..., Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(ValueError, match="give the name of a run; runs with a mesh, of this user on this host: none"):
+        mesh.rotate(None)
+    one = start()
+    (tmp_path / "acsgd-1").mkdir()
+    (tmp_path / "acsgd-1" / "mesh").symlink_to(one.socket_path)
+    with pytest.raises(ValueError, match=r"no run other with a mesh; .*: run"):
+        mesh.rotate("other")
+    assert "is on this host; any other" in mesh.rotate(None)
+    new_secret(one)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

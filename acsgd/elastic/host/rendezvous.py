@@ -40,7 +40,7 @@ from acsgd.errors import explain
 from acsgd.failures.report import REPORTED, print_error
 from acsgd.launch import is_restart_forbidden, publish_daemon, publish_mesh, run_secret
 from acsgd.mesh.identity import NEW_SECRET, read_secret
-from acsgd.mesh.mesh import Mesh, MeshOptions, is_public
+from acsgd.mesh.mesh import DIRECTORY, SOCKET, Mesh, MeshOptions, is_public
 from acsgd.notes import print_note
 
 START_ATTEMPTS = 10
@@ -142,7 +142,7 @@ def _start_daemon(parameters: RendezvousParameters) -> tuple[Daemon, Mesh | None
     Raises OSError, ValueError.
     """
     endpoints = parse_endpoints(parameters.endpoint)
-    directory = Path(tempfile.mkdtemp(prefix="acsgd-"))
+    directory = Path(tempfile.mkdtemp(prefix=DIRECTORY))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     secret = _secret(parameters)
     if _wants_mesh(parameters, endpoints):
@@ -217,15 +217,18 @@ def _start_in_mesh(
     def on_rejected(address: str, problem: str) -> None:
         daemon.reject(Rejection(address, problem, is_in_view=not mesh.precedes(address)))
 
-    options = MeshOptions(parameters.run_id, secret, endpoints, listener, announced)
-    mesh = Mesh(options, directory / "mesh", on_rejected=on_rejected, on_note=print_note)
+    file = parameters.get("secret")
+    options = MeshOptions(parameters.run_id, secret, file and Path(file), endpoints, listener, announced)
+    mesh = Mesh(options, directory / SOCKET, on_rejected=on_rejected, on_note=print_note)
     address = join_address(mesh.address, mesh.daemon_port)
     path = directory / "daemon"
-    daemon = Daemon(_options(parameters, address, mesh.daemons, secret), path, mesh.has_ended)
+    # a secret by which daemons sign would have to be replaced, too; in a mesh, they know each other by their address
+    options_of_daemon = _options(parameters, address, mesh.daemons, parameters.run_id.encode())
+    daemon = Daemon(options_of_daemon, path, mesh.has_ended)
     daemon.start()
     mesh.start()
     publish_daemon(path, interface=None)
-    publish_mesh(mesh.address, directory / "mesh")
+    publish_mesh(mesh.address, directory / SOCKET)
     return daemon, mesh, path
 
 

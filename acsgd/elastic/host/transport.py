@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from acsgd.comm.addresses import LOOPBACK, split_address
 from acsgd.elastic.membership.messages import MAX_BYTES, PROTOCOL, DaemonMessage, Host, SignatureError, seal, unseal
 from acsgd.mesh.identity import is_virtual
+from acsgd.mesh.ports import is_own_connection
 
 log = logging.getLogger(__name__)
 
@@ -173,6 +174,9 @@ class Connections:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         name, number = secrets.token_hex(16), 0
         try:
+            ends = writer.get_extra_info("peername"), writer.get_extra_info("sockname")
+            if is_virtual(ends[1][0]) and not is_own_connection(*ends):
+                raise ConnectionRefusedError("it is of another user")
             state = "member" if self._is_in_view() else "candidate"
             writer.write(f"acsgd {PROTOCOL} {state} {name}\n".encode())
             while line := await reader.readline():
