@@ -174,8 +174,9 @@ class Connections:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         name, number = secrets.token_hex(16), 0
         try:
-            ends = writer.get_extra_info("peername"), writer.get_extra_info("sockname")
-            if is_virtual(ends[1][0]) and not is_own_connection(*ends):
+            connection = writer.get_extra_info("socket")
+            here = connection.getsockname()
+            if is_virtual(here[0]) and not is_own_connection(connection.getpeername(), here):
                 raise ConnectionRefusedError("it is of another user")
             state = "member" if self._is_in_view() else "candidate"
             writer.write(f"acsgd {PROTOCOL} {state} {name}\n".encode())
