@@ -116,11 +116,14 @@ class SimulatedHost:
     def record(self, membership: Membership, view: View, voters: Sequence[str]) -> None:
         if not self.is_alive or membership is not self.membership:
             return
+        register = self.simulation.register
         is_lost = self.simulation.random.random() < self.simulation.register_loss
         if is_lost or not is_majority(self.simulation.disks_at(self), voters):
             self.input(membership.recording_failed)
             return
-        winner = self.simulation.register.setdefault(view.epoch, view)
+        winner, before = register.setdefault(view.epoch, view), register.get(view.epoch - 1)
+        is_forced = self.simulation.force or before is None
+        assert is_forced or winner.history == before.history, f"view {view.epoch} begins a history of its own"
         self.input(lambda: membership.recorded(winner, self.simulation.now))
 
 
@@ -128,7 +131,7 @@ class Simulation:
     """A run of several hosts in virtual time. Raises AssertionError when a law is broken.
 
     The laws: a step completes only in the newest view that has completed one; hosts run only recorded views, and stop
-    before they run another one.
+    before they run another one; a history of its own begins only with the first view, or by force.
     """
 
     def __init__(

@@ -242,6 +242,26 @@ def test_a_run_starts_again_with_a_majority_of_its_disks_or_by_force() -> None:
     assert run.refusals == {refused.me.id: ("history",)}
 
 
+def test_a_majority_that_is_lost_before_its_view_is_recorded_leaves_a_host_that_waits() -> None:
+    run = simulation(3, has_own_disks=True)
+    epoch = max(run.register)
+    for host in run.hosts:
+        run.kill(host)
+    run.run(5)
+    run.min_hosts, run.register_loss = 1, 1.0
+    first, second = run.hosts[:2]
+    run.restart(first)
+    run.restart(second)
+    run.run(10)  # the first requests the view again and again
+    run.kill(second)
+    run.register_loss = 0.0
+    run.run(30)
+    assert max(run.register) == epoch, "one of three waits"
+    run.restart(second)
+    run.run(10)
+    assert hosts_of(run) == 2
+
+
 def test_any_two_majorities_have_a_disk_in_common() -> None:
     for count in range(1, 6):
         voters = [str(number) for number in range(count)]

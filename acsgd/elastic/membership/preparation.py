@@ -49,6 +49,10 @@ class Promises:
         if is_new:
             self._outbox.add(StopWorkers(prepare.at_step_end))
 
+    def withdraw(self) -> None:
+        """Note that the host which has requested to stop the workers no longer does."""
+        self._prepare = None
+
     def reset(self) -> None:
         """Note that the workers run a new view."""
         self._states = self._prepare = None
@@ -209,6 +213,10 @@ class Candidate:
     def is_continued(self, newest: View, now: float) -> bool:
         """Return whether a majority of the disks of the newest view is here."""
         return is_majority(self._disks(now), newest.voters)
+
+    def is_forced(self, newest: View, now: float) -> bool:
+        """Return whether a view that this host forms begins a new history, which a person has requested."""
+        return self._force and not self.is_continued(newest, now)
 
     def _disks(self, now: float) -> set[str]:
         return {self._me.disk, *(host.disk for host in self._presence.candidates(now))}

@@ -246,7 +246,8 @@ class Membership:
         """Request all live hosts to stop their workers."""
         members, newcomers = tuple(self._presence.live(self._members, now)), self._newcomers(now)
         is_calm = self._member is None or (len(members) == len(self._members) and not self._member.is_urgent)
-        base = self.newest if self._member or (self.newest and self.candidate.is_continued(self.newest, now)) else None
+        is_forced = self._member is None and self.newest is not None and self.candidate.is_forced(self.newest, now)
+        base = None if is_forced else self.newest
         self._preparation = Preparation(
             base=self.view,
             epoch=self._next_epoch,
@@ -266,7 +267,11 @@ class Membership:
         """Leave out hosts that were lost meanwhile; repeat the request to the others."""
         is_urgent = preparation.at_step_end and self._member is not None and self._member.is_urgent
         if is_urgent or any(self._presence.is_lost(host, now) for host in preparation.participants):
-            self._prepare(now)
+            if self._member is None:  # those that are left may not form a view
+                self._preparation = None
+                self._promises.withdraw()
+            else:
+                self._prepare(now)
         else:
             self._request_promises(preparation)
 
