@@ -87,6 +87,50 @@ def test_a_minority_records_nothing_and_a_later_ballot_keeps_the_view_of_an_earl
     assert late == Decided(view(8, "of a")), "a view that is recorded does not change"
 
 
+def test_a_host_that_tries_again_writes_no_further_votes_and_keeps_to_its_view(tmp_path: Path) -> None:
+    directory, voting = tmp_path / "a", set[str]()
+
+    def send(disk: str, request: VoteRequest) -> None:
+        if request.view is None or disk in voting:
+            vote = DiskRegister(tmp_path / disk).answer(request)
+            assert isinstance(vote, Vote)
+            register.take(disk, vote)
+
+    register = ViewRegister(Host("a", "h:1", "a"), DiskRegister(directory), send, timeout_s=0.01)
+
+    async def record() -> View:
+        for _ in range(3):
+            with pytest.raises(NoMajorityError):
+                await register.record(view(8, "first"), ("b", "a", "c"))
+        voting.add("b")
+        return await register.record(view(8, "another"), ("b", "a", "c"))
+
+    assert asyncio.run(record()) == view(8, "first"), "a ballot has one view"
+    assert len([*directory.glob("*.vote")]) == 2, "a promise and a vote"
+
+
+def test_the_number_of_votes_on_a_disk_does_not_slow_down_the_next(tmp_path: Path) -> None:
+    disk = DiskRegister(tmp_path)
+    disk.answer(VoteRequest(1, Ballot(1, "a")))
+    path = next(tmp_path.glob("*.vote"))
+    for number in range(1, 200):
+        path.with_name(f"00000001.{number:04d}.vote").write_text("not read")
+    path.with_name("00000001.0200.vote").write_text(path.read_text())
+    assert disk.answer(VoteRequest(1, Ballot(2, "a"))) == Vote(1, Ballot(2, "a"), Ballot(2, "a"))
+    assert path.with_name("00000001.0201.vote").exists()
+
+
+def test_a_promise_is_no_vote(tmp_path: Path) -> None:
+    """An answer to the first round that arrives in the second one, late or twice, does not record the view."""
+
+    def send(disk: str, request: VoteRequest) -> None:
+        register.take(disk, Vote(request.epoch, request.ballot, request.ballot))
+
+    register = ViewRegister(Host("a", "h:1", "a"), DiskRegister(tmp_path), send, timeout_s=0.01)
+    with pytest.raises(NoMajorityError, match="1 of 3 hosts"):
+        asyncio.run(register.record(view(1, "of a"), ("a", "b", "c")))
+
+
 def test_a_disk_that_has_promised_a_later_ballot_refuses_an_earlier_one(tmp_path: Path) -> None:
     disk, first, later = DiskRegister(tmp_path), Ballot(1, "a"), Ballot(1, "b")
     voted = disk.answer(VoteRequest(3, first, view(3, "of a")))

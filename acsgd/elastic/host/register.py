@@ -9,7 +9,6 @@ records another view than an earlier one has. Hosts that share a directory share
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import random
 import secrets
@@ -59,25 +58,24 @@ class DiskRegister:
 
     def answer(self, request: VoteRequest) -> Vote | Decided:
         """Vote, unless the disk has promised a later ballot; return the newest view if the epoch has passed."""
-        for number in itertools.count():
+        while True:
             newest = self.newest()
             if newest is not None and newest.epoch >= request.epoch:
                 return Decided(newest)
-            last = self._vote(request.epoch, number - 1) if number else None
-            if (path := self._vote_path(request.epoch, number)).exists():
-                continue
-            if last is not None and last.promised > request.ballot:
+            numbers = [int(path.name.split(".")[1]) for path in self._directory.glob(f"{request.epoch:08d}.*.vote")]
+            last = self._vote(request.epoch, max(numbers)) if numbers else None
+            if last is not None and (last.promised > request.ballot or _is_granted(last, request)):
                 return replace(last, ballot=request.ballot)
             vote = Vote(request.epoch, request.ballot, request.ballot)
             if request.view is not None:
                 vote = replace(vote, voted=request.ballot, view=request.view)
             elif last is not None:
                 vote = replace(vote, voted=last.voted, view=last.view)
-            write_once(path, json.dumps(asdict(vote)))
+            number = max(numbers, default=-1) + 1
+            write_once(self._vote_path(request.epoch, number), json.dumps(asdict(vote)))
             fsync_directory(self._directory)
             if self._vote(request.epoch, number) == vote:  # and not that of another host
                 return vote
-        raise AssertionError
 
     def _path(self, epoch: int) -> Path:
         return self._directory / f"{epoch:08d}.json"
@@ -107,7 +105,9 @@ class ViewRegister:
         self._me = me
         self._send = send
         self._timeout_s = timeout_s
-        self._ballot = Ballot(0, me.id)
+        self._ballot = Ballot(1, me.id)
+        self._proposal: View | None = None
+        """The view for which votes were requested in the present ballot, which never has another one of its epoch."""
         self._votes: dict[str, Vote] = {}
         """Votes of the present round, by disk."""
         self._has_voted = asyncio.Event()
@@ -127,14 +127,15 @@ class ViewRegister:
 
     async def _decide(self, view: View, voters: Sequence[str]) -> View | None:
         """Return the recorded view; None if a disk has promised a later ballot."""
-        self._ballot = replace(self._ballot, number=self._ballot.number + 1)
-        promises = await self._ask(VoteRequest(view.epoch, self._ballot), voters)
-        if promises is None or isinstance(promises, View):
-            return promises
-        earlier = {vote.voted: vote.view for vote in promises if vote.voted is not None}
-        chosen = earlier[max(earlier)] if earlier else None
-        votes = await self._ask(VoteRequest(view.epoch, self._ballot, chosen or view), voters)
-        return votes if votes is None or isinstance(votes, View) else chosen or view
+        if self._proposal is None or self._proposal.epoch != view.epoch:
+            promises = await self._ask(VoteRequest(view.epoch, self._ballot), voters)
+            if promises is None or isinstance(promises, View):
+                return promises
+            earlier = {vote.voted: vote.view for vote in promises if vote.voted is not None}
+            self._proposal = (earlier[max(earlier)] if earlier else None) or view
+        proposal = self._proposal
+        votes = await self._ask(VoteRequest(view.epoch, self._ballot, proposal), voters)
+        return votes if votes is None or isinstance(votes, View) else proposal
 
     def take(self, disk: str, vote: Vote) -> None:
         """Take the answer of another disk."""
@@ -160,7 +161,7 @@ class ViewRegister:
                 return [granted[disk] for disk in voters if disk in granted]
             promised = [vote.promised for vote in self._votes.values() if vote.promised > request.ballot]
             if promised:
-                self._ballot = replace(self._ballot, number=max(promised).number)
+                self._ballot, self._proposal = replace(self._ballot, number=max(promised).number + 1), None
                 return None
             self._has_voted.clear()
             try:
