@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ from lib.patience import stretched
 from acsgd.elastic.host.daemon import Daemon
 from acsgd.elastic.host.joining import DaemonOptions
 from acsgd.elastic.host.local_workers import LocalWorkers, WorkerEvents
+from acsgd.elastic.host.register import NoMajorityError, ViewRegister
 from acsgd.elastic.membership.messages import Broken, End, Leave, View
 from acsgd.elastic.membership.plan import Plan
 
@@ -159,3 +161,24 @@ def test_a_host_that_waits_for_others_leaves_at_once(addresses: list[str], tmp_p
         assert a.next() == End(None)
         with host(addresses, 1, tmp_path, min_hosts=1) as second:
             assert len(Worker(second, tmp_path / "run").next_view().hosts) == 1
+
+
+@pytest.mark.parametrize("failed_rounds", [2, 3])
+def test_a_view_without_a_majority_is_reported_after_several_rounds(
+    failed_rounds: int,
+    addresses: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rounds, record = itertools.count(), ViewRegister.record
+
+    async def fail(self: ViewRegister, view: View, voters: tuple[str, ...]) -> View:
+        if next(rounds) < failed_rounds:
+            raise NoMajorityError("no majority")
+        return await record(self, view, voters)
+
+    monkeypatch.setattr(ViewRegister, "record", fail)
+    with host(addresses, 0, tmp_path) as first:
+        Worker(first, tmp_path / "run").next_view()
+    assert ("view 1 cannot be recorded: no majority" in "".join(capsys.readouterr())) is (failed_rounds == 3)

@@ -26,7 +26,6 @@ async def record_at_once(directory: Path, seed: int, *, disks: int, hosts: int) 
     choose, names = random.Random(seed), [str(disk) for disk in range(disks)]
     loss = choose.choice((0.0, 0.1, 0.4))
     registers: list[ViewRegister] = []
-    learned: dict[int, View] = {}
     delivered: set[asyncio.Task[None]] = set()
 
     async def deliver(sender: int, disk: str, request: VoteRequest) -> None:
@@ -37,22 +36,18 @@ async def record_at_once(directory: Path, seed: int, *, disks: int, hosts: int) 
         answer = DiskRegister(directory / disk).answer(request)
         if choose.random() < loss:
             return
-        if isinstance(answer, Vote):
-            registers[sender].take(disk, answer)
-        else:
-            learned[sender] = answer.view
+        registers[sender].take(disk, answer)
 
     def send(sender: int, disk: str, request: VoteRequest) -> None:
         delivered.add(task := asyncio.ensure_future(deliver(sender, disk, request)))
         task.add_done_callback(delivered.discard)
 
     async def record(number: int) -> View:
-        while number not in learned:
+        while True:
             try:
                 return await registers[number].record(view(1, f"of host {number}"), names)
             except NoMajorityError:
                 await asyncio.sleep(choose.uniform(0, 0.01))
-        return learned[number]
 
     for number in range(hosts):
         disk = names[number % disks]
@@ -129,6 +124,25 @@ def test_a_promise_is_no_vote(tmp_path: Path) -> None:
     register = ViewRegister(Host("a", "h:1", "a"), DiskRegister(tmp_path), send, timeout_s=0.01)
     with pytest.raises(NoMajorityError, match="1 of 3 hosts"):
         asyncio.run(register.record(view(1, "of a"), ("a", "b", "c")))
+
+
+def test_a_disk_that_fails_is_one_vote_less(tmp_path: Path) -> None:
+    failing = tmp_path / "a"
+    failing.write_text("no directory")
+
+    def send(disk: str, request: VoteRequest) -> None:
+        if disk in answering:
+            register.take(disk, DiskRegister(tmp_path / disk).answer(request))
+
+    register, answering = ViewRegister(Host("a", "h:1", "a"), DiskRegister(failing), send, timeout_s=0.01), {"b"}
+
+    async def record() -> View:
+        with pytest.raises(OSError, match="a"):
+            await register.record(view(1, "of a"), ("a", "b", "c"))
+        answering.add("c")
+        return await register.record(view(1, "of a"), ("a", "b", "c"))
+
+    assert asyncio.run(record()) == view(1, "of a")
 
 
 def test_a_disk_that_has_promised_a_later_ballot_refuses_an_earlier_one(tmp_path: Path) -> None:

@@ -27,7 +27,16 @@ from acsgd.elastic.membership.effects import (
     Send,
     StopWorkers,
 )
-from acsgd.elastic.membership.messages import DaemonMessage, Host, Refused, View, ViewRequest, Vote, VoteRequest
+from acsgd.elastic.membership.messages import (
+    DaemonMessage,
+    Decided,
+    Host,
+    Refused,
+    View,
+    ViewRequest,
+    Vote,
+    VoteRequest,
+)
 from acsgd.elastic.membership.views import Membership
 from acsgd.errors import explain
 from acsgd.notes import print_note
@@ -38,6 +47,8 @@ REJOIN_S = 0.5
 """Time between the exclusion of a host and its next request to join, seconds."""
 WAIT_S = 10.0
 """Time in no view after which a host prints for what it waits, seconds."""
+FAILED_ROUNDS = 3
+"""Number of rounds without a majority in a row after which a host prints it: one may fail while others record."""
 END_S = 8.0
 """Time for the daemon to start or to end, seconds."""
 
@@ -63,6 +74,8 @@ class Daemon:
         self._hosts: dict[str, Host] = {}
         """By disk, the host whose message arrived last."""
         self._joined_at = 0.0
+        self._failed_rounds = 0
+        """Number of attempts to record a view that have failed, since the last one that has not."""
         self._notes: set[str] = set()
         """What has been printed once."""
         self._refused: set[str] = set()
@@ -158,11 +171,11 @@ class Daemon:
     def _join(self) -> None:
         """Open a membership for the workers of this host, which are ready."""
         setup = self._workers.setup
-        self._timing, self._joined_at = self._options.timing_of(setup), time.monotonic()
+        self._timing, self._joined_at, self._failed_rounds = self._options.timing_of(setup), time.monotonic(), 0
         self._directory = RunDirectory(Path(setup.run_dir))
         disk = self._directory.register
         try:
-            self._me = replace(self._me, disk=disk.identity())
+            self._me = replace(self._me, id=secrets.token_hex(4), disk=disk.identity())  # ballots begin anew, too
             self._register = ViewRegister(self._me, disk, self._request_vote, timeout_s=self._timing.silence_s)
             self._membership = open_membership(self._me, self._options, setup, disk)
         except (OSError, ValueError) as error:
@@ -206,10 +219,14 @@ class Daemon:
         try:
             recorded = await self._register.record(view, voters)
         except (NoMajorityError, OSError, ValueError) as error:
-            self._note(f"view {view.epoch} cannot be recorded: {explain(error) or error}")
-            if membership is self._membership:
-                self._input(lambda membership: membership.recording_failed())
+            if membership is not self._membership:
+                return
+            self._failed_rounds += 1
+            if self._failed_rounds >= FAILED_ROUNDS or not isinstance(error, NoMajorityError):
+                self._note(f"view {view.epoch} cannot be recorded: {explain(error) or error}")
+            self._input(lambda membership: membership.recording_failed())
             return
+        self._failed_rounds = 0
         if membership is self._membership:
             self._input(lambda membership: membership.recorded(recorded, time.monotonic()))
 
@@ -255,7 +272,6 @@ class Daemon:
         print_note(
             f"run {self._options.run} continues without this host, whose messages did not arrive; it joins again"
         )
-        self._me = replace(self._me, id=secrets.token_hex(4))
         self._workers.stop(at_step_end=False)
         self._loop.call_later(REJOIN_S, self._rejoin)
 
@@ -273,7 +289,7 @@ class Daemon:
                 self._expedite_change()
             case VoteRequest() if self._directory is not None:
                 self._start(self._vote(sender, message))
-            case Vote() if self._directory is not None:
+            case Vote() | Decided() if self._directory is not None:
                 self._register.take(sender.disk, message)
 
     def _on_refused(self, address: str, host_id: str | None) -> None:

@@ -9,6 +9,7 @@ records another view than an earlier one has. Hosts that share a directory share
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import secrets
@@ -110,19 +111,22 @@ class ViewRegister:
         """The view for which votes were requested in the present ballot, which never has another one of its epoch."""
         self._votes: dict[str, Vote] = {}
         """Votes of the present round, by disk."""
-        self._has_voted = asyncio.Event()
+        self._decided: View | None = None
+        """The view that a disk has sent last, since it is recorded."""
+        self._has_answered = asyncio.Event()
         self._recording = asyncio.Lock()
 
     async def record(self, view: View, voters: Sequence[str]) -> View:
         """Record a view if its epoch is free; return the one that is recorded, or a later one.
 
-        voters: disks of which a majority must vote for it. Raises NoMajorityError if too few do, and errors as
-        `DiskRegister` does.
+        voters: disks of which a majority must vote for it. If too few do, raises NoMajorityError, or what has failed on
+        the disk of this host, as `DiskRegister` does: else that is one vote less.
         """
         async with self._recording:
             while (recorded := await self._decide(view, voters)) is None:  # another host records at the same time
                 await asyncio.sleep(random.uniform(0, self._timeout_s / 4))
-            await asyncio.to_thread(self.disk.keep, recorded)
+            with contextlib.suppress(OSError):  # it is recorded nevertheless
+                await asyncio.to_thread(self.disk.keep, recorded)
             return recorded
 
     async def _decide(self, view: View, voters: Sequence[str]) -> View | None:
@@ -137,25 +141,31 @@ class ViewRegister:
         votes = await self._ask(VoteRequest(view.epoch, self._ballot, proposal), voters)
         return votes if votes is None or isinstance(votes, View) else proposal
 
-    def take(self, disk: str, vote: Vote) -> None:
-        """Take the answer of another disk."""
-        self._votes[disk] = vote
-        self._has_voted.set()
+    def take(self, disk: str, answer: Vote | Decided) -> None:
+        """Take the answer of a disk."""
+        match answer:
+            case Decided(view):
+                self._decided = view
+            case vote:
+                self._votes[disk] = vote
+        self._has_answered.set()
 
     async def _ask(self, request: VoteRequest, voters: Sequence[str]) -> list[Vote] | View | None:
         """Return the votes of a majority; the newest view if the epoch has passed; None if there is a later ballot."""
         self._votes.clear()
+        failure: Exception | None = None
         for disk in voters:
             if disk != self._me.disk:
                 self._send(disk, request)
         if self._me.disk in voters:
-            match await asyncio.to_thread(self.disk.answer, request):
-                case Decided(newest):
-                    return newest
-                case vote:
-                    self._votes[self._me.disk] = vote
+            try:
+                self.take(self._me.disk, await asyncio.to_thread(self.disk.answer, request))
+            except (OSError, ValueError) as error:
+                failure = error
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         while True:
+            if self._decided is not None and self._decided.epoch >= request.epoch:
+                return self._decided
             granted = {disk: vote for disk, vote in self._votes.items() if _is_granted(vote, request)}
             if is_majority(granted, voters):
                 return [granted[disk] for disk in voters if disk in granted]
@@ -163,12 +173,12 @@ class ViewRegister:
             if promised:
                 self._ballot, self._proposal = replace(self._ballot, number=max(promised).number + 1), None
                 return None
-            self._has_voted.clear()
+            self._has_answered.clear()
             try:
                 async with asyncio.timeout_at(deadline):
-                    await self._has_voted.wait()
+                    await self._has_answered.wait()
             except TimeoutError:
-                raise NoMajorityError(
+                raise failure or NoMajorityError(
                     f"{len(granted)} of {len(voters)} hosts with disks of their own answer, which is no majority; to "
                     "give up what the others may do, end this host and start it again with --elastic.force true"
                 ) from None
