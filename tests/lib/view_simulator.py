@@ -85,7 +85,7 @@ class SimulatedHost:
             case StopWorkers():
                 stop = partial(self.stop_workers, membership, self.running)
                 simulation.at(simulation.random.expovariate(10), stop)
-            case RecordView(view, voters):
+            case RecordView(view, voters, _):
                 simulation.at(simulation.random.expovariate(20), partial(self.record, membership, view, voters))
             case Install(view):
                 assert simulation.register[view.epoch] == view, "a view that is not the recorded one"

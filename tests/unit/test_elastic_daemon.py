@@ -173,10 +173,10 @@ def test_a_view_without_a_majority_is_reported_after_several_rounds(
 ) -> None:
     rounds, record = itertools.count(), ViewRegister.record
 
-    async def fail(self: ViewRegister, view: View, voters: tuple[str, ...]) -> View:
+    async def fail(self: ViewRegister, view: View, voters: tuple[str, ...], history: str | None) -> View:
         if next(rounds) < failed_rounds:
             raise NoMajorityError("no majority")
-        return await record(self, view, voters)
+        return await record(self, view, voters, history)
 
     monkeypatch.setattr(ViewRegister, "record", fail)
     with host(addresses, 0, tmp_path) as first:

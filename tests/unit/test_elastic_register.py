@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,8 @@ async def record_at_once(directory: Path, seed: int, *, disks: int, hosts: int) 
         answer = DiskRegister(directory / disk).answer(request)
         if choose.random() < loss:
             return
-        registers[sender].take(disk, answer)
+        if answer is not None:
+            registers[sender].take(disk, answer)
 
     def send(sender: int, disk: str, request: VoteRequest) -> None:
         delivered.add(task := asyncio.ensure_future(deliver(sender, disk, request)))
@@ -45,7 +47,7 @@ async def record_at_once(directory: Path, seed: int, *, disks: int, hosts: int) 
     async def record(number: int) -> View:
         while True:
             try:
-                return await registers[number].record(view(1, f"of host {number}"), names)
+                return await registers[number].record(view(1, f"of host {number}"), names, None)
             except NoMajorityError:
                 await asyncio.sleep(choose.uniform(0, 0.01))
 
@@ -75,9 +77,9 @@ def test_a_minority_records_nothing_and_a_later_ballot_keeps_the_view_of_an_earl
         return ViewRegister(Host(disk, "h:1", disk), DiskRegister(tmp_path / disk), lambda *_: None, timeout_s=0.01)
 
     with pytest.raises(NoMajorityError, match="1 of 3 hosts"):
-        asyncio.run(register("b").record(view(8, "of b"), voters))
+        asyncio.run(register("b").record(view(8, "of b"), voters, ""))
     assert DiskRegister(tmp_path / "b").newest() is None
-    assert asyncio.run(register("a").record(view(8, "of a"), ("a",))) == view(8, "of a")
+    assert asyncio.run(register("a").record(view(8, "of a"), ("a",), "")) == view(8, "of a")
     late = DiskRegister(tmp_path / "a").answer(VoteRequest(8, Ballot(9, "b"), view(8, "of b")))
     assert late == Decided(view(8, "of a")), "a view that is recorded does not change"
 
@@ -96,9 +98,9 @@ def test_a_host_that_tries_again_writes_no_further_votes_and_keeps_to_its_view(t
     async def record() -> View:
         for _ in range(3):
             with pytest.raises(NoMajorityError):
-                await register.record(view(8, "first"), ("b", "a", "c"))
+                await register.record(view(8, "first"), ("b", "a", "c"), "")
         voting.add("b")
-        return await register.record(view(8, "another"), ("b", "a", "c"))
+        return await register.record(view(8, "another"), ("b", "a", "c"), "")
 
     assert asyncio.run(record()) == view(8, "first"), "a ballot has one view"
     assert len([*directory.glob("*.vote")]) == 2, "a promise and a vote"
@@ -123,7 +125,7 @@ def test_a_promise_is_no_vote(tmp_path: Path) -> None:
 
     register = ViewRegister(Host("a", "h:1", "a"), DiskRegister(tmp_path), send, timeout_s=0.01)
     with pytest.raises(NoMajorityError, match="1 of 3 hosts"):
-        asyncio.run(register.record(view(1, "of a"), ("a", "b", "c")))
+        asyncio.run(register.record(view(1, "of a"), ("a", "b", "c"), ""))
 
 
 def test_a_disk_that_fails_is_one_vote_less(tmp_path: Path) -> None:
@@ -132,17 +134,32 @@ def test_a_disk_that_fails_is_one_vote_less(tmp_path: Path) -> None:
 
     def send(disk: str, request: VoteRequest) -> None:
         if disk in answering:
-            register.take(disk, DiskRegister(tmp_path / disk).answer(request))
+            vote = DiskRegister(tmp_path / disk).answer(request)
+            assert isinstance(vote, Vote)
+            register.take(disk, vote)
 
     register, answering = ViewRegister(Host("a", "h:1", "a"), DiskRegister(failing), send, timeout_s=0.01), {"b"}
 
     async def record() -> View:
         with pytest.raises(OSError, match="a"):
-            await register.record(view(1, "of a"), ("a", "b", "c"))
+            await register.record(view(1, "of a"), ("a", "b", "c"), "")
         answering.add("c")
-        return await register.record(view(1, "of a"), ("a", "b", "c"))
+        return await register.record(view(1, "of a"), ("a", "b", "c"), "")
 
     assert asyncio.run(record()) == view(1, "of a")
+
+
+def test_a_disk_takes_no_part_in_another_history(tmp_path: Path) -> None:
+    disk, sent = DiskRegister(tmp_path / "b"), list[VoteRequest]()
+    disk.keep(replace(view(7, "of b"), history="other"))
+    register = ViewRegister(
+        Host("a", "h:1", "a"), DiskRegister(tmp_path / "a"), lambda _, request: sent.append(request), timeout_s=0.01
+    )
+    register.take("b", Decided(replace(view(8, "of b"), history="other")))
+    with pytest.raises(NoMajorityError):
+        asyncio.run(register.record(view(8, "of a"), ("c", "a", "b"), "first"))
+    assert [disk.answer(request) for request in sent] == [None, None]
+    assert isinstance(disk.answer(replace(sent[0], history="other")), Vote)
 
 
 def test_a_disk_that_has_promised_a_later_ballot_refuses_an_earlier_one(tmp_path: Path) -> None:
@@ -154,7 +171,7 @@ def test_a_disk_that_has_promised_a_later_ballot_refuses_an_earlier_one(tmp_path
 
 
 def test_hosts_that_share_a_disk_share_its_vote(tmp_path: Path) -> None:
-    def vote(number: int) -> Vote | Decided:
+    def vote(number: int) -> Vote | Decided | None:
         return DiskRegister(tmp_path).answer(VoteRequest(1, Ballot(number, "a"), view(1, str(number))))
 
     with ThreadPoolExecutor(8) as pool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from lib.view_simulator import TIMING, Simulation, run_history
 
-from acsgd.elastic.membership.messages import is_majority
+from acsgd.elastic.membership.messages import Decided, Host, Prepare, is_majority
 
 HISTORIES = 150
 
@@ -260,6 +261,18 @@ def test_a_majority_that_is_lost_before_its_view_is_recorded_leaves_a_host_that_
     run.restart(second)
     run.run(10)
     assert hosts_of(run) == 2
+
+
+def test_a_view_of_another_history_does_not_end_this_one() -> None:
+    run = simulation(2, has_own_disks=True)
+    newest = run.register[max(run.register)]
+    stranger = Host("stranger", "elsewhere:1", "elsewhere")
+    other = replace(newest, epoch=newest.epoch + 5, hosts=(stranger,), history="other")
+    for message in (Decided(other), Prepare(other, other.epoch + 1, at_step_end=True)):
+        run.hosts[0].input(lambda message=message: run.hosts[0].membership.receive(stranger, message, run.now))
+    run.run(5)
+    assert hosts_of(run) == 2
+    assert run.hosts[0].membership.newest.history == newest.history
 
 
 def test_any_two_majorities_have_a_disk_in_common() -> None:

@@ -200,8 +200,8 @@ class Daemon:
                 self._start(self._connections.send(address, message, None))
             case StopWorkers(at_step_end):
                 self._workers.stop(at_step_end=at_step_end)
-            case RecordView(view, voters):
-                self._start(self._record(view, voters))
+            case RecordView(view, voters, history):
+                self._start(self._record(view, voters, history))
             case Install(view):
                 self._install(view)
             case Excluded(left):
@@ -214,10 +214,10 @@ class Daemon:
                 self._has_finished = True
                 self._workers.end(None)
 
-    async def _record(self, view: View, voters: tuple[str, ...]) -> None:
+    async def _record(self, view: View, voters: tuple[str, ...], history: str | None) -> None:
         membership = self._membership
         try:
-            recorded = await self._register.record(view, voters)
+            recorded = await self._register.record(view, voters, history)
         except (NoMajorityError, OSError, ValueError) as error:
             if membership is not self._membership:
                 return
@@ -245,7 +245,8 @@ class Daemon:
         except (OSError, ValueError) as error:
             self._note(f"this host cannot vote: {explain(error) or error}")
         else:
-            await self._connections.send(sender.address, answer, sender.id)
+            if answer is not None:
+                await self._connections.send(sender.address, answer, sender.id)
 
     async def _keep(self, view: View) -> None:
         """Note on the disk of this host that a view is recorded."""

@@ -57,12 +57,17 @@ class DiskRegister:
         write_once(path, secrets.token_hex(8))
         return path.read_text()
 
-    def answer(self, request: VoteRequest) -> Vote | Decided:
-        """Vote, unless the disk has promised a later ballot; return the newest view if the epoch has passed."""
+    def answer(self, request: VoteRequest) -> Vote | Decided | None:
+        """Vote, unless the disk has promised a later ballot; return the newest view if the epoch has passed.
+
+        None if the request is of another history than the disk.
+        """
         while True:
             newest = self.newest()
             if newest is not None and newest.epoch >= request.epoch:
                 return Decided(newest)
+            if newest is not None and request.history not in (None, newest.history):
+                return None
             numbers = [int(path.name.split(".")[1]) for path in self._directory.glob(f"{request.epoch:08d}.*.vote")]
             last = self._vote(request.epoch, max(numbers)) if numbers else None
             if last is not None and (last.promised > request.ballot or _is_granted(last, request)):
@@ -116,33 +121,35 @@ class ViewRegister:
         self._has_answered = asyncio.Event()
         self._recording = asyncio.Lock()
 
-    async def record(self, view: View, voters: Sequence[str]) -> View:
+    async def record(self, view: View, voters: Sequence[str], history: str | None) -> View:
         """Record a view if its epoch is free; return the one that is recorded, or a later one.
 
-        voters: disks of which a majority must vote for it. If too few do, raises NoMajorityError, or what has failed on
+        voters, history: as in RecordView. If too few do, raises NoMajorityError, or what has failed on
         the disk of this host, as `DiskRegister` does: else that is one vote less.
         """
         async with self._recording:
-            while (recorded := await self._decide(view, voters)) is None:  # another host records at the same time
+            while (
+                recorded := await self._decide(view, voters, history)
+            ) is None:  # another host records at the same time
                 await asyncio.sleep(random.uniform(0, self._timeout_s / 4))
             with contextlib.suppress(OSError):  # it is recorded nevertheless
                 await asyncio.to_thread(self.disk.keep, recorded)
             return recorded
 
-    async def _decide(self, view: View, voters: Sequence[str]) -> View | None:
+    async def _decide(self, view: View, voters: Sequence[str], history: str | None) -> View | None:
         """Return the recorded view; None if a disk has promised a later ballot."""
         if self._proposal is None or self._proposal.epoch != view.epoch:
-            promises = await self._ask(VoteRequest(view.epoch, self._ballot), voters)
+            promises = await self._ask(VoteRequest(view.epoch, self._ballot, None, history), voters)
             if promises is None or isinstance(promises, View):
                 return promises
             earlier = {vote.voted: vote.view for vote in promises if vote.voted is not None}
             self._proposal = (earlier[max(earlier)] if earlier else None) or view
         proposal = self._proposal
-        votes = await self._ask(VoteRequest(view.epoch, self._ballot, proposal), voters)
+        votes = await self._ask(VoteRequest(view.epoch, self._ballot, proposal, history), voters)
         return votes if votes is None or isinstance(votes, View) else proposal
 
     def take(self, disk: str, answer: Vote | Decided) -> None:
-        """Take the answer of a disk."""
+        """Take the answer of another disk."""
         match answer:
             case Decided(view):
                 self._decided = view
@@ -159,13 +166,18 @@ class ViewRegister:
                 self._send(disk, request)
         if self._me.disk in voters:
             try:
-                self.take(self._me.disk, await asyncio.to_thread(self.disk.answer, request))
+                match await asyncio.to_thread(self.disk.answer, request):
+                    case Decided(newest):
+                        return newest
+                    case Vote() as vote:
+                        self.take(self._me.disk, vote)
             except (OSError, ValueError) as error:
                 failure = error
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         while True:
-            if self._decided is not None and self._decided.epoch >= request.epoch:
-                return self._decided
+            decided = self._decided
+            if decided and decided.epoch >= request.epoch and request.history in (None, decided.history):
+                return decided
             granted = {disk: vote for disk, vote in self._votes.items() if _is_granted(vote, request)}
             if is_majority(granted, voters):
                 return [granted[disk] for disk in voters if disk in granted]

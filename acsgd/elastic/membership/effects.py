@@ -52,6 +52,8 @@ class RecordView:
     view: View
     voters: tuple[str, ...]
     """Disks of which a majority must vote for it."""
+    history: str | None
+    """Of the view before; None if a new one begins."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from acsgd.io.files.fields import Natural, from_json
 
 MAX_BYTES = 1 << 20
 """Maximum length of a message, bytes."""
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of the protocol between daemons: a new one whenever messages change."""
 
 
@@ -162,6 +162,8 @@ class VoteRequest:
     epoch: Natural
     ballot: Ballot
     view: View | None = None
+    history: str | None = None
+    """Of the view before; None if a new one begins. A disk does not vote for another one than its own."""
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,8 @@ class Preparation:
     since: float
     voters: tuple[str, ...]
     """As in RecordView."""
-    history: str
-    """Of the next view."""
+    history: str | None
+    """As in RecordView."""
     promises: dict[str, Promise] = field(default_factory=dict)
     """By the id of the host."""
     is_recording: bool = False
@@ -127,7 +127,8 @@ class Preparation:
         staying = [f"{host.id}/{name}" for host in hosts for name in sorted(promises[host.id].workers)]
         plan = replace(planner(states, staying=staying), is_first=self.base is None)
         disks = tuple(dict.fromkeys(host.disk for host in hosts))
-        return View(self.epoch, hosts, plan, self.reason, self.hung, disks, self.history)
+        history = self.members[0].id if self.history is None else self.history
+        return View(self.epoch, hosts, plan, self.reason, self.hung, disks, history)
 
 
 def _patience_s(view: View, absent: Sequence[Host], silence_s: float) -> float:

@@ -131,7 +131,7 @@ class Membership:
         if self._member is not None:
             view = self._member.view
             end = View(self._next_epoch, (), Plan(stages=1), voters=view.voters, history=view.history)
-            self._outbox.add(RecordView(end, view.voters))
+            self._outbox.add(RecordView(end, view.voters, view.history))
             self._member.broadcast(Finished(view.epoch))
         self._finish()
 
@@ -184,8 +184,8 @@ class Membership:
                 if self._preparation is not None and message.epoch == self._preparation.epoch:
                     self._preparation.promises[sender.id] = message
                     self._record_if_complete(now)
-            case Decided():
-                self._learn(message.view, now)
+            case Decided(view) if self._is_of_this_history(view):
+                self._learn(view, now)
             case Finished():
                 self._finish()
             case HostHeartbeat() | ViewRequest() | Hung() if self._member is not None:
@@ -207,7 +207,7 @@ class Membership:
         self._presence.record_candidate(sender, now)
 
     def _on_prepare(self, sender: Host, prepare: Prepare, now: float) -> None:
-        if prepare.base is not None:
+        if prepare.base is not None and self._is_of_this_history(prepare.base):
             self._learn(prepare.base, now)
         if self.view is not None and prepare.epoch <= self.view.epoch:
             self._outbox.send(sender, Decided(self.view))
@@ -258,7 +258,7 @@ class Membership:
             at_step_end=is_calm,
             since=now,
             voters=(base and base.voters) or (self.me.disk,),  # older versions noted none
-            history=base.history if base else self.me.id,
+            history=base.history if base else None,
             promises=self._preparation.promises if self._preparation else {},
         )
         self._request_promises(self._preparation)
@@ -287,9 +287,13 @@ class Membership:
         if preparation.may_record(presence.ended, self._timing.silence_s, now):
             preparation.is_recording = True
             view = preparation.next_view(self._planner, presence.stays)
-            self._outbox.add(RecordView(view, preparation.voters))
+            self._outbox.add(RecordView(view, preparation.voters, preparation.history))
 
     # Views.
+
+    def _is_of_this_history(self, view: View) -> bool:
+        """Return whether a view follows from those that this host knows, or begins a new history with it."""
+        return self.newest is None or view.history == self.newest.history or view.has(self.me.id)
 
     def _learn(self, view: View, now: float) -> None:
         """Take a view that was recorded: install it if this host is in it."""
