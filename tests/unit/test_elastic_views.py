@@ -263,6 +263,32 @@ def test_a_majority_that_is_lost_before_its_view_is_recorded_leaves_a_host_that_
     assert hosts_of(run) == 2
 
 
+def test_a_majority_without_ranks_waits_for_one_that_may_train_or_for_force() -> None:
+    run = simulation(3, has_own_disks=True, max_replicas=1)
+    view = run.register[max(run.register)]
+    trainer, *spares = sorted(run.hosts, key=lambda host: host.me.id not in view.rank_hosts())
+    run.partition([trainer])
+    for spare in spares:
+        run.kill(spare)
+    run.run(5)
+    run.min_hosts = 1
+    for spare in spares:
+        run.restart(spare)
+    run.run(30)
+    assert max(run.register) == view.epoch, "the other one trains"
+    wait = next(spare.membership.describe_wait(run.now) for spare in spares)
+    assert wait.startswith(f"the run may still train on {trainer.address}, ")
+    assert "--elastic.force true" in wait
+    run.kill(trainer)
+    run.force = True
+    for spare in spares:
+        run.kill(spare)
+        run.restart(spare)
+    run.run(10)
+    assert hosts_of(run) == 2
+    assert run.register[max(run.register)].history != view.history
+
+
 def test_a_view_of_another_history_does_not_end_this_one() -> None:
     run = simulation(2, has_own_disks=True)
     newest = run.register[max(run.register)]

@@ -192,7 +192,7 @@ class Candidate:
         """Return whether this host forms the first view of a run that starts, or starts again.
 
         It has the first endpoint of those that answer. If the run has trained before, no host of its newest view does:
-        those whose disk is here have ended, and the others are silent, among them not all that have ranks.
+        those whose disk is here have ended, and the others are silent.
         """
         if self._me.address not in self._endpoints:
             return False
@@ -203,21 +203,26 @@ class Candidate:
             return False
         if newest is None:
             return True
-        disks, ended, ranks = self._disks(now), self._presence.ended, newest.rank_hosts()
+        disks, ended = self._disks(now), self._presence.ended
         absent = [host for host in newest.hosts if host.id not in ended]
         if any(host.disk in disks or not self._presence.is_silent(host, now) for host in absent):
             return False
-        if (absent and now - self._presence.newcomer_at < self._timing.silence_s) or (ranks and not ranks & ended):
+        if absent and now - self._presence.newcomer_at < self._timing.silence_s:
             return False
-        return self._force or self.is_continued(newest, now)
-
-    def is_continued(self, newest: View, now: float) -> bool:
-        """Return whether a majority of the disks of the newest view is here."""
-        return is_majority(self._disks(now), newest.voters)
+        return self._force or self._is_continued(newest, now)
 
     def is_forced(self, newest: View, now: float) -> bool:
         """Return whether a view that this host forms begins a new history, which a person has requested."""
-        return self._force and not self.is_continued(newest, now)
+        return self._force and not self._is_continued(newest, now)
+
+    def _is_continued(self, newest: View, now: float) -> bool:
+        """Return whether a majority of the disks of the newest view is here, and its ranks complete no further step."""
+        return is_majority(self._disks(now), newest.voters) and not self._training(newest)
+
+    def _training(self, newest: View) -> list[Host]:
+        """Return the hosts of the newest view that may still train: all with ranks, unless one of these has ended."""
+        ranks = newest.rank_hosts()
+        return [] if ranks & self._presence.ended else [host for host in newest.hosts if host.id in ranks]
 
     def _disks(self, now: float) -> set[str]:
         return {self._me.disk, *(host.disk for host in self._presence.candidates(now))}
@@ -225,13 +230,20 @@ class Candidate:
     def describe_wait(self, newest: View | None, now: float) -> str:
         """Return for what this host waits. newest: the newest recorded view."""
         known = newest.hosts if newest else ()
-        if newest and all(self._presence.is_silent(host, now) for host in known) and not self.is_continued(newest, now):
-            absent = [host.address for host in known if host.disk not in self._disks(now)]
-            return (
-                f"the run has trained on {len(newest.voters)} hosts with disks of their own, of which more than half "
-                f"continue it, or half with the first one; start {', '.join(absent) or 'the others'}, or give up what "
-                "they have done since: --elastic.force true"
-            )
+        if newest and all(self._presence.is_silent(host, now) for host in known):
+            disks, training = self._disks(now), [host.address for host in self._training(newest)]
+            absent = ", ".join(host.address for host in known if host.disk not in disks) or "the others"
+            give_up = "or give up what they have done since: --elastic.force true"
+            if not is_majority(disks, newest.voters):
+                return (
+                    f"the run has trained on {len(newest.voters)} hosts with disks of their own, of which more than "
+                    f"half continue it, or half with the first one; start {absent}, {give_up}"
+                )
+            if training:
+                return (
+                    f"the run may still train on {', '.join(training)}, which this host does not reach; connect it, or "
+                    f"start one of them again, {give_up}"
+                )
         if known:
             return (
                 f"the run trains on {len(known)} of at most {self._max_hosts} hosts (--nnodes); this one joins when "
