@@ -164,12 +164,13 @@ class HostCommand(WorkerOptions):
             endpoints=(self.announce or join_address(address, self.port),),
             hosts=self.hosts,
             mesh="true" if self.announce is not None else self.mesh,
-            options=_options(config),
+            options=_options(dataclasses.replace(config, elastic=dataclasses.replace(config.elastic, force=False))),
             version=VERSION,
         )
         print(f"Others join with\n\n    acsgd join {invitation.encode()}\n", flush=True)
         place = [f"announce={self.announce}", f"listen={join_address(address, self.port)}"] if self.announce else []
-        _start(invitation, self.nproc, self.restarts, place)
+        own = dataclasses.replace(invitation, options=_options(config))  # elastic.force is of this host, and this start
+        _start(own, self.nproc, self.restarts, place)
 
 
 @dataclass(frozen=True)

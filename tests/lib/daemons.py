@@ -56,12 +56,14 @@ def complete_tasks(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 class Worker:
     """A client that answers a daemon as a worker does, without training."""
 
-    def __init__(self, path: Path, run_dir: Path, silence_s: float = SILENCE_S, **parts: str) -> None:
+    def __init__(
+        self, path: Path, run_dir: Path, silence_s: float = SILENCE_S, force: bool = False, **parts: str
+    ) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(str(path))
         self._messages = SimpleQueue[ToWorker]()
         self._state = WorkerState()
-        setup = Setup((((0,),),), str(run_dir), 1, None, silence_s, 5.0, False, parts)
+        setup = Setup((((0,),),), str(run_dir), 1, None, silence_s, 5.0, force, parts)
         self.send(Hello("0", 1, 2**30, setup, self._state))
         threading.Thread(target=self._listen, daemon=True).start()
 

@@ -15,11 +15,12 @@ from lib.daemons import COMPLETE, TIMING, Worker, complete_tasks, free_addresses
 from lib.patience import stretched
 
 from acsgd.elastic.host.daemon import Daemon
-from acsgd.elastic.host.joining import DaemonOptions
+from acsgd.elastic.host.joining import DaemonOptions, open_membership
 from acsgd.elastic.host.local_workers import LocalWorkers, WorkerEvents
-from acsgd.elastic.host.register import NoMajorityError, ViewRegister
-from acsgd.elastic.membership.messages import Broken, End, Leave, View
+from acsgd.elastic.host.register import VIEWS, DiskRegister, NoMajorityError, ViewRegister
+from acsgd.elastic.membership.messages import Broken, End, Host, Leave, Setup, View
 from acsgd.elastic.membership.plan import Plan
+from acsgd.elastic.membership.views import Membership
 
 pytestmark = COMPLETE
 
@@ -182,3 +183,32 @@ def test_a_view_without_a_majority_is_reported_after_several_rounds(
     with host(addresses, 0, tmp_path) as first:
         Worker(first, tmp_path / "run").next_view()
     assert ("view 1 cannot be recorded: no majority" in "".join(capsys.readouterr())) is (failed_rounds == 3)
+
+
+def test_force_gives_up_the_hosts_that_it_names_and_only_once(
+    addresses: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forced: list[bool] = []
+
+    def open_forced(me: Host, options: DaemonOptions, setup: Setup, disk: DiskRegister) -> Membership:
+        forced.append(setup.force)
+        return open_membership(me, options, setup, disk)
+
+    monkeypatch.setattr("acsgd.elastic.host.daemon.open_membership", open_forced)
+    others = (Host("b", addresses[1], "b"), Host("c", addresses[2], "c"))
+    last = View(5, others, Plan(1, ranks=("b/0", "c/0")), voters=("b", "c"), history="first")
+    DiskRegister(tmp_path / "run" / VIEWS).keep(last)
+    options = DaemonOptions("run", addresses[0], addresses[:1], b"s", min_hosts=1, max_hosts=8, timing=TIMING)
+    daemon = Daemon(options, tmp_path / "socket")
+    daemon.start()
+    worker = Worker(tmp_path / "socket", tmp_path / "run", force=True)
+    view = worker.next_view()
+    daemon._loop.call_soon_threadsafe(lambda: daemon._exclude(left=False))
+    while len(forced) < 2:
+        time.sleep(0.01)
+    daemon.stop()
+    assert (view.epoch, view.history == last.history) == (6, False)
+    assert forced == [True, False]
+    printed = "".join(capsys.readouterr())
+    assert "elastic.force is set; remove it" in printed
+    assert f"continues by elastic.force, without {addresses[1]}, {addresses[2]}: what they have done" in printed

@@ -128,6 +128,19 @@ def test_a_secret_that_was_replaced_stays_until_another_invitation_comes(run_dir
     assert file.read_text() == "replaced\n"
 
 
+def test_only_the_host_itself_gets_elastic_force(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    invited: list[Invitation] = []
+    monkeypatch.setattr(Invitation, "encode", lambda self: invited.append(self))
+    (run_dir / "run.toml").write_text(f"{RUN_FILE}[elastic]\nforce = true\n")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words, _ = started("host", "run.toml", "--port", port, "--address", "127.0.0.1")
+    assert parse([words[-1]]).elastic.force
+    assert [invitation.options for invitation in invited] == [
+        Path(words[-1]).read_text().replace("[elastic]\nforce = true\n", "[elastic]\n")
+    ]
+
+
 def test_a_host_behind_a_mapped_port_invites_into_a_mesh(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

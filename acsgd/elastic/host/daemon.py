@@ -74,6 +74,8 @@ class Daemon:
         self._hosts: dict[str, Host] = {}
         """By disk, the host whose message arrived last."""
         self._joined_at = 0.0
+        self._had_view = False
+        """Whether this host has been in a view: then elastic.force has done what it was given for."""
         self._failed_rounds = 0
         """Number of attempts to record a view that have failed, since the last one that has not."""
         self._notes: set[str] = set()
@@ -177,10 +179,17 @@ class Daemon:
         try:
             self._me = replace(self._me, id=secrets.token_hex(4), disk=disk.identity())  # ballots begin anew, too
             self._register = ViewRegister(self._me, disk, self._request_vote, timeout_s=self._timing.silence_s)
-            self._membership = open_membership(self._me, self._options, setup, disk)
+            self._membership = open_membership(
+                self._me, self._options, replace(setup, force=setup.force and not self._had_view), disk
+            )
         except (OSError, ValueError) as error:
             self._workers.end(f"the views in {setup.run_dir} cannot be used: {explain(error) or error}")
             return
+        if setup.force:
+            self._note(
+                f"run {self._options.run}: elastic.force is set; remove it once the run trains, since each start with "
+                "it may give up what hosts have done that are not there"
+            )
         self.on_stopped()
 
     def _input(self, call: Callable[[Membership], None]) -> None:
@@ -227,6 +236,12 @@ class Daemon:
             self._input(lambda membership: membership.recording_failed())
             return
         self._failed_rounds = 0
+        if history is None and recorded == view and membership and membership.newest:
+            absent = [host.address for host in membership.newest.hosts if host.disk not in view.voters]
+            self._note(
+                f"run {self._options.run} continues by elastic.force, without {', '.join(absent)}: what they have done "
+                "since is given up, and they are refused until their log.dir is moved away"
+            )
         if membership is self._membership:
             self._input(lambda membership: membership.recorded(recorded, time.monotonic()))
 
@@ -257,6 +272,7 @@ class Daemon:
 
     def _install(self, view: View) -> None:
         log.info("view %d: %s", view.epoch, [host.address for host in view.hosts])
+        self._had_view = True
         self._start(self._keep(view))
         if self._workers.run(view, self._me.id):
             return
