@@ -289,6 +289,21 @@ def test_a_majority_without_ranks_waits_for_one_that_may_train_or_for_force() ->
     assert run.register[max(run.register)].history != view.history
 
 
+def test_the_first_view_waits_for_the_hosts_of_all_endpoints_for_a_while() -> None:
+    run = Simulation(1, hosts=2, has_own_disks=True)
+    run.kill(run.hosts[1])
+    run.run(4)
+    assert not run.register, "the other host may know of a run"
+    run.restart(run.hosts[1])
+    run.run(3)
+    assert len(run.register[1].hosts) == 2
+
+    run = Simulation(1, hosts=2)
+    run.kill(run.hosts[1])
+    run.run(10)
+    assert hosts_of(run) == 1
+
+
 def test_a_view_of_another_history_does_not_end_this_one() -> None:
     run = simulation(2, has_own_disks=True)
     newest = run.register[max(run.register)]

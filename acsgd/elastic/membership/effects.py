@@ -20,6 +20,9 @@ class Timing:
     """Time after which a worker is killed that works without a wait while all others wait."""
     last_call_s: float = 1.0
     """Time without a newcomer after which the first view is formed."""
+    endpoints_s: float = 5.0
+    """The same if this host knows of no earlier view, and not all endpoints are there. Their hosts may know of one, and
+    processes that are started at the same time on several hosts are ready seconds apart."""
 
 
 @dataclass(frozen=True)

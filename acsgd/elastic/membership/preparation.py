@@ -196,9 +196,11 @@ class Candidate:
         """
         if self._me.address not in self._endpoints:
             return False
-        if now - self._presence.newcomer_at < self._timing.last_call_s:
-            return False
         candidates = self._presence.candidates(now)
+        are_here = {*self._endpoints} <= {self._me.address, *(host.address for host in candidates)}
+        patience_s = self._timing.last_call_s if newest or are_here else self._timing.endpoints_s
+        if now - self._presence.newcomer_at < patience_s:
+            return False
         if len(candidates) + 1 < self._min_hosts or not all(self.precedes(host.address) for host in candidates):
             return False
         if newest is None:
