@@ -196,7 +196,7 @@ OTHER_WAITS = {
     "acsgd.dp.modes.cocktail": {"super()"},
     "acsgd.dp.modes.powersgd": {"super()"},
     "acsgd.elastic.host.daemon": {"self._ended"},
-    "acsgd.elastic.host.register": {"self._has_voted"},
+    "acsgd.elastic.host.register": {"self._has_answered"},
     "acsgd.mesh.carrier": {"peer.connected"},
     "acsgd.mesh.forwarder": {"self._opened"},
     "acsgd.mesh.mesh": {"self._ended"},

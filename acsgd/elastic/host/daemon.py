@@ -237,10 +237,10 @@ class Daemon:
             return
         self._failed_rounds = 0
         if history is None and recorded == view and membership and membership.newest:
-            absent = [host.address for host in membership.newest.hosts if host.disk not in view.voters]
+            absent = ", ".join(host.address for host in membership.newest.hosts if host.disk not in view.voters)
             self._note(
-                f"run {self._options.run} continues by elastic.force, without {', '.join(absent)}: what they have done "
-                "since is given up, and they are refused until their log.dir is moved away"
+                f"run {self._options.run} continues by elastic.force, without {absent or 'others'}: what they have "
+                "done since is given up, and they are refused until their log.dir is moved away"
             )
         if membership is self._membership:
             self._input(lambda membership: membership.recorded(recorded, time.monotonic()))

@@ -124,13 +124,11 @@ class ViewRegister:
     async def record(self, view: View, voters: Sequence[str], history: str | None) -> View:
         """Record a view if its epoch is free; return the one that is recorded, or a later one.
 
-        voters, history: as in RecordView. If too few do, raises NoMajorityError, or what has failed on
-        the disk of this host, as `DiskRegister` does: else that is one vote less.
+        voters, history: as in RecordView. Without a majority, raises NoMajorityError, or what has failed on the disk of
+        this host, as `DiskRegister` does; with one, such a failure is one vote less.
         """
         async with self._recording:
-            while (
-                recorded := await self._decide(view, voters, history)
-            ) is None:  # another host records at the same time
+            while (recorded := await self._decide(view, voters, history)) is None:  # another host records, too
                 await asyncio.sleep(random.uniform(0, self._timeout_s / 4))
             with contextlib.suppress(OSError):  # it is recorded nevertheless
                 await asyncio.to_thread(self.disk.keep, recorded)
