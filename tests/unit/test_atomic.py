@@ -15,7 +15,7 @@ from queue import Queue
 import pytest
 from lib.processes import CONTEXT, WAIT_S, kill, started, wait_for_a_signal
 
-from acsgd.io.files.atomic import build_atomically
+from acsgd.io.files.atomic import build_atomically, write_once
 
 
 def build_text(path: Path) -> None:
@@ -116,3 +116,33 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (refused.value.errno, refused.value.filename) == (errno.EFBIG, str(tmp_path / "new" / "target"))
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_that_is_written_once_is_on_disk_or_absent(
+    has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a file system without hard links, where its second write is the one of the name."""
+    synced, fails_at, fsync = [0], [0], os.fsync
+
+    def full(descriptor: int) -> None:
+        synced[0] += 1
+        if synced[0] == fails_at[0]:
+            raise OSError(errno.ENOSPC, "no space")
+        fsync(descriptor)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "no links")
+
+    monkeypatch.setattr(os, "fsync", full)
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    for fails_at[0] in range(1, 2 + (not has_links)):
+        synced[0] = 0
+        with pytest.raises(OSError, match="no space"):
+            write_once(tmp_path / "vote", "first")
+        assert os.listdir(tmp_path) == []
+    for text in ("first", "second"):
+        write_once(tmp_path / "vote", text)
+    assert os.listdir(tmp_path) == ["vote"]
+    assert (tmp_path / "vote").read_text() == "first"

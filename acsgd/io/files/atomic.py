@@ -96,21 +96,29 @@ def write_once(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.parent / f".{path.name}.{secrets.token_hex(8)}"
     try:
-        with new.open("x") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_new(new, text)
         try:
             os.link(new, path)
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
-            with path.open("x") as file:  # not there at once, but still once
-                file.write(text)
+            _write_new(path, text)  # not there at once, but still once
     except FileExistsError:
         pass
     finally:
         new.unlink(missing_ok=True)
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Create a file and wait until it is on disk; remove it if that fails. Raises FileExistsError."""
+    with path.open("x") as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            path.unlink()
+            raise
 
 
 def missing_operations(directory: Path) -> list[str]:
