@@ -14,6 +14,7 @@ terminal was closed) stop the run after the current step, in an evaluation or a 
 from __future__ import annotations
 
 import contextlib
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -82,7 +83,7 @@ def run(
     context.timeout_s = config.run.timeout
     timeout, several = timedelta(seconds=config.run.timeout), not launch.is_one_host
     groups = stack.enter_context(connect(job.topology, timeout=timeout, store=store, background=several))
-    disks = find_run_disks(job, groups)
+    disks = find_run_disks(job, groups, host=socket.gethostname())
     lock = stack.enter_context(RunLock(leases_of(job, disks.log, disks.checkpoints)))
     context.cleanup = lock.release  # before the first lease is acquired: from then on, any rank may fail
     lock.acquire(groups, config.run.timeout)

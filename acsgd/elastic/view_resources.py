@@ -63,6 +63,12 @@ class ViewLock:
             self._lock.release()
 
 
+def address_of(view: View, rank: int) -> str:
+    """Return the address of the host of a rank, with the port of its daemon."""
+    host_id = view.plan.ranks[rank].partition("/")[0]
+    return next(host.address for host in view.hosts if host.id == host_id)
+
+
 def disks_of(view: View) -> Disks:
     """Return which ranks of a view see the same run directory, as the ids in it say."""
     disks = {host.id: host.disk for host in view.hosts}

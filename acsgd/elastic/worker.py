@@ -50,6 +50,7 @@ from acsgd.elastic.state.snapshots import Snapshots, describe_snapshots, open_sn
 from acsgd.elastic.view_resources import (
     ViewLock,
     ViewMetrics,
+    address_of,
     check_disks,
     connect_store,
     disks_of,
@@ -255,7 +256,7 @@ class ElasticWorker:
             groups = stack.enter_context(connecting)
             disks = RunDisks(disks_of(view), disks_of(view))
             if plan.from_disk or config.checkpoint.dir is not None:
-                disks = find_run_disks(job, groups)
+                disks = find_run_disks(job, groups, host=address_of(view, rank))
                 check_disks(view, disks.log, rank)
             lock = self._lock.of(job, groups, view, config.run.timeout, disks)
             of_disks = open_disks(job, groups, disks, step=None if plan.from_disk else plan.step)
@@ -331,7 +332,7 @@ class ElasticWorker:
         plan = view.plan
         if plan.from_disk:
             self._session = None
-            begin = start(job, inputs, groups)
+            begin = start(job, inputs, groups, gives_up=self._config.elastic.force or self._view is not None)
             self._session, self._is_connected = begin.session, True
             self._state.restart(begin.progress)
             if begin.unevaluated is not None:

@@ -146,10 +146,15 @@ def test_a_corrupt_file_is_replaced_by_the_copy_of_another_host(hosts: Hosts, ca
     same(hosts.result("host1"), calm)
 
 
-def test_without_copies_a_lost_host_is_named_and_its_checkpoint_is_not_resumed(hosts: Hosts) -> None:
+def test_without_copies_a_lost_host_is_named_and_its_checkpoint_is_not_resumed(model: Path, hosts: Hosts) -> None:
     hosts.run(copies=1)
     path = hosts.checkpoints("host0").of(STEPS)
     lost = [file for file, names in Manifest.read(path).hosts.items() if names == ["host3"]]
+    before = hosts.checkpoints("host0").steps()
+    _, run = Hosts(model, hosts.directory, 3).run()
+    (error,) = run.errors
+    assert f"run/checkpoints/{path.name} needs {lost[0]} of host3: start host3 as well" in error
+    assert all(hosts.checkpoints(host).steps() == before for host in hosts.names)
     shutil.rmtree(hosts.directory / "host3")
     codes, run = hosts.run()
     assert all(codes)

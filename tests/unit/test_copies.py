@@ -15,10 +15,12 @@ import pytest
 from torch import Tensor
 
 from acsgd.comm.waits import DIRECT
+from acsgd.errors import CorruptFileError, RunError
 from acsgd.groups import Groups
 from acsgd.io.checkpoint import copies
-from acsgd.io.checkpoint.copies import Disks, FileExchange, FileTransfer, place, plan_transfers
+from acsgd.io.checkpoint.copies import Disks, FileExchange, FileTransfer, fetch, place, plan_transfers
 from acsgd.io.files.checksum import new_file_checksum
+from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import StoredFile
 
 A, B = {"a"}, {"b"}
@@ -171,3 +173,29 @@ def test_a_file_that_cannot_be_copied_is_reported_and_absent_and_the_others_are_
     assert any(reported in problem for problem in exchange(hosts, transfers))
     assert not (hosts[1] / "0.file").exists()
     assert (hosts[1] / "2.file").read_bytes() == bytes([3]) * 25
+
+
+@pytest.mark.parametrize(
+    ("holders", "gives_up", "is_corrupt", "message"),
+    [
+        (["b", "c"], False, False, "step-1 needs x of b, c: start b or c as well; to give this checkpoint up, move it"),
+        (["a", "b"], False, False, "step-1 needs x of a, b: start b as well"),
+        (["b"], True, True, "step-1/x is not valid on any host of this run; b had it"),
+        (["a"], False, True, "step-1/x is not valid on any host of this run; a had it"),
+        ([], False, True, "step-1/x is not valid on any host of this run$"),
+    ],
+)
+def test_a_checkpoint_is_corrupt_if_no_absent_host_may_have_its_files(
+    holders: list[str], gives_up: bool, is_corrupt: bool, message: str
+) -> None:
+    def verify(file: StoredFile) -> None:
+        raise CorruptFileError(Path("step-1") / file.file, "is missing")
+
+    world = SimpleNamespace(rank=lambda: 0)
+    groups = SimpleNamespace(world=world, all_gather_text=lambda _, text, timeout_s: [text])
+    manifest = SimpleNamespace(files=[file_of("x")], hosts={"x": holders})
+    shards = SimpleNamespace(path=Path("step-1"), manifest=manifest, verify=verify)
+    exchange = FileExchange(cast(Groups, groups), Disks(names=("a",)))
+    with pytest.raises(RunError, match=message) as caught:
+        fetch(cast(ShardDirectory, shards), ["x"], exchange, gives_up=gives_up, timeout_s=1)
+    assert isinstance(caught.value, CorruptFileError) == is_corrupt

@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -89,7 +90,7 @@ def test_ranks_that_see_the_same_directory_share_a_disk(
     (tmp_path / "a").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "a")
     of_ranks = [tmp_path / ("link" if rank and name == "a" else name) for rank, name in enumerate(names)]
-    for found in on_ranks(of_ranks, find_run_disks):
+    for found in on_ranks(of_ranks, partial(find_run_disks, host="host")):
         assert isinstance(found, RunDisks)
         assert [*found.log.members] == [*found.checkpoints.members] == members
         assert found.log.is_shared == (len(members) == 1)
@@ -112,7 +113,8 @@ def test_a_file_that_another_host_sees_late_is_waited_for(tmp_path: Path, monkey
         return read_text(path, *args)
 
     monkeypatch.setattr(Path, "read_text", late)
-    assert all(cast(RunDisks, found).log.is_shared for found in on_ranks([tmp_path, tmp_path], find_run_disks))
+    find = partial(find_run_disks, host="host")
+    assert all(cast(RunDisks, found).log.is_shared for found in on_ranks([tmp_path, tmp_path], find))
     assert len(looked) > 6
 
 

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -292,18 +292,22 @@ def _manifests(directory: CheckpointDirectory) -> dict[int, bytes]:
     return found
 
 
-def fetch(shards: ShardDirectory, needed: Collection[str], exchange: FileExchange, *, timeout_s: float) -> None:
+def fetch(
+    shards: ShardDirectory, needed: Collection[str], exchange: FileExchange, *, gives_up: bool, timeout_s: float
+) -> None:
     """Get the files of a checkpoint that the ranks of a disk need, and it lacks or has corrupt, from other disks.
 
-    needed: names of the files that this rank needs. A collective call. Raises CorruptFileError on all ranks if a file
-    is valid on no disk, RunError if one could not be copied.
+    needed: names of the files that this rank needs; gives_up: whether the checkpoint counts as corrupt if a file is on
+    hosts alone that are absent: if any rank wants that. A collective call. Raises CorruptFileError on all ranks if a
+    file is valid on no disk, RunError if absent hosts may have it, or if one could not be copied.
     """
     groups, disks, files = exchange.groups, exchange.disks, shards.manifest.files
     rank = groups.world.rank()
     members = disks.members[disks.of(rank)]
     share = files[members.index(rank) :: len(members)]  # the ranks of a disk verify its files together
-    report = {"valid": [file.file for file in share if _is_valid(shards, file)], "needed": [*needed]}
-    texts = groups.all_gather_text("looking for files of a checkpoint", json.dumps(report), timeout_s=timeout_s)
+    valid = [file.file for file in share if _is_valid(shards, file)]
+    report = json.dumps({"valid": valid, "needed": [*needed], "gives_up": gives_up})
+    texts = groups.all_gather_text("looking for files of a checkpoint", report, timeout_s=timeout_s)
     reports = [json.loads(text) for text in texts]
     held, wanted = (
         [{name for rank in ranks for name in reports[rank][key]} for ranks in disks.members]
@@ -311,14 +315,24 @@ def fetch(shards: ShardDirectory, needed: Collection[str], exchange: FileExchang
     )
     for name in (file.file for file in files):
         if any(name in names for names in wanted) and not any(name in names for names in held):
-            holders = ", ".join(shards.manifest.hosts.get(name, ()))
-            raise CorruptFileError(
-                shards.path / name, f"is not valid on any host of this run{f'; {holders} had it' if holders else ''}"
-            )
+            _report_missing(shards, name, disks, gives_up=any(report["gives_up"] for report in reports))
     error = exchange.run(plan_transfers(files, held, wanted), shards.path)
     errors = groups.all_gather_text("getting files of a checkpoint", error, timeout_s=math.inf)
     if any(errors):
         raise RunError(f"{shards.path} could not be completed from other hosts: {next(filter(None, errors))}")
+
+
+def _report_missing(shards: ShardDirectory, name: str, disks: Disks, *, gives_up: bool) -> NoReturn:
+    """Raise an error for a file that is valid on no disk. gives_up: see `fetch`."""
+    holders = shards.manifest.hosts.get(name, ())
+    absent, had_it = [host for host in holders if host not in disks.names], ", ".join(holders)
+    if absent and not gives_up:
+        raise RunError(
+            f"{shards.path} needs {name} of {had_it}: start {' or '.join(absent)} as well; to give this checkpoint up, "
+            "move it away on all hosts"
+        )
+    problem = f"is not valid on any host of this run{f'; {had_it} had it' if had_it else ''}"
+    raise CorruptFileError(shards.path / name, problem)
 
 
 def _is_valid(shards: ShardDirectory, file: StoredFile) -> bool:

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import secrets
-import socket
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,17 +31,18 @@ VISIBLE_S = 30.0
 POLL_S = 0.05
 
 
-def find_disks(directory: Path, groups: Groups, *, timeout_s: float) -> Disks:
+def find_disks(directory: Path, groups: Groups, *, host: str, timeout_s: float) -> Disks:
     """Find out which ranks see the same directory, and write to it once on each disk. A collective call.
 
-    All ranks write a file of one name, whose content is that of the first to do so. timeout_s: of a communication.
+    All ranks write a file of one name, whose content is that of the first to do so. host: name of this host; timeout_s:
+    of a communication.
     """
     probe, mine = directory.absolute() / f"{PROBE}{groups.run_id}", secrets.token_hex(8)
     timeout_s += VISIBLE_S
     try:
         write_once(probe, mine)
         groups.wait_for_all("writing to the directories of the run", timeout_s=timeout_s)
-        seen = json.dumps((socket.gethostname(), str(probe.parent), _read(probe)))
+        seen = json.dumps((host, str(probe.parent), _read(probe)))
         texts = groups.all_gather_text("looking into the directories of the run", seen, timeout_s=timeout_s)
     finally:
         with contextlib.suppress(OSError):
@@ -71,12 +71,12 @@ class RunDisks:
 SHARED_DISKS = RunDisks()
 
 
-def find_run_disks(job: Job, groups: Groups) -> RunDisks:
-    """Find out which ranks see the same directories of a run. A collective call."""
+def find_run_disks(job: Job, groups: Groups, *, host: str) -> RunDisks:
+    """Find out which ranks see the same directories of a run. A collective call. host: name of this host."""
     if job.topology.world_size == 1:
-        return RunDisks()
+        return RunDisks(*[Disks(names=(host,))] * 2)
     directories, timeout_s = (job.paths.run, job.paths.checkpoints.path), job.config.run.timeout
-    return RunDisks(*(find_disks(directory, groups, timeout_s=timeout_s) for directory in directories))
+    return RunDisks(*(find_disks(directory, groups, host=host, timeout_s=timeout_s) for directory in directories))
 
 
 def open_disks(job: Job, groups: Groups, disks: RunDisks, *, step: int | None = None) -> list[str]:

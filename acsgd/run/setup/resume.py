@@ -55,10 +55,10 @@ class Start(NamedTuple):
     """Metrics of the last step if the run that has saved it did not complete its evaluation."""
 
 
-def start(job: Job, inputs: RunInputs, groups: Groups) -> Start:
+def start(job: Job, inputs: RunInputs, groups: Groups, *, gives_up: bool = False) -> Start:
     """Build this rank's session and resume from the newest valid checkpoint, if there is any.
 
-    Collective. Raises RunError if there are checkpoints and none that may be used is valid.
+    gives_up: see `fetch`. Collective. Raises RunError if there are checkpoints and none that may be used is valid.
     """
     found = inputs.candidates
     if not groups.all_equal(inputs.identity.weights):
@@ -69,7 +69,8 @@ def start(job: Job, inputs: RunInputs, groups: Groups) -> Start:
     if job.topology.rank == 0 and found.checkpoints:
         of_weights = check_start_of(job, found.checkpoints[0])
     exchange, is_leader = inputs.disks.exchange(job, groups), inputs.disks.checkpoints.is_leader(job.topology.rank)
-    checkpoint = found.choose(groups, partial(complete_files, job, exchange), timeout_s=job.disk_timeout_s)
+    complete = partial(complete_files, job, exchange, gives_up=gives_up)
+    checkpoint = found.choose(groups, complete, timeout_s=job.disk_timeout_s)
     if job.model.adapter is not None and checkpoint is not None and not exchange.disks.is_shared:
         check_base_of(job, checkpoint.shards)  # only now are its files on all hosts
     notes = [*of_weights, *(f"removed {path.name}: it is incomplete" for path in found.directory.leftovers())]
@@ -186,14 +187,17 @@ def restore(session: Session, checkpoint: Checkpoint) -> Progress:
     return replace(progress, loss_scale=LossScale.of(session.job.config, progress.loss_scale))
 
 
-def complete_files(job: Job, exchange: FileExchange, checkpoint: Checkpoint) -> None:
-    """Check the files of a checkpoint as `check_files` does, once this rank has them from other hosts. A collective."""
-    if not exchange.disks.is_shared:
-        shards = checkpoint.shards
+def complete_files(job: Job, exchange: FileExchange, checkpoint: Checkpoint, *, gives_up: bool) -> None:
+    """Check the files of a checkpoint as `check_files` does, once this rank has them from other hosts. A collective.
+
+    gives_up: see `fetch`.
+    """
+    shards = checkpoint.shards
+    if shards.manifest.hosts or not exchange.disks.is_shared:
         layers = [job.model.layers[index].name for index in _layers_read(job)]
         needed = [file.file for layer in layers for file in shards.all_files_of(layer)]
         needed += [file.file for file in shards.manifest.model_files]
-        fetch(shards, needed, exchange, timeout_s=job.disk_timeout_s)
+        fetch(shards, needed, exchange, gives_up=gives_up, timeout_s=job.disk_timeout_s)
     check_files(job, checkpoint)
 
 

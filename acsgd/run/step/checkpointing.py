@@ -254,7 +254,7 @@ class Checkpointing(StepHook):
         if self._resumed_from is not None and self._resumed_from.resolve().parent != directory.path.resolve():
             paths.append(self._resumed_from)
         groups = self._session.groups
-        check = partial(complete_files, job, self._inputs.disks.exchange(job, groups))
+        check = partial(complete_files, job, self._inputs.disks.exchange(job, groups), gives_up=True)
         checkpoint, reasons = newest_valid(paths, groups, check, timeout_s=job.disk_timeout_s)
         for reason in reasons:
             self._note(f"passed over a checkpoint: {reason}")
