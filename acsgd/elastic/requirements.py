@@ -47,9 +47,7 @@ def _copied_weight(job: Job) -> str | None:
 
 def setup_of(job: Job, inputs: RunInputs) -> Setup:
     """Return what all workers of a run must have in common."""
-    directory = job.config.checkpoint.dir
     parts = _options(job) | {
-        "checkpoint.dir": str(Path(directory).expanduser().resolve()) if directory is not None else "",
         # checksums, since each host reads frozen weights from its own files
         "model": job.model.config.to_json_string() + base_checksums(job),
         "data": inputs.reader.fingerprint(),

@@ -24,7 +24,7 @@ from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.record import RunEvent
 from acsgd.run.lock.lock import RunLock, leases_of
 from acsgd.run.plan.job import Job
-from acsgd.run.setup.directories import SHARED_DISKS, RunDisks
+from acsgd.run.setup.directories import SHARED_DISKS, RunDisks, find_disks, find_run_disks
 from acsgd.run.step.hooks import LoopState
 
 
@@ -77,6 +77,28 @@ def disks_of(view: View) -> Disks:
         members.setdefault(disks[worker.partition("/")[0]], []).append(rank)
     names = {host.disk: host.address for host in reversed(view.hosts)}
     return Disks(tuple(map(tuple, members.values())), tuple(names[disk] for disk in members))
+
+
+def find_view_disks(job: Job, groups: Groups, view: View) -> RunDisks:
+    """Find out which ranks of a view see the same directories. A collective call. Raises as `check_disks`.
+
+    A view that trains on goes by the ids in it: a host with a full disk stays in it. Only what these do not say is
+    looked up: whether hosts of the same id share the run directory, and who shares checkpoint.dir.
+    """
+    rank, known = job.topology.rank, disks_of(view)
+    host, timeout_s = address_of(view, rank), job.config.run.timeout
+    if view.plan.from_disk:
+        disks = find_run_disks(job, groups, host=host)
+    else:
+        log = known
+        if len(known.members) < len(view.rank_hosts()):
+            log = find_disks(job.paths.run, groups, host=host, timeout_s=timeout_s, known=known)
+        disks = RunDisks(log, log)
+        if job.config.checkpoint.dir is not None:
+            directory = job.paths.checkpoints.path
+            disks = RunDisks(log, find_disks(directory, groups, host=host, timeout_s=timeout_s, known=log))
+    check_disks(view, disks.log, rank)
+    return disks
 
 
 def check_disks(view: View, disks: Disks, rank: int) -> None:

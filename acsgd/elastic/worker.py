@@ -50,10 +50,8 @@ from acsgd.elastic.state.snapshots import Snapshots, describe_snapshots, open_sn
 from acsgd.elastic.view_resources import (
     ViewLock,
     ViewMetrics,
-    address_of,
-    check_disks,
     connect_store,
-    disks_of,
+    find_view_disks,
     open_store,
     view_events,
 )
@@ -74,7 +72,7 @@ from acsgd.run.plan.job import Job, prepare
 from acsgd.run.plan.model import RunModel
 from acsgd.run.report import StepSummary
 from acsgd.run.session import Session
-from acsgd.run.setup.directories import RunDisks, find_run_disks, open_disks, share_metrics
+from acsgd.run.setup.directories import RunDisks, open_disks, share_metrics
 from acsgd.run.setup.inputs import RunInputs, open_inputs
 from acsgd.run.setup.resume import Start, start
 from acsgd.run.step.checkpointing import Checkpointing
@@ -254,12 +252,10 @@ class ElasticWorker:
                 job.topology, timeout=timeout, store=store, waits=waits, background=True, host=self._host
             )
             groups = stack.enter_context(connecting)
-            disks = RunDisks(disks_of(view), disks_of(view))
-            if plan.from_disk or config.checkpoint.dir is not None:
-                disks = find_run_disks(job, groups, host=address_of(view, rank))
-                check_disks(view, disks.log, rank)
+            disks = find_view_disks(job, groups, view)
             lock = self._lock.of(job, groups, view, config.run.timeout, disks)
-            of_disks = open_disks(job, groups, disks, step=None if plan.from_disk else plan.step)
+            step = None if plan.from_disk else plan.step
+            of_disks = open_disks(job, groups, disks, step=step, are_known=disks == self._disks)
             has_caches = self._session is not None and bool(self._session.caches)
             inputs = open_inputs(job, groups, disks, has_caches=has_caches)
             stack.callback(inputs.reader.close, wait=False)
@@ -268,7 +264,6 @@ class ElasticWorker:
             begun = self._begin(job, inputs, groups, view)
             begin, self._reader = begun.start, inputs.reader
             metrics = self._metrics.of(job, self._state, disks.log)
-            of_disks = of_disks if disks != self._disks else []
             of_metrics = share_metrics(job, groups, disks.log, is_current=self._view is not None)
             for note in [*self._notes(job, inputs, begin), *of_disks, *of_metrics]:
                 metrics.note(note)

@@ -16,15 +16,20 @@ from typing import Any, TypeVar, cast
 import pytest
 
 from acsgd.config.options import CheckpointConfig, LogConfig, RunConfig
-from acsgd.errors import RunError
+from acsgd.elastic.membership.messages import Host, View
+from acsgd.elastic.membership.plan import Plan
+from acsgd.elastic.view_resources import find_view_disks
+from acsgd.errors import RefusedError, RunError
 from acsgd.failures.processes import ProcessIdentity
 from acsgd.groups import Groups
+from acsgd.io.checkpoint import copies
+from acsgd.io.checkpoint.copies import Disks
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.files.atomic import missing_operations, rename
 from acsgd.run.lock.lease import Lease
 from acsgd.run.plan.job import Job
 from acsgd.run.setup import directories
-from acsgd.run.setup.directories import RunDisks, find_run_disks
+from acsgd.run.setup.directories import RunDisks, find_run_disks, open_disks
 from acsgd.shards.manifest import MANIFEST
 from acsgd.topology import Topology
 
@@ -44,20 +49,22 @@ class ThreadGroups:
         def all_gather_text(name: str, text: str, *, timeout_s: float) -> list[str]:
             self._texts[rank] = text
             self._barrier.wait(timeout_s)
-            return [*self._texts]
+            texts = [*self._texts]
+            self._barrier.wait(timeout_s)  # before one begins another exchange
+            return texts
 
         def wait_for_all(name: str, *, timeout_s: float) -> None:
             self._barrier.wait(timeout_s)
 
-        return cast(
-            Groups, SimpleNamespace(run_id=self.run_id, all_gather_text=all_gather_text, wait_for_all=wait_for_all)
-        )
+        texts = {"all_gather_text": all_gather_text, "wait_for_all": wait_for_all}
+        return cast(Groups, SimpleNamespace(run_id=self.run_id, world=SimpleNamespace(rank=lambda: rank), **texts))
 
 
 def job_of(rank: int, ranks: int, directory: Path) -> Job:
     config = SimpleNamespace(log=LogConfig(str(directory)), checkpoint=CheckpointConfig(), run=RunConfig())
     paths = SimpleNamespace(run=directory, checkpoints=CheckpointDirectory(directory / "checkpoints"))
-    return cast(Job, SimpleNamespace(topology=Topology.of(rank, ranks, 1), paths=paths, config=config))
+    topology = Topology.of(rank, ranks, 1)
+    return cast(Job, SimpleNamespace(topology=topology, paths=paths, config=config, disk_timeout_s=60.0))
 
 
 def on_ranks(of_ranks: list[Path], act: Callable[[Job, Groups], T]) -> list[T | RunError]:
@@ -116,6 +123,56 @@ def test_a_file_that_another_host_sees_late_is_waited_for(tmp_path: Path, monkey
     find = partial(find_run_disks, host="host")
     assert all(cast(RunDisks, found).log.is_shared for found in on_ranks([tmp_path, tmp_path], find))
     assert len(looked) > 6
+
+
+def view_of(disks: str, *, from_disk: bool = False) -> View:
+    """Return a view of hosts of one rank each, whose disks have the ids."""
+    hosts = tuple(Host(f"h{rank}", f"host{rank}:1", disk) for rank, disk in enumerate(disks))
+    return View(2, hosts, Plan(1, ranks=tuple(f"{host.id}/0" for host in hosts), from_disk=from_disk))
+
+
+@pytest.mark.parametrize("from_disk", [True, False])
+def test_a_copied_id_of_a_run_directory_is_refused_in_each_view(from_disk: bool, tmp_path: Path) -> None:
+    of_ranks, view = [tmp_path / "a", tmp_path / "b", tmp_path / "c"], view_of("xyx", from_disk=from_disk)
+    found = on_ranks(of_ranks, partial(find_view_disks, view=view))
+    assert [type(each) for each in found] == [RunError, RunError, RefusedError]
+    assert all("log.dir of host2:1 is a copy of that of host0:1" in str(each) for each in found)
+
+
+def test_a_view_that_trains_on_writes_nothing_if_its_ids_say_who_shares_a_directory(tmp_path: Path) -> None:
+    for found in on_ranks([tmp_path / "a", tmp_path / "b"], partial(find_view_disks, view=view_of("xy"))):
+        assert cast(RunDisks, found) == RunDisks(*[Disks(((0,), (1,)), ("host0:1", "host1:1"))] * 2)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_host_that_cannot_write_ends_the_start_of_a_run_but_no_view_that_trains_on(tmp_path: Path) -> None:
+    (tmp_path / "b").touch()
+    of_ranks = [tmp_path / "a", tmp_path / "b"]
+    found = on_ranks(of_ranks, partial(find_view_disks, view=view_of("xx", from_disk=True)))
+    assert [type(each) for each in found] == [RunError, RefusedError]
+    assert all(f"{tmp_path / 'b'}: " in str(each) for each in found)
+    for each in on_ranks(of_ranks, partial(find_view_disks, view=view_of("xx"))):
+        assert cast(RunDisks, each).log == Disks(((0, 1),), ("host0:1",))
+
+
+def test_checkpoints_of_hosts_that_were_away_are_set_aside_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that cannot write a manifest trains on, but does not start a run."""
+    of_ranks, disks = [tmp_path / "a", tmp_path / "b"], Disks(((0,), (1,)), ("host0", "host1"))
+    (tmp_path / "a" / "checkpoints" / "step-00000003").mkdir(parents=True)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "checkpoints").touch()
+    monkeypatch.setattr(copies, "_manifests", lambda directory: {1: b"{}"} if "a" in directory.path.parts else {})
+    monkeypatch.setattr(directories, "_check_copies", lambda *_, **__: None)
+    act = partial(open_disks, disks=RunDisks(disks, disks), are_known=True)
+    for found in on_ranks(of_ranks, partial(act, step=2)):
+        aside, failed = cast(list[str], found)
+        assert aside.endswith(
+            "step-00000003 of host0 is later than step 2 of the run; renamed to corrupt-step-00000003"
+        )
+        assert failed.startswith(f"manifests of checkpoints cannot be written: {tmp_path / 'b' / 'checkpoints'}: ")
+    assert [type(each) for each in on_ranks(of_ranks, act)] == [RunError, RefusedError]
 
 
 LACKING = {"no links": ("symlink", "link"), "no renames": ("rename",), "an object store": ("symlink", "link", "rename")}

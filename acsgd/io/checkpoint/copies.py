@@ -151,7 +151,7 @@ class FileExchange:
             with _opened(path, "rb") as (content, problems):
                 for size in _chunks(file.bytes, self.rate):
                     part = b""
-                    with _recorded(problems, path):
+                    with recorded(problems, path):
                         part = content.read(size) if content else b""
                     # the receiver waits for as many bytes as the manifest says, and finds out that they are others
                     tensor = torch.frombuffer(bytearray(part.ljust(size, b"\0")), dtype=torch.uint8)
@@ -174,16 +174,16 @@ class FileExchange:
                     with self._errors(file, rank):
                         self.groups.waits.wait(self.groups.background.irecv(buffer, rank, TAG))
                     digest.update(buffer.numpy().data)
-                    with _recorded(problems, partial):
+                    with recorded(problems, partial):
                         if content and not problems:
                             content.write(buffer.numpy().data)
-                with _recorded(problems, partial):
+                with recorded(problems, partial):
                     if content and not problems:
                         content.flush()
                         os.fsync(content.fileno())
             if not problems and digest.hexdigest() != file.checksum:
                 problems.append(f"{file.file} of {self.disks.names[source]} is not what its manifest says")
-            with _recorded(problems, partial):
+            with recorded(problems, partial):
                 if problems:
                     partial.unlink(missing_ok=True)
                 else:
@@ -225,13 +225,13 @@ def _opened(path: Path, mode: str) -> Iterator[tuple[Any, list[str]]]:
     problems: list[str] = []
     with contextlib.ExitStack() as stack:
         content = None
-        with _recorded(problems, path):
+        with recorded(problems, path):
             content = stack.enter_context(path.open(mode))
         yield content, problems
 
 
 @contextlib.contextmanager
-def _recorded(problems: list[str], path: Path) -> Iterator[None]:
+def recorded(problems: list[str], path: Path) -> Iterator[None]:
     """Append the message of an OSError of a file to a list, and suppress it."""
     try:
         yield
@@ -240,11 +240,13 @@ def _recorded(problems: list[str], path: Path) -> Iterator[None]:
         problems.append(explain(named) or str(named))
 
 
-def share_manifests(directory: CheckpointDirectory, groups: Groups, disks: Disks, *, timeout_s: float) -> list[str]:
+def share_manifests(
+    directory: CheckpointDirectory, groups: Groups, disks: Disks, *, timeout_s: float
+) -> tuple[list[str], list[str]]:
     """Let all disks have the manifests of all checkpoints that any of them has. A collective call.
 
     Where two have other checkpoints of the same step, as after a run went on without one of them, that of most disks
-    counts, and the other is set aside. Returns sentences for the user.
+    counts, and the other is set aside. Returns sentences for the user, and why ranks could not write, empty = could.
     """
     rank = groups.world.rank()
     own = _manifests(directory) if disks.is_leader(rank) else {}
@@ -262,8 +264,9 @@ def share_manifests(directory: CheckpointDirectory, groups: Groups, disks: Disks
         if rank == disks.members[disk][0] and any(each.get(step) != chosen[step] for each in listed)
     }
     texts = groups.all_gather_text("sharing manifests", json.dumps(mine), timeout_s=timeout_s)
-    if disks.is_leader(rank):
-        for step, raw in (item for text in texts for item in json.loads(text).items()):
+    problems: list[str] = []
+    with recorded(problems, directory.path):
+        for step, raw in (item for text in texts for item in json.loads(text).items() if disks.is_leader(rank)):
             if digests.get(int(step)) != chosen[step]:
                 path = directory.of(int(step))
                 if int(step) in own:
@@ -272,14 +275,33 @@ def share_manifests(directory: CheckpointDirectory, groups: Groups, disks: Disks
                 (path / f".{MANIFEST}").write_text(raw)
                 flush(path / f".{MANIFEST}")
                 rename(path / f".{MANIFEST}", path / MANIFEST)
-    groups.wait_for_all("writing manifests", timeout_s=timeout_s)  # which all ranks of a disk read next
-    return [
+    # which all ranks of a disk read next
+    failures = groups.all_gather_text("writing manifests", "".join(problems), timeout_s=timeout_s)
+    others = [
         f"{directory.of(int(step))} of {disks.names[disk]} is another one than that of {disks.names[sources[step]]}, "
         "and set aside"
         for step in chosen
         for disk, each in enumerate(listed)
         if each.get(step, chosen[step]) != chosen[step]
     ]
+    return others, failures
+
+
+def set_later_aside(
+    directory: CheckpointDirectory, step: int, groups: Groups, disks: Disks, *, timeout_s: float
+) -> list[str]:
+    """Set aside the checkpoints after a step on all disks. A collective call. Returns sentences for the user."""
+    found: list[str] = []
+    if disks.is_leader(rank := groups.world.rank()):
+        with recorded(found, directory.path):
+            for later in [each for each in directory.steps() if each > step]:
+                aside = directory.set_aside(path := directory.of(later))
+                found.append(
+                    f"{path} of {disks.names[disks.of(rank)]} is later than step {step} of the run; renamed to "
+                    f"{aside.name}"
+                )
+    texts = groups.all_gather_text("setting checkpoints aside", json.dumps(found), timeout_s=timeout_s)
+    return [sentence for text in texts for sentence in json.loads(text)]
 
 
 def _manifests(directory: CheckpointDirectory) -> dict[int, bytes]:

@@ -9,13 +9,22 @@ import math
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from acsgd.config.options import CheckpointConfig
 from acsgd.errors import RefusedError, RunError, explain
 from acsgd.groups import Groups
-from acsgd.io.checkpoint.copies import SHARED, Disks, FileExchange, FileTransfer, share_manifests
+from acsgd.io.checkpoint.copies import (
+    SHARED,
+    Disks,
+    FileExchange,
+    FileTransfer,
+    recorded,
+    set_later_aside,
+    share_manifests,
+)
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.files.atomic import missing_operations, write_once
 from acsgd.io.files.checksum import new_file_checksum
@@ -31,23 +40,31 @@ VISIBLE_S = 30.0
 POLL_S = 0.05
 
 
-def find_disks(directory: Path, groups: Groups, *, host: str, timeout_s: float) -> Disks:
+def find_disks(directory: Path, groups: Groups, *, host: str, timeout_s: float, known: Disks | None = None) -> Disks:
     """Find out which ranks see the same directory, and write to it once on each disk. A collective call.
 
     All ranks write a file of one name, whose content is that of the first to do so. host: name of this host; timeout_s:
-    of a communication.
+    of a communication; known: returned if a rank cannot write, such as one with a full disk. Without it, that is a
+    RefusedError there, a RunError elsewhere.
     """
     probe, mine = directory.absolute() / f"{PROBE}{groups.run_id}", secrets.token_hex(8)
     timeout_s += VISIBLE_S
+    problem, seen = list[str](), ""
     try:
-        write_once(probe, mine)
+        with recorded(problem, directory):
+            write_once(probe, mine)
         groups.wait_for_all("writing to the directories of the run", timeout_s=timeout_s)
-        seen = json.dumps((host, str(probe.parent), _read(probe)))
-        texts = groups.all_gather_text("looking into the directories of the run", seen, timeout_s=timeout_s)
+        with recorded(problem, directory):
+            seen = "" if problem else _read(probe)
+        report = json.dumps((host, str(probe.parent), seen, "".join(problem)))
+        texts = groups.all_gather_text("looking into the directories of the run", report, timeout_s=timeout_s)
     finally:
         with contextlib.suppress(OSError):
             probe.unlink(missing_ok=True)
-    hosts, paths, found = zip(*map(json.loads, texts), strict=True)
+    hosts, paths, found, problems = zip(*map(json.loads, texts), strict=True)
+    if known is not None and any(problems):
+        return known
+    _check_all(problems, groups, "the directories of the run cannot be used")
     members = tuple(tuple(rank for rank, each in enumerate(found) if each == text) for text in dict.fromkeys(found))
     names = [hosts[ranks[0]] for ranks in members]
     full = [f"{hosts[ranks[0]]}:{paths[ranks[0]]}" for ranks in members]
@@ -79,15 +96,26 @@ def find_run_disks(job: Job, groups: Groups, *, host: str) -> RunDisks:
     return RunDisks(*(find_disks(directory, groups, host=host, timeout_s=timeout_s) for directory in directories))
 
 
-def open_disks(job: Job, groups: Groups, disks: RunDisks, *, step: int | None = None) -> list[str]:
+def _check_all(problems: Sequence[str], groups: Groups, failure: str) -> None:
+    """Raise an error if any rank reports a problem: RefusedError on these ranks, RunError on the others."""
+    if failed := [rank for rank, problem in enumerate(problems) if problem]:
+        text = f"{failure}: {problems[failed[0]]}"
+        raise RefusedError(text) if groups.world.rank() in failed else RunError(text, awaited=failed)
+
+
+def open_disks(
+    job: Job, groups: Groups, disks: RunDisks, *, step: int | None = None, are_known: bool = False
+) -> list[str]:
     """Prepare hosts with disks of their own: check that copies can be made, and let all know which checkpoints exist.
 
     A collective call. step: of a run that trains. Then checkpoints after it, of hosts that were away, are set aside,
-    and copies are not checked: a host with a full disk may train. Returns sentences for the user.
+    and nothing has to be written: a host with a full disk may train. are_known: whether the user knows which hosts
+    share a disk. Returns sentences for the user.
     """
     if disks.checkpoints.is_shared:
         config = job.config.checkpoint
-        unused = [name for name in ("copies", "rate") if getattr(config, name) != getattr(CheckpointConfig, name)]
+        names = () if are_known else ("copies", "rate")
+        unused = [name for name in names if getattr(config, name) != getattr(CheckpointConfig, name)]
         return [
             f"checkpoint.{name}={getattr(config, name)} has no effect: all ranks see the same checkpoints; remove it"
             for name in unused
@@ -95,14 +123,17 @@ def open_disks(job: Job, groups: Groups, disks: RunDisks, *, step: int | None = 
     exchange, timeout_s, resume = disks.exchange(job, groups), job.disk_timeout_s, job.config.checkpoint.resume
     if step is None:
         _check_copies(job.paths.checkpoints.path, exchange, timeout_s=timeout_s)
-    notes = [_describe_disks(job, disks.checkpoints)]
+    notes = [] if are_known else [_describe_disks(job, disks.checkpoints)]
     if resume == "never":
         return notes
     directory = job.paths.checkpoints if resume == "auto" else CheckpointDirectory(Path(resume).expanduser().parent)
-    if step is not None and disks.checkpoints.is_leader(job.topology.rank):
-        for later in [each for each in directory.steps() if each > step]:
-            directory.set_aside(directory.of(later))
-    return [*notes, *share_manifests(directory, groups, disks.checkpoints, timeout_s=timeout_s)]
+    if step is not None:
+        notes += set_later_aside(directory, step, groups, disks.checkpoints, timeout_s=timeout_s)
+    others, problems = share_manifests(directory, groups, disks.checkpoints, timeout_s=timeout_s)
+    failure = "manifests of checkpoints cannot be written"
+    if step is None:
+        _check_all(problems, groups, failure)
+    return [*notes, *others, *(f"{failure}: {problem}" for problem in problems if problem)]
 
 
 def _check_copies(directory: Path, exchange: FileExchange, *, timeout_s: float) -> None:
@@ -121,9 +152,7 @@ def _check_copies(directory: Path, exchange: FileExchange, *, timeout_s: float) 
     if disks.is_leader(rank):
         for file in files:
             (directory / file.file).unlink(missing_ok=True)
-    if failed := [rank for rank, problem in enumerate(problems) if problem]:
-        text = f"checkpoints could not be copied between hosts: {problems[failed[0]]}"
-        raise RefusedError(text) if rank in failed else RunError(text, awaited=failed)
+    _check_all(problems, groups, "checkpoints could not be copied between hosts")
 
 
 def _describe_disks(job: Job, disks: Disks) -> str:
