@@ -264,7 +264,7 @@ class ElasticWorker:
             begun = self._begin(job, inputs, groups, view)
             begin, self._reader = begun.start, inputs.reader
             metrics = self._metrics.of(job, self._state, disks.log)
-            of_metrics = share_metrics(job, groups, disks.log, is_current=self._view is not None)
+            of_metrics = share_metrics(job, groups, disks.log, metrics.file, is_current=self._view is not None)
             for note in [*self._notes(job, inputs, begin), *of_disks, *of_metrics]:
                 metrics.note(note)
             session = begin.session

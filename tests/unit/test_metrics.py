@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import resource
@@ -14,7 +15,7 @@ from lib.records import RECORD
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
 from acsgd.io.telemetry import json_lines
-from acsgd.io.telemetry.json_lines import StepLines
+from acsgd.io.telemetry.json_lines import JsonLinesSink, StepLines
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.record import RunEvent
 from acsgd.io.telemetry.terminal import PLAIN_LINES
@@ -113,8 +114,36 @@ def test_a_host_that_was_away_gets_the_lines_after_its_last_step(
     away.path.write_text(f'{lines[0]}\n{lines[1]}\n{{"event": "y", "after_step": 2}}\n{{"ste')
     assert [each.last_step() for each in (current, away, empty)] == [3, 2, 0]
     for behind in (away, empty):
-        behind.replace_after(last := behind.last_step(), current.after(last))
+        last = behind.last_step()
+        JsonLinesSink(behind.path, resumed_at=last, notify=print).replace_after(last, current.after(last))
         assert behind.path.read_bytes() == current.path.read_bytes()
+
+
+def test_lines_that_a_full_disk_kept_back_are_not_doubled_by_those_of_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [line_of(step) for step in range(1, 5)]
+    current, full = tmp_path / "current", tmp_path / "full"
+    current.write_bytes(b"".join(expected[:3]))
+    sink, write = JsonLinesSink(full, resumed_at=0, notify=print), JsonLinesSink._write
+    sink.log(RECORD._replace(step=1))
+
+    def refuse(_: JsonLinesSink) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(JsonLinesSink, "_write", refuse)
+    for step in (2, 3):
+        sink.log(RECORD._replace(step=step))
+    last = StepLines(full).last_step()
+    assert last == 1
+    sink.replace_after(last, StepLines(current).after(last))  # while the disk is full, too
+    monkeypatch.setattr(JsonLinesSink, "_write", write)
+    sink.log(RECORD._replace(step=4))
+    assert full.read_bytes() == b"".join(expected)
+
+
+def line_of(step: int) -> bytes:
+    return json.dumps(RECORD._replace(step=step).numbers()).encode() + b"\n"
 
 
 def test_a_new_run_starts_with_an_empty_file(tmp_path: Path) -> None:

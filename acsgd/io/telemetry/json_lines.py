@@ -59,7 +59,20 @@ class JsonLinesSink:
         self._append(event.line())
 
     def close(self, *, failed: bool) -> None:
+        self.flush()
+
+    def flush(self) -> None:
+        """Write lines that could not be written before, as far as there is room now."""
         with contextlib.suppress(OSError):
+            self._write()
+
+    def replace_after(self, step: int, lines: bytes) -> None:
+        """Replace the lines in the file that follow that of a step, and those that are not written yet."""
+        with self._errors_reported():
+            self._begin_again_if_removed()
+            os.truncate(self._path, _end_of(self._path.read_bytes(), step))
+            self._unwritten = lines
+            self._last_step = max([step, *filter(None, map(_step_of, lines.splitlines()))])
             self._write()
 
     def _append(self, line: Mapping[str, object], then: bytes = b"") -> None:
@@ -129,13 +142,6 @@ class StepLines:
         """Return the lines that follow that of a step."""
         raw = self.path.read_bytes()
         return raw[_end_of(raw, step) :]
-
-    def replace_after(self, step: int, lines: bytes) -> None:
-        """Replace the lines that follow that of a step."""
-        self.path.touch()
-        os.truncate(self.path, _end_of(self.path.read_bytes(), step))
-        with self.path.open("ab") as file:
-            file.write(lines)
 
 
 def _step_of(line: bytes) -> int | None:

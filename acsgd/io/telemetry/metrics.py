@@ -82,6 +82,11 @@ class Metrics:
                 metrics._sinks.append(tracker.open(config, run_dir, resumed_at, metrics.note))  # may print a sentence
         return metrics
 
+    @property
+    def file(self) -> JsonLinesSink | None:
+        """Sink of metrics.jsonl; None if this rank writes none."""
+        return next((sink for sink in self._sinks if isinstance(sink, JsonLinesSink)), None)
+
     def __enter__(self) -> Metrics:
         return self
 

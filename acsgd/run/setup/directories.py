@@ -28,7 +28,7 @@ from acsgd.io.checkpoint.copies import (
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.files.atomic import missing_operations, write_once
 from acsgd.io.files.checksum import new_file_checksum
-from acsgd.io.telemetry.json_lines import METRICS, StepLines
+from acsgd.io.telemetry.json_lines import METRICS, JsonLinesSink, StepLines
 from acsgd.io.telemetry.metrics import FILE
 from acsgd.run.plan.job import Job
 from acsgd.shards.manifest import StoredFile
@@ -168,15 +168,20 @@ def _describe_disks(job: Job, disks: Disks) -> str:
     return f"{job.paths.checkpoints.path} is a directory of its own on {hosts} hosts, {', '.join(disks.names)}: {rest}"
 
 
-def share_metrics(job: Job, groups: Groups, disks: Disks, *, is_current: bool = True) -> list[str]:
+def share_metrics(
+    job: Job, groups: Groups, disks: Disks, sink: JsonLinesSink | None, *, is_current: bool = True
+) -> list[str]:
     """Let all run directories have the lines of metrics.jsonl up to the last step; hosts that were away lack some.
 
-    A collective call. is_current: whether this host was not away. Returns a sentence for the user if that fails.
+    A collective call. sink: of a leader, which writes the file; is_current: whether this host was not away. Returns a
+    sentence for the user if that fails.
     """
     directory, rank, timeout_s = job.paths.run, job.topology.rank, job.disk_timeout_s
     if disks.is_shared or FILE not in job.config.log.to.split(","):
         return []
     lines, here = StepLines(directory / METRICS), disks.of(rank)
+    if sink is not None:
+        sink.flush()  # what it still holds is replaced by the lines of another host
     report = json.dumps((is_current, lines.last_step() if disks.is_leader(rank) else 0))
     texts = groups.all_gather_text("comparing metrics", report, timeout_s=timeout_s)
     reports = [json.loads(texts[ranks[0]]) for ranks in disks.members]
@@ -195,10 +200,10 @@ def share_metrics(job: Job, groups: Groups, disks: Disks, *, is_current: bool = 
     stored = [StoredFile(**file) for file in json.loads(texts[disks.members[source][0]])]
     transfers = [FileTransfer(file, source, disk) for file, disk in zip(stored, behind, strict=False)]
     problem = FileExchange(groups, disks).run(transfers, directory) or problem
-    if disks.is_leader(rank):
+    if sink is not None:
         try:
             if here in [transfer.target for transfer in transfers] and not problem:
-                lines.replace_after(behind[here], tails[here].read_bytes())
+                sink.replace_after(behind[here], tails[here].read_bytes())
             for tail in tails.values():
                 tail.unlink(missing_ok=True)
         except OSError as error:
