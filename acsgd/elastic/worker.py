@@ -259,6 +259,8 @@ class ElasticWorker:
             has_caches = self._session is not None and bool(self._session.caches)
             inputs = open_inputs(job, groups, disks, has_caches=has_caches)
             stack.callback(inputs.reader.close, wait=False)
+            if self._reader is not None:
+                inputs.reader.keep_known(self._reader)  # a save may come before the first batch of the view
             job = replace(job, config=config.with_steps(inputs.steps))
             stack.enter_context(text_log_of(job))
             begun = self._begin(job, inputs, groups, view)

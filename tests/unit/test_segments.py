@@ -234,6 +234,10 @@ def test_ends_format_and_rows_without_targets_are_known_and_counted(
     with closing(maker.streamed(sources=f"stream:{path}", format="auto", **layout)) as rows:
         rows.look_ahead(0)
         assert (rows.format, rows.ends.ids, rows.ends.num_open) == ("io", (maker.tokenizer.eos_token_id,), 0)
+        with closing(maker.streamed("later", sources=f"stream:{path}", format="auto", **layout)) as later:
+            before, after = (BatchReader(RowReader([each], 1), Any, range(1)) for each in (rows, later))  # type: ignore[arg-type]
+            after.keep_known(before)
+            assert (later.format, later.ends) == (rows.format, rows.ends), "without a read"
         total = length_of(rows)
         empty = sum(not (rows.read(number)[LABELS] >= 0).any() for number in range(total))
         counted = f"rows: stream:{path}: {empty} of {total} rows have no target tokens, and no loss"

@@ -77,6 +77,12 @@ class BatchReader:
             if isinstance(rows, StreamedRows) and state is not None:
                 rows.restore(state)
 
+    def keep_known(self, before: BatchReader) -> None:
+        """Keep what another reader of the same sources has found of streamed ones: how texts end, and formats."""
+        for rows, known in zip(self.rows.rows, before.rows.rows, strict=True):
+            if isinstance(rows, StreamedRows):
+                rows.ends, rows.format = known.ends, known.format
+
     def close(self, *, wait: bool = True) -> None:
         """Stop reading streamed sources: a `batch` that waits for one raises WaitInterruptedError.
 
@@ -133,6 +139,11 @@ class Dataset:
         if timeout_s:
             self._waiting_since = self._waiting_since or time.perf_counter()
         return self._error is not None or self._batches.has(1 if self._upcoming else 2, timeout_s)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the next batch could not be read: the iteration raises its error."""
+        return self._error is not None or (self._upcoming is None and self._batches.has_failed)
 
     def __next__(self) -> Batch:
         started, self._waiting_since = self._waiting_since or time.perf_counter(), None

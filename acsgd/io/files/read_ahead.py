@@ -58,6 +58,11 @@ class ReadAhead(Iterator[T], Generic[K, T]):
             return False
         return self._waits.poll(lambda seconds: not wait(needed, seconds).not_done, timeout_s)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the next result is there and is an error."""
+        return bool(self._pending) and self._pending[0].done() and self._pending[0].exception() is not None
+
     def close(self) -> None:
         """End the iteration."""
         self._keys, self._pending = iter(()), deque()

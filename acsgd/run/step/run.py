@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,15 +151,29 @@ class NextBatch(StepHook):
         if not self._is_streamed or self._is_ready:
             return
         assert self._batches is not None
-        vote, before = Vote(self._session.groups), list[bool]()
-        while not (before and not before[0]):
+        groups, timeout_s = self._session.groups, self._session.job.config.run.timeout
+        vote, before, me, number = Vote(groups), list[bool](), groups.world.rank(), groups.world.size()
+        failed, noted_at = False, time.monotonic() + timeout_s
+        while not (before and not any(before[:number])):
             is_ready, stops = self._batches.is_ready(POLL_S), self._signals.received is not None
-            before = vote.cast(not is_ready, stops, not stops)
-            if before and self._stops.reduce([[before[1], not before[2]]]):
+            waiting = [rank == me and not is_ready for rank in range(number)]
+            before = vote.cast(*waiting, self._batches.has_failed, stops, not stops)
+            if not before:
+                continue
+            *waiting, failed, any_stops, any_trains = before
+            if self._stops.reduce([[any_stops, not any_trains]]):
                 state.is_stopped = True
                 self._note(f"step {state.progress.step}: a stop signal has ended the wait for streamed data")
                 break
+            if failed:
+                break
+            if any(waiting) and time.monotonic() >= noted_at:
+                noted_at = math.inf
+                ranks = ", ".join(str(rank) for rank, waits in enumerate(waiting) if waits)
+                self._note(f"step {state.progress.step}: after {timeout_s:g} s, ranks {ranks} wait for streamed data")
         vote.settle()
+        if failed and not (state.is_stopped or self._batches.has_failed):
+            groups.wait_for_all("reading streamed data", timeout_s=timeout_s)  # until the rank raises its error
 
 
 class _LeftError(Exception):
