@@ -41,6 +41,8 @@ RUN_OPTIONS = "run_options.json"
 """File of an exported model with the options of the run that trained it on which reading of data depends."""
 TASK = "model.task"
 """Option of a run; in `RUN_OPTIONS` the task of the manifest."""
+FORMATS = "formats"
+"""Name of the formats of the sources in what a run, and `RUN_OPTIONS`, record of data."""
 MODEL_FILES = (
     "config.json",
     "generation_config.json",

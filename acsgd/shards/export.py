@@ -17,7 +17,7 @@ from acsgd.layers.description import LayerSpec
 from acsgd.model_classes import UNTIED
 from acsgd.shards.config import CONFIG
 from acsgd.shards.convert import ReportProgress
-from acsgd.shards.disk import RUN_OPTIONS, TASK, ShardDirectory, copy_model_files, list_model_files
+from acsgd.shards.disk import FORMATS, RUN_OPTIONS, TASK, ShardDirectory, copy_model_files, list_model_files
 from acsgd.shards.files import TensorHeader
 from acsgd.shards.generation import set_ends
 from acsgd.shards.hf_model import INDEX, SINGLE, tensor_of
@@ -143,8 +143,10 @@ def write_run_options(manifest: Manifest, target: Path) -> None:
     """Write the options of a run that tell how records are read and put into rows; none of a converted model."""
     if manifest.run is not None:
         recorded = {TASK: manifest.task, **manifest.run["identity"]["data"], **manifest.run.get("data", {})}
-        sections = ("model.", "data.", "eval.")
-        kept = {key: value for key, value in recorded.items() if key.startswith(sections) and key not in OF_OTHER_FILES}
+        kept_keys = ("model.", "data.", "eval.", FORMATS)
+        kept = {
+            key: value for key, value in recorded.items() if key.startswith(kept_keys) and key not in OF_OTHER_FILES
+        }
         (target / RUN_OPTIONS).write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
 
 

@@ -138,7 +138,12 @@ def test_checkpoints_and_exports_carry_the_template(
     prompts = list[object]()
     encode = PromptEncoder.encode
     monkeypatch.setattr(PromptEncoder, "encode", lambda self, prompt: (prompts.append(prompt), encode(self, prompt))[1])
-    for flags, prompt in (([], CHAT[:1]), (["--chat"], CHAT[:1]), (["--format", "text"], CHAT[0]["content"])):
+    for flags, prompt in (
+        ([], CHAT[:1]),
+        (["--chat"], CHAT[:1]),
+        (["--format", "text"], CHAT[0]["content"]),
+        (["--input-format", "Q: __input__"], "Q: 1 + 1"),
+    ):
         cli.run(["generate", str(checkpoint), "--prompt", "1 + 1", "--max-new-tokens", "1", *flags])
         assert prompts.pop() == prompt
         assert ("a text is the message of a user" in capsys.readouterr().err) == (not flags)

@@ -40,7 +40,7 @@ from acsgd.io.data.tokens.tokens import tokenize
 from acsgd.launch import Launch
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.inputs import open_inputs
-from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.disk import FORMATS, ShardDirectory
 from acsgd.shards.tokenizer import DocumentTokens, SpecialTokens, load_tokenizer
 
 TEXTS = ["one two", "", "three " * 9]
@@ -261,6 +261,7 @@ def check_export(directory: Path, ends: list[int], adapter: Path | None = None) 
     recorded = RecordedModel.of(str(loaded.tokenizer_directory))
     options = recorded.data_options({}, ("input_format", "sequence"))
     assert (recorded.task, options) == ("lm", {"input_format": "Q: __input__", "sequence": 16})
+    assert recorded.options[FORMATS] == ["messages"]
 
 
 @pytest.mark.parametrize("has_own_file", [True, False])

@@ -159,8 +159,40 @@ def test_generated_answers_are_those_of_the_records_that_the_run_held_out(
     assert places == {f"{source}, line {n + 1}" for n in expected}
     assert 3 < len(places) < 20
     train_alone(config)
-    command.main([str(tmp_path / "run"), "--generate", "--max-new-tokens", "2"], Launch(), prog="", end=sys.exit)
-    assert f"what data.eval_fraction has held out of it, {len(places)} examples" in capsys.readouterr().out
+    generate = [str(tmp_path / "run"), "--generate", "--max-new-tokens", "2"]
+    for flags in [(), ("--sequence", "5"), ("--rows", "single"), ("--input-format", "Q: __input__")]:
+        command.main([*generate, *flags], Launch(), prog="", end=sys.exit)
+        assert f"what data.eval_fraction has held out of it, {len(places)} examples" in capsys.readouterr().out
+
+
+def test_options_that_change_what_is_held_out_need_other_data(tiny_model: TinyModel) -> None:
+    recorded = {"sources": "a", "eval_fraction": 0.5, "sequence": 8, "rows": "pack", "long": "skip", "format": "io"}
+    model = RecordedModel(str(tiny_model()), "lm", {f"data.{name}": value for name, value in recorded.items()})
+    options = EvalOptions(model.name)
+    same = dataclasses.replace(options, sequence=8, rows="pack", format="io", task="lm", targets="all")
+    assert config_of(same, model, 1).data == dataclasses.replace(config_of(options, model, 1).data, targets="all")
+    for changed in ({"sequence": 9}, {"rows": "single"}, {"long": "split"}, {"input_format": "Q: __input__"}):
+        other = dataclasses.replace(options, **changed)  # type: ignore[arg-type]
+        flag = f"--{next(iter(changed)).replace('_', '-')}"
+        with pytest.raises(ValueError, match=f"^{flag} would put records .*; remove it, or give --data SOURCES$"):
+            config_of(other, model, 1)
+        assert config_of(dataclasses.replace(other, data="b"), model, 1).data.sources == "b"
+    with pytest.raises(ValueError, match=r"^--sequence, --task would .*; remove them"):
+        config_of(dataclasses.replace(options, sequence=9, task="seq2seq"), model, 1)
+
+
+def test_answers_of_a_model_with_a_head_of_its_own_are_not_generated(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    save_model(tmp_path / "bert", with_special_tokens(tokenizer), "bert", "classification", num_labels=2)
+    (tmp_path / "a.tsv").write_text("text\tlabel\n" + "one\t1\n" * 8)
+    config = small_run(tmp_path / "bert", tmp_path / "run", steps=1)
+    data = DataConfig(str(tmp_path / "a.tsv"), sequence=8, batch=2, eval_fraction=0.5)
+    model = dataclasses.replace(config.model, task="classification")
+    train_alone(dataclasses.replace(config, data=data, model=model))
+    with contextlib.redirect_stderr(io.StringIO()) as printed, pytest.raises(SystemExit):
+        command.main([str(tmp_path / "run"), "--generate"], Launch(), prog="", end=sys.exit)
+    assert "is trained for classification, which generates no text" in printed.getvalue()
 
 
 def test_the_table_names_model_data_and_metrics(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import os
 import shlex
@@ -123,9 +122,12 @@ def _run_alone(options: EvalOptions, launch: Launch) -> None:
     if data.note:
         print_note(data.note)
     places = None
-    if "eval_fraction" in data.values:  # of the rows, as the run made them
-        config = config_of(dataclasses.replace(options, generate=False), model, launch.world_size)
-        places = held_out_records(prepare(config, launch, trains=False))
+    if "eval_fraction" in data.values:  # of the rows, as the run made them, whatever the options say on prompts
+        as_recorded = EvalOptions(options.model, dtype=options.dtype, device=options.device, cache=options.cache)
+        job = prepare(config_of(as_recorded, model, launch.world_size), launch, trains=False)
+        if job.model.task.model_class.has_new_head:
+            raise ValueError(f"--generate: {model.name} is trained for {job.model.task.name}, which generates no text")
+        places = held_out_records(job)
     config_of_data = DataConfig(**{"sequence": 1, **data.values}, batch=1)
     evaluate_answers(options, model, config_of_data, places).show(as_json=options.json)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,7 +84,7 @@ def data_of(options: EvalOptions, model: RecordedModel) -> EvaluationOptions:
     """
     names: tuple[str, ...] = (*READING, *OF_ROWS)
     given = {name: getattr(options, name, None) for name in names}
-    if options.rows is not None:  # what is recorded belongs to other rows
+    if options.rows not in (None, model.options.get("data.rows")):  # what is recorded belongs to other rows
         names = tuple(name for name in names if name not in PLACING)
     if options.generate:  # prompts are no targets, whatever the run has learned
         names = tuple(name for name in names if name != "targets")
@@ -105,9 +106,30 @@ def data_of(options: EvalOptions, model: RecordedModel) -> EvaluationOptions:
     return EvaluationOptions(values, model.describe(given, values))
 
 
+def _changed_rows(options: EvalOptions, model: RecordedModel, data: Mapping[str, Any]) -> list[str]:
+    """Return the flags by which the rows are not those of the run that saved the model. data: `data_of` of them."""
+    recorded = data_of(EvalOptions(options.model), model).values | {"task": model.task}
+    given = {**data, "task": options.task or model.task}
+    names = [name for name in given.keys() | recorded.keys() if given.get(name) != recorded.get(name)]
+    # which tokens of a row count changes no row; options that only follow from another one have no value
+    return [
+        f"--{name.replace('_', '-')}"
+        for name in sorted(names)
+        if name != "targets" and getattr(options, name, None) is not None
+    ]
+
+
 def config_of(options: EvalOptions, model: RecordedModel, world_size: int) -> Config:
-    """Return the configuration of an evaluation. Raises as `data_of`, and if the sequence length is not known."""
+    """Return the configuration of an evaluation.
+
+    Raises as `data_of`, if the sequence length is not known, and if options change what data.eval_fraction holds out.
+    """
     data = data_of(options, model).values
+    if "eval_fraction" in data and (changed := _changed_rows(options, model, data)):
+        raise ValueError(
+            f"{', '.join(changed)} would put records that the run has trained on into what data.eval_fraction holds "
+            f"out, the last rows; remove {'it' if len(changed) == 1 else 'them'}, or give --data SOURCES"
+        )
     if world_size % options.stages:
         raise ValueError(f"--stages {options.stages} does not divide the number of processes, {world_size}")
     if "sequence" not in data:

@@ -33,9 +33,9 @@ from acsgd.commands.generation.records import (
 from acsgd.commands.recorded import RecordedModel
 from acsgd.config.options import DataConfig
 from acsgd.errors import RunError, is_out_of_memory
-from acsgd.io.checkpoint.progress import FORMATS
 from acsgd.io.data.formats.formats import CHATS, read_options
 from acsgd.notes import print_note, report_if_slow
+from acsgd.shards.disk import FORMATS
 from acsgd.streams import open_streams
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -82,7 +82,7 @@ def _prompt_reader(options: GenerateOptions, generator: Generator, records: Sequ
     learned = {*model.options.get(FORMATS, ())}
     are_texts = not records or any(name in records[0].fields for name in FIELDS)
     is_chat = options.chat
-    if learned and learned <= {*CHATS} and options.format is None and are_texts and not is_chat:
+    if learned and learned <= {*CHATS} and are_texts and not is_chat and not any(given.values()):
         print_note("as in the run: a text is the message of a user, in the chat template; --format text for plain ones")
         is_chat = True
     return PromptReader(reading, generator.loaded.tokenizer, field=options.field, is_chat=is_chat)

@@ -16,15 +16,13 @@ from acsgd.io.data.stream.state import StreamState
 from acsgd.io.files.fields import Finite, Natural, from_json
 from acsgd.metrics import EVAL_LOSS, Scores, is_better
 from acsgd.optim.gradient_scale import LossScale
-from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.disk import FORMATS, ShardDirectory
 from acsgd.shards.manifest import MANIFEST
 
 RECENT = 16
 """Number of losses whose mean a loss spike is measured against."""
 RECORDED = ("model", "optim", "pp", "dp")
 """Sections of options that a checkpoint records: those that change training."""
-FORMATS = "formats"
-"""Name of the formats of the sources in what is recorded of data."""
 IN_IDENTITY = ("model.name", "model.task", "model.init")
 """Options of these sections that it does not: the config of the model and the weights take their place."""
 
