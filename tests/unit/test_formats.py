@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from acsgd.config.options import DataConfig
 from acsgd.io.data.formats.base import Example, TextSegment
+from acsgd.io.data.formats.chat import Messages
 from acsgd.io.data.formats.formats import FORMATS, describe_unused, read_options
 from acsgd.io.data.sources.base import ReadOptions, RecordCounts
 from acsgd.io.data.sources.sources import parse_sources
@@ -144,7 +145,10 @@ def test_options_that_no_format_of_the_sources_reads_are_named() -> None:
     for form, names in unused.items():
         sentences = describe_unused(DataConfig("a", sequence=1, batch=1, **options), {form})
         assert {sentence.removeprefix("data.").partition("=")[0] for sentence in sentences} == names, form
-        assert all(f'has no effect on format "{form}"; remove it, or give --data.format ' in each for each in sentences)
+        assert all(
+            f'has no effect on how records of format "{form}" are read; remove it, or give --data.format ' in each
+            for each in sentences
+        )
         assert describe_unused(DataConfig("a", sequence=1, batch=1), {form}) == []
     assert describe_unused(DataConfig("a", sequence=1, batch=1, **options), {"text", "prompt"}) == []
 
@@ -256,9 +260,25 @@ BAD: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ({"messages": CHAT, "tools": "[{]"}, {}, 'has no JSON list under "tools": [{]; correct it'),
     ({"messages": [CHAT[0], {"role": "assistant", "tool_calls": [{}]}]}, {}, "has tool calls in message 2, which the"),
     ({"conversations": [{"from": "function_call", "value": "tide()"}]}, {}, "has no tool call in message 1 ('tide()')"),
+    (
+        {"messages": [CHAT[0], {**CHAT[1], "function_call": {"name": None, "arguments": "{}"}}]},
+        {},
+        "has no tool call in",
+    ),
+    ({"messages": [CHAT[0], {**CHAT[1], "function_call": "tide()"}]}, {}, "has no tool call in message 2 ('tide()')"),
+    (
+        {"dialog": CHAT, "tags": []},
+        {},
+        'has no string under "text"; its fields: "dialog" (a list), "tags" (a list); name'
+        ' the fields that a format needs, --data.fields "messages=dialog"',
+    ),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}, CHAT[1]]}, {}, "has a part in message 1 that is"),
     ({"messages": [CHAT[0], {**CHAT[1], "train_detail": [{}]}]}, {}, 'has "train_detail" in message 2: parts of an'),
-    ({"messages": CHAT, "label": False}, {}, 'has "label": false, which says that its answer is one to avoid'),
+    (
+        {"messages": CHAT, "label": False},
+        {},
+        'has "label": false, which says that its answer is one to avoid; remove it or the record or',
+    ),
     ({"prompt": "a", "completion": "b", "kto_tag": False}, {}, 'has "kto_tag": false, which says that its answer'),
     ({"prompt": "a", "completion": "b", "history": [["c"]]}, {}, 'has no list of pairs under "history"; write'),
 ]
@@ -374,6 +394,46 @@ def test_a_field_of_a_message_is_read_if_it_changes_the_text(
     assert unread(tmp_path, {"messages": [{**CHAT[0], **named}, CHAT[1]]}, tokenizer=chat) == {"messages.name": 1}
     user, call, result, answer = calling(ARGUMENTS)
     assert unread(tmp_path, {"messages": [user, call, {**result, **named}, answer]}, tokenizer=chat) == {}
+
+
+def test_a_label_says_nothing_of_an_answer_if_the_format_is_given(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    chat, is_toxic = with_template(tokenizer, CHATML), {"label": False}
+    for form, record in (("messages", {"messages": CHAT}), ("prompt", {"prompt": "a", "completion": "b"})):
+        assert unread(tmp_path, {**record, **is_toxic}, tokenizer=chat, format=form) == {"label": 1}
+
+
+@pytest.mark.parametrize("function", ["a name", None, {"name": None}, {"name": 1}])
+def test_a_tool_call_without_a_name_is_no_bug(
+    function: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    chat = with_template(tokenizer, "{# tool_calls #}" + CHATML)
+    record = {"messages": [CHAT[0], {**CHAT[1], "tool_calls": [{"function": function}]}]}
+    if not isinstance(function, dict):
+        assert len(read(tmp_path, record, tokenizer=chat)) == 1
+        return
+    with pytest.raises(ValueError, match="has a tool call without a name in message 2"):
+        read(tmp_path, record, tokenizer=chat)
+
+
+def test_a_chat_is_rendered_once_per_field_whose_effect_is_in_question(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, rendered = list[int](), Messages._rendered
+
+    def counted(self: Messages, chats: Any, *arguments: Any, **options: Any) -> list[str]:
+        calls.append(len(chats))
+        return rendered(self, chats, *arguments, **options)
+
+    monkeypatch.setattr(Messages, "_rendered", counted)
+    chat, counts = with_template(tokenizer, "{# name #}" + CHATML), set[int]()
+    for turns in (1, 20):
+        calls.clear()
+        messages = [{**each, "name": "x"} for each in CHAT * turns]
+        assert unread(tmp_path, {"messages": messages}, tokenizer=chat) == {"messages.name": 1}
+        counts.add(len(calls))
+    assert len(counts) == 1
 
 
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -542,6 +602,28 @@ def parts_of(content: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": word} for word in (content, " more")]
 
 
+ROLES = {"human": "user", "bot": "assistant"}
+ANSWERING = ("assistant", "gpt", "bot", "function_call")
+
+
+def by_role(*speakers: str) -> str:
+    """Return a chat template that tells messages apart by speakers of its own, and takes others for answers."""
+    branches = "".join(
+        f"{{% elif m.role == '{speaker}' %}}{{{{ '{'<a>' if speaker in ANSWERING else speaker}' + m.content }}}}"
+        for speaker in speakers
+    )
+    return (
+        f"{{% for m in messages %}}{{% if not m %}}{branches}{{% else %}}"
+        "{{ '<a>' + (m.content or '') + m.function_call | string }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<a>' }}{% endif %}"
+    )
+
+
+def spoken(*speakers: str) -> list[dict[str, Any]]:
+    """Return a chat of speakers."""
+    return [{"role": role, "content": f"of {role}"} for role in speakers]
+
+
 USER, ANSWER = CHAT
 DEVELOPER, SYSTEM = ({"role": role, "content": "Be kind."} for role in ("developer", "system"))
 MORE = [{**each, "content": f"{each['content']} more"} for each in CHAT]
@@ -555,6 +637,24 @@ CHATS: list[tuple[str, dict[str, Any], list[dict[str, Any]], dict[str, Any]]] = 
     (OBJECTS, {"messages": json.dumps(CHAT)}, CHAT, {}),
     (OBJECTS, {"messages": [{"from": "human", "value": CHAT[0]["content"]}, CHAT[1]]}, CHAT, {}),
     (OBJECTS, {"messages": legacy(), "functions": [FUNCTION["function"]]}, calling(ARGUMENTS), {"tools": [FUNCTION]}),
+    (by_role("user", "function"), {"messages": legacy()}, legacy(), {}),
+    *(
+        (by_role(*speakers), {"messages": spoken(*speakers)}, spoken(*speakers), {})
+        for speakers in (("human", "gpt"), ("human", "bot"), ("human", "function_call", "observation"))
+    ),
+    (
+        CHATML,
+        {"messages": spoken("human", "bot")},
+        [{**m, "role": ROLES[m["role"]]} for m in spoken("human", "bot")],
+        {},
+    ),
+    (OBJECTS, {"messages": [{**m, "function_call": {"name": None, "arguments": None}} for m in CHAT]}, CHAT, {}),
+    (
+        OBJECTS,
+        {"messages": [CHAT[0], {"role": "assistant", "function_call": json.dumps({"name": "tide", "arguments": {}})}]},
+        [CHAT[0], {**calling({})[1]}],
+        {},
+    ),
     (
         OBJECTS,
         {"conversations": sharegpt({"name": "tide", "arguments": ARGUMENTS})},
@@ -593,7 +693,7 @@ def test_a_chat_is_written_as_transformers_writes_it(
     [example] = read(tmp_path, record, tokenizer=chat)
     assert example.text == chat.apply_chat_template(messages, tokenize=False, **variables)
     learned = [text for text, is_target in example.segments if is_target]
-    answers = [each for each in messages if each["role"] == "assistant"]
+    answers = [each for each in messages if each["role"] in ANSWERING]
     assert len(learned) == (1 if "prompt" in record else len(answers))
     table = pyarrow.Table.from_pylist([record, dict.fromkeys(record)])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
@@ -617,7 +717,7 @@ def test_nulls_that_arrow_adds_are_not_written(tmp_path: Path, tokenizer: PreTra
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
-@pytest.mark.parametrize("flag", ["weight", "train", "loss"])
+@pytest.mark.parametrize("flag", ["weight", "train", "training", "loss"])
 def test_an_answer_with_weight_0_is_not_learned(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, template: str, flag: str
 ) -> None:

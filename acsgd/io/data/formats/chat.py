@@ -9,7 +9,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -25,7 +25,7 @@ from acsgd.io.data.formats.base import (
     names_of,
     string_of,
 )
-from acsgd.io.data.sources.base import SourceRecord
+from acsgd.io.data.sources.base import ReadOptions, SourceRecord
 from acsgd.io.data.sources.text import excerpt
 from acsgd.shards.chat_template import names
 
@@ -100,15 +100,15 @@ class Messages(Format):
     def unread(self, fields: Mapping[str, Any]) -> Iterator[str]:
         yield from super().unread(fields)
         chat, template = self._chat(fields), self._template(fields)
-        if TOOLS in chat.variables and not self._has_effect(TOOLS, chat, template):
+        has_effect = cache(lambda name: self._has_effect(name, chat, template))
+        if TOOLS in chat.variables and not has_effect(TOOLS):
             yield TOOLS if has_value(fields.get(TOOLS)) else FUNCTIONS
         yield from (f"{VARIABLES}.{name}" for name in chat.variables if name != TOOLS and not names(template, name))
         known = ("role", "content", TOOL_CALLS, FUNCTION_CALL)
         for place, turn, _ in self._turns(fields):
-            is_answer = SPEAKERS.get(turn["role"]) == ASSISTANT
-            flags = [name for name in FLAGS if is_answer or not turn.get(name)]
+            flags = [name for name in FLAGS if _is_answer(turn["role"]) or not turn.get(name)]
             others = [name for name, value in turn.items() if has_value(value) and name not in (*known, *flags)]
-            yield from (f"{place}.{name}" for name in others if not self._has_effect(name, chat, template))
+            yield from (f"{place}.{name}" for name in others if not has_effect(name))
             content = turn.get("content")
             parts = [part for part in content if isinstance(part, Mapping)] if _is_list(content) else []
             rest = {name for part in parts for name, value in part.items() if has_value(value)} - {"type", "text"}
@@ -200,7 +200,7 @@ class Messages(Format):
         template, messages, answers = self._template(fields), list[ChatMessage](), list[int]()
         system, turns = string_of(fields, SYSTEM, default=""), self._turns(fields)
         variables = _parsed(fields.get(VARIABLES), dict, f'"{VARIABLES}"') or {}
-        check_desirable(fields)
+        check_desirable(fields, self.options)
         if tools := _parsed(fields.get(TOOLS), list, f'"{TOOLS}"'):
             variables[TOOLS] = tools
         elif functions := _parsed(fields.get(FUNCTIONS), list, f'"{FUNCTIONS}"'):
@@ -211,41 +211,49 @@ class Messages(Format):
             message, is_learned = self._message(turn, f"message {number}", template, is_learned=is_learned)
             if system and message["role"] == SYSTEM:
                 raise FormatError(f'has two system prompts, "{SYSTEM}" and message {number}', "remove one of them")
-            answers += [len(messages)] * (is_learned and message["role"] == ASSISTANT)
+            answers += [len(messages)] * (is_learned and _is_answer(message["role"]))
             messages.append(message)
-        if not any(message["role"] == ASSISTANT for message in messages):
+        if not any(_is_answer(message["role"]) for message in messages):
             raise FormatError("has no message of the assistant", "write an answer, or remove the record")
         return ChatRecord(self._with_arguments(messages, variables), answers, variables)
 
     def _message(self, turn: Any, place: str, template: str, *, is_learned: bool) -> tuple[ChatMessage, bool]:
         """Return a message for the template, and whether it is learned. Raises FormatError."""
         speaker = turn.get("role") if isinstance(turn, Mapping) else None
-        if not isinstance(speaker, str) or not (speaker in SPEAKERS or f"'{speaker}'" in template.replace('"', "'")):
+        if not isinstance(speaker, str) or not (speaker in SPEAKERS or _quotes(template, speaker)):
             known = ", ".join(f'"{role}"' for role in ROLES)
             raise FormatError(f'has no known "role" in {place} ({excerpt(repr(speaker))})', f"use one of {known}")
         assert isinstance(turn, Mapping)
-        if speaker == FUNCTION_CALL:
-            turn = {**turn, "content": None, TOOL_CALLS: _calls_in(turn.get("content"), place)}
-        elif has_value(turn.get(FUNCTION_CALL)):
-            turn = {**turn, TOOL_CALLS: _calls_in(json.dumps(turn[FUNCTION_CALL]), place)}
+        role = SPEAKERS.get(speaker, speaker)
+        if _quotes(template, speaker) and not _quotes(template, role):
+            role = speaker
+        call = turn.get(FUNCTION_CALL)
+        call = None if not has_value(call) or (isinstance(call, Mapping) and all(map(is_null, call.values()))) else call
+        writes_call = names(template, FUNCTION_CALL)
+        turn = {name: value for name, value in turn.items() if name != FUNCTION_CALL}
+        if speaker == FUNCTION_CALL != role:
+            turn |= {"content": None, TOOL_CALLS: _calls_in(turn.get("content"), place)}
+        elif call is not None:
+            calls = _calls_in(call, place)
+            turn |= {FUNCTION_CALL: call} if writes_call else {TOOL_CALLS: calls}
         if has_value(turn.get(SPANS)) and not names(template, SPANS):
             raise FormatError(f'has "{SPANS}" in {place}: parts of an answer cannot be left out', "give whole answers")
         is_learned = _is_learned(turn, place, default=is_learned)
-        role, content = SPEAKERS.get(speaker, speaker), turn.get("content")
-        read = ("role", "content", FUNCTION_CALL, *FLAGS)
+        content, read = turn.get("content"), ("role", "content", *FLAGS)
         # without nulls, which tables of rows add
         rest = {name: value for name, value in turn.items() if name not in read and value is not None}
-        calls = rest.get(TOOL_CALLS)
-        if calls and not names(template, TOOL_CALLS):
+        has_calls = bool(rest.get(TOOL_CALLS))
+        if has_calls and not names(template, TOOL_CALLS):
             raise FormatError(
                 f"has tool calls in {place}, which the chat template does not write",
                 "give a model whose template does, or remove the record",
             )
+        has_calls |= FUNCTION_CALL in rest
         if _is_list(content):
             content = content if ITERATES_CONTENT.search(template) else "".join(_texts(content, place))
-        elif not isinstance(content, str) and not (calls and is_null(content)):
+        elif not isinstance(content, str) and not (has_calls and is_null(content)):
             raise FormatError(f'has no string under "content" in {place}', 'write "content": "..."')
-        if role == ASSISTANT and is_learned and not calls and isinstance(content, str) and not content.strip():
+        if _is_answer(role) and is_learned and not has_calls and isinstance(content, str) and not content.strip():
             raise FormatError(f"has an empty answer in {place}", "write an answer, or remove the record")
         if content is None and not TESTS_CONTENT.search(template):
             content = ""
@@ -279,7 +287,7 @@ class Messages(Format):
         except Exception as error:  # templates raise errors of every class
             raise _refused(error) from None
         [text], [spans] = rendered
-        answers = [number for number, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
+        answers = [number for number, message in enumerate(chat.messages) if _is_answer(message["role"])]
         if answers != chat.answers:
             if len(spans) != len(answers):
                 raise FormatError(
@@ -342,10 +350,14 @@ class PromptMessages(Messages):
         return turns
 
 
-def check_desirable(fields: Mapping[str, Any]) -> None:
-    """Raise FormatError if a record says that its answer is one to avoid."""
-    if name := next((name for name in UNDESIRABLE if fields.get(name) is False), None):
-        raise FormatError(f'has "{name}": false, which says that its answer is one to avoid', "remove it or the record")
+def check_desirable(fields: Mapping[str, Any], options: ReadOptions) -> None:
+    """Raise FormatError if a record says that its answer is one to avoid, unless its format is given."""
+    name = next((name for name in UNDESIRABLE if fields.get(name) is False), None)
+    if name is not None and options.format == "auto":
+        raise FormatError(
+            f'has "{name}": false, which says that its answer is one to avoid',
+            "remove it or the record or, if it says something else, give --data.format",
+        )
 
 
 def _messages_in(value: Any) -> list[Any] | None:
@@ -367,18 +379,33 @@ def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def _calls_in(text: Any, place: str) -> list[dict[str, Any]]:
-    """Return the tool calls of a text of JSON. Raises FormatError."""
-    try:
-        calls = json.loads(text)
-    except (TypeError, ValueError):
-        calls = None
-    calls = calls if isinstance(calls, list) else [calls]
-    if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
+def _calls_in(value: Any, place: str) -> list[dict[str, Any]]:
+    """Return the tool calls of a value, which may be JSON text. Raises FormatError."""
+    found = value
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            found = json.loads(value)
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(call, dict) and _has_name(call) and "arguments" in call for call in calls):
         raise FormatError(
-            f"has no tool call in {place} ({excerpt(repr(text))})", 'write {"name": "...", "arguments": {...}} as text'
+            f"has no tool call in {place} ({excerpt(repr(value))})", 'write {"name": "...", "arguments": {...}}'
         )
     return [{"type": "function", "function": call} for call in calls]
+
+
+def _has_name(call: Mapping[str, Any]) -> bool:
+    return isinstance(name := call.get("name"), str) and bool(name)
+
+
+def _is_answer(role: Any) -> bool:
+    """Return whether messages of a role, or speaker, are those of the assistant."""
+    return SPEAKERS.get(role) == ASSISTANT
+
+
+@lru_cache(maxsize=256)
+def _quotes(template: str, role: str) -> bool:
+    """Return whether a template has a role as a string."""
+    return f"'{role}'" in template.replace('"', "'")
 
 
 def _is_learned(turn: Mapping[str, Any], place: str, *, default: bool) -> bool:
@@ -452,14 +479,20 @@ def _check_written(messages: Sequence[ChatMessage], text: str) -> None:
     """Raise FormatError if the template leaves out what somebody else than the assistant says."""
     for number, message in enumerate(messages, start=1):
         content = message["content"]
-        calls = [call for call in message.get(TOOL_CALLS) or () if isinstance(call, Mapping)]
-        tools = [str(call["function"]["name"]) for call in calls if "name" in (call.get("function") or ())]
-        if missing := next((tool for tool in tools if tool not in text), None):
+        calls = [call.get("function") for call in message.get(TOOL_CALLS) or () if isinstance(call, Mapping)]
+        if has_value(call := message.get(FUNCTION_CALL)):
+            calls += [each["function"] for each in _calls_in(call, f"message {number}")]
+        called = [call for call in calls if isinstance(call, Mapping) and "name" in call]
+        if not all(map(_has_name, called)):
+            raise FormatError(
+                f"has a tool call without a name in message {number}", "name the tool, or remove the record"
+            )
+        if missing := next((call["name"] for call in called if call["name"] not in text), None):
             raise FormatError(
                 f'has a call of the tool "{missing}" in message {number}, which the chat template does not write',
                 "give a model whose template does, or remove the record",
             )
-        if message["role"] == ASSISTANT or not isinstance(content, str) or content.strip() in text:
+        if _is_answer(message["role"]) or not isinstance(content, str) or content.strip() in text:
             continue
         # templates may change white space, or write JSON
         if json.dumps(content, ensure_ascii=False)[1:-1] not in text and "".join(content.split()) not in "".join(

@@ -67,8 +67,8 @@ def describe_unused(data: DataConfig, used: Collection[str]) -> list[str]:
         return []
     found = " and ".join(f'"{name}"' for name in sorted(used))
     return [
-        f"data.{option}={getattr(data, option)} has no effect on format {found}; remove it, or give --data.format "
-        f"{names[0]}, if the data are of this format"
+        f"data.{option}={getattr(data, option)} has no effect on how records of format {found} are read; remove "
+        f"it, or give --data.format {names[0]}, if the data are of this format"
         for option, names in readers.items()
         if getattr(data, option) != getattr(DataConfig, option) and not {*names} & {*used}
     ]
@@ -141,7 +141,8 @@ class _Reader:
         for name, form in self._formats.items():
             if form.detect(fields):
                 return name
-        chats = [name for name, value in fields.items() if self._formats["messages"].detect({"messages": value})]
+        detect = self._formats["messages"].detect
+        chats = [name for name, value in fields.items() if has_value(value) and detect({"messages": value})]
         examples = f'"messages={chats[0]}"' if len(chats) == 1 else '"text=FIELD" or "input=FIELD,output=FIELD"'
         raise FormatError(
             f'has no string under "{TEXT}"; its fields: {names_of(fields)}',

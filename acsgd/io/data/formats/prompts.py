@@ -38,7 +38,7 @@ class _PromptFormat(Format):
     def example(self, record: SourceRecord) -> Example:
         """Return the prompts, and the answers as targets."""
         fields = record.fields
-        check_desirable(fields)
+        check_desirable(fields, self.options)
         prompt, answer = self._prompt(fields), string_of(fields, self.answer)
         if not answer.strip():
             raise FormatError(f'has an empty answer under "{self.answer}"', "write an answer, or remove the record")
