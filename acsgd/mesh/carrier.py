@@ -45,8 +45,8 @@ class Carrier:
         self._on_member = on_member
         self._spawn = spawn
         self._numbers = itertools.count(1)
-        self._awaited: dict[int, asyncio.Future[FirstLine]] = {}
-        """Connections that other hosts were requested to dial."""
+        self._awaited: dict[tuple[str, int], asyncio.Future[FirstLine]] = {}
+        """Connections that other hosts were requested to dial, by the virtual address of the host."""
         self._carried: WeakSet[CarriedEnd] = WeakSet()
 
     def carry(self, address: str, port: int, connection: socket.socket) -> None:
@@ -106,20 +106,20 @@ class Carrier:
     async def _request(self, peer: MeshPeer) -> FirstLine:
         """Let another host dial this one. Raises TimeoutError."""
         number = next(self._numbers)
-        self._awaited[number] = asyncio.get_running_loop().create_future()
+        requested = self._awaited[peer.member.address, number] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 await peer.connected.wait()
                 peer.send(Open(number))
-                return await self._awaited[number]
+                return await requested
         finally:
-            del self._awaited[number]
+            del self._awaited[peer.member.address, number]
 
-    def take_requested(self, number: int, connection: FirstLine) -> None:
-        """Use a connection that another host was requested to dial. Raises ValueError if it was not."""
-        awaited = self._awaited.get(number)
+    def take_requested(self, address: str, number: int, connection: FirstLine) -> None:
+        """Use a connection that a host at an address was requested to dial. Raises ValueError if it was not."""
+        awaited = self._awaited.get((address, number))
         if awaited is None or awaited.done():
-            raise ValueError(f"no connection {number} was requested")
+            raise ValueError(f"no connection {number} was requested of {address}")
         awaited.set_result(connection.next_line())
 
     def dial_back(self, peer: MeshPeer, number: int) -> None:

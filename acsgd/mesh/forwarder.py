@@ -56,6 +56,7 @@ FORGET_S = 600.0
 """Time after which a host is forgotten to which there is no connection, seconds."""
 TAKEN = "cannot be opened on {}, where another program listens at that port: end that program, or start this host again"
 EQUAL = "has the virtual address of this host, by chance: start this host again"
+SHARED = "is the virtual address of another host, too, by chance: start this host again"
 ASK_S = 2.0
 """Time for the answer whether a virtual address is taken, seconds."""
 OTHER_PROTOCOL = "has another version of the mesh: install the same version of acsgd on all hosts"
@@ -194,7 +195,7 @@ class Forwarder:
         peer = self._peers.setdefault(member.address, MeshPeer(member))
         if peer.member.key != member.key:
             if peer.lines is not None:
-                connection.transport.write(to_line(Misled(member.address, f"another host {EQUAL}")))
+                connection.transport.write(to_line(Misled(member.address, SHARED)))
                 connection.transport.close()
                 raise ConnectionError(f"{member.address} is taken")
             peer.member = member
@@ -256,7 +257,7 @@ class Forwarder:
             case ["relayed"]:
                 await self._carrier.accept_relayed(connection, self.entrance)
             case ["requested", number]:
-                self._carrier.take_requested(int(number), connection)
+                self._carrier.take_requested(member.address, int(number), connection)
             case _:
                 raise ValueError(f"{line!r:.80} is unknown")
 
