@@ -64,10 +64,11 @@ def from_spec(spec: str, table: Mapping[str, type], *, key: str) -> Any:
 def assignments(text: str) -> list[tuple[str, str]] | None:
     """Parse "name=value,...". A comma ends a value where a name and "=" follow it, outside of double quotes.
 
-    Returns None if the text is no such list.
+    Returns None if the text is no such list, or ends a value with a comma.
     """
     pairs = [tuple(each.strip() for each in part.split("=", 1)) for part in ASSIGNMENT.split(text)]
-    return [(pair[0], pair[1]) for pair in pairs] if all(len(pair) == 2 and all(pair) for pair in pairs) else None
+    is_list = all(len(pair) == 2 and all(pair) and not pair[1].endswith(",") for pair in pairs)
+    return [(pair[0], pair[1]) for pair in pairs] if is_list else None
 
 
 def to_spec(plugin: Any, table: Mapping[str, type]) -> str:

@@ -112,12 +112,19 @@ def _parse(text: str | None) -> dict[str, Any]:
     whole, pairs = _value(text), assignments(text) or []
     found: dict[str, Any] = whole if isinstance(whole, dict) else {name: _value(value) for name, value in pairs}
     are_names = all(name.isidentifier() and name.isascii() for name in found)
-    if not (found and are_names) or (found is not whole and len(found) < len(pairs)):
+    is_cut = found is not whole and (len(found) < len(pairs) or any(_continues(value) for _, value in pairs))
+    if not (found and are_names) or is_cut:
         raise ValueError(
             f'{VARIABLES}="{text}" is not a list of variables; write "enable_thinking=false", or a JSON object, '
             '{"enable_thinking": false}'
         )
     return found
+
+
+def _continues(text: str) -> bool:
+    """Return whether a value is a text that goes on after a JSON value and a comma: "1,b" lacks a name for b."""
+    before = (text[: comma.start()] for comma in re.finditer(",", text))
+    return _value(text) == text and any(_value(each) != each for each in before)
 
 
 def _value(text: str) -> Any:

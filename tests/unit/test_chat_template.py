@@ -93,6 +93,20 @@ WRONG = {
     "chat_template=a.jinja;chat_template_kwargs=other=1": 'data.chat_template_kwargs: "other" is no variable of the',
     "chat_template=a.jinja;chat_template_kwargs=messages=1": 'data.chat_template_kwargs: "messages" is no variable',
     "chat_template=a.jinja;chat_template_kwargs=thinking=1,thinking=2": "data.chat_template_kwargs=",
+    **dict.fromkeys(
+        (
+            f"chat_template=a.jinja;chat_template_kwargs={text}"
+            for text in (
+                "thinking=low,",
+                "thinking=false,b",
+                'thinking="x",b',
+                "thinking=[1, 2],b",
+                'b=1,thinking={"a": 1},c',
+                "thinking=1,",
+            )
+        ),
+        "data.chat_template_kwargs=",
+    ),
 }
 """Options, and the beginning of the message."""
 

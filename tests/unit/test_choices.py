@@ -51,7 +51,11 @@ WRONG: list[tuple[dict[str, dict[str, Any]], float, str]] = [
     ({"eval": {"every": 100}}, 2, "eval.every=100 has no effect: the run has 100 steps, and the last one is always"),
     ({"checkpoint": {"every": "100"}}, 2, "checkpoint.every=100 has no effect: the run has 100 steps"),
     ({"checkpoint": {"every": None, "keep_every": 10}}, 2, "give --checkpoint.every 10, or remove it"),
-    ({"checkpoint": {"every": None, "keep": 3}}, 2, "checkpoint.keep=3 has no effect: only the last step is saved"),
+    (
+        {"checkpoint": {"every": None, "keep": 3}},
+        2,
+        "checkpoint.keep=3 has no effect: only the last step is saved unless",
+    ),
 ]
 """Options of a run, its number of epochs, and a part of the sentence."""
 GOOD: list[tuple[dict[str, dict[str, Any]], float]] = [

@@ -20,9 +20,10 @@ from lib.processes import CONTEXT, WAIT_S, started, wait_for_a_signal
 from lib.saved import SMALL, assert_describes_its_model
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 from acsgd import cli
+from acsgd.commands.generation.model import load
 from acsgd.shards import convert, export
 from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf
@@ -290,6 +291,32 @@ def test_an_adapter_that_peft_has_written_is_merged_as_peft_merges_it(
     with torch.no_grad():
         assert torch.allclose(merged(ids).logits, expected(ids).logits, atol=1e-5)
         assert torch.allclose(merged(ids).logits, unmerged, atol=1e-4)
+
+
+def test_a_tokenizer_of_an_adapter_with_tokens_that_the_model_lacks_is_not_used(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As TRL saves it, with a token for padding and no row for it."""
+    model, peft = tiny_model(), tmp_path / "peft"
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(task_type="CAUSAL_LM"))
+    adapted.save_pretrained(peft)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = adapted.config.vocab_size
+    tokenizer.add_tokens([f"<{number}>" for number in range(rows - len(tokenizer))])
+    tokenizer.save_pretrained(peft)
+    tokens = []
+    for pad in (None, "[PAD]"):
+        if pad is not None:
+            tokenizer.add_special_tokens({"pad_token": pad})
+            tokenizer.save_pretrained(peft)
+        loaded = load(str(peft), dtype=None, device=torch.device("cpu"))
+        tokens.append((len(loaded.tokenizer), loaded.tokenizer_directory))
+    assert tokens == [(rows, peft), (len(AutoTokenizer.from_pretrained(model)), model)]
+    note = f"the tokenizer in {peft} has {rows + 1} tokens, more than the {rows} of the model; tokenizer and chat templ"
+    assert capsys.readouterr().err.count(note) == 1
+    code, printed = acsgd("convert", "merge", peft, tmp_path / "merged")
+    assert code == 0, printed
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "merged")) == tokens[1][0]
 
 
 def test_an_adapter_without_one_of_two_resized_tables_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:

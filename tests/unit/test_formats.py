@@ -302,6 +302,7 @@ def test_a_bad_record_is_named_or_skipped(
     [
         ({"format": "mesages"}, 'data.format="mesages": unknown format; use "auto", "messages", '),
         ({"fields": "text"}, 'data.fields="text" is not a list of fields; write, for example, "text=content"'),
+        ({"fields": "text=a,"}, 'data.fields="text=a," is not a list of fields'),
         ({"fields": "text=,a=b"}, 'data.fields="text=,a=b" is not a list of fields'),
         (
             {"fields": "input=q output=a"},

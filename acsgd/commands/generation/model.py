@@ -34,7 +34,7 @@ from acsgd.shards.hub import find_model
 from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.locate import open_hf
 from acsgd.shards.manifest import MANIFEST
-from acsgd.shards.tokenizer import has_tokenizer, load_tokenizer
+from acsgd.shards.tokenizer import has_tokenizer, load_tokenizer, read_tokenizer
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 
@@ -47,13 +47,10 @@ class LoadedModel:
     model: PreTrainedModel
     """In evaluation mode; no parameter requires gradients."""
     tokenizer: PreTrainedTokenizerBase
+    tokenizer_directory: Path
+    """Directory of the tokenizer, and of what else belongs to the texts of the model."""
     adapter: PEFTAdapter | None = None
     """Adapter directory of PEFT that is part of the model."""
-
-    @property
-    def tokenizer_directory(self) -> Path:
-        """Directory of the tokenizer, and of what else belongs to the texts of the model."""
-        return tokenizer_directory(self.directory, self.adapter)
 
     def describe(self) -> str:
         """Return a sentence on the model."""
@@ -111,20 +108,20 @@ def _load(directory: Path, *, dtype: torch.dtype | None, device: torch.device, p
     _fill(model, checksum.adding(read(model), of_base), device)
     if missing := [name for name, param in model.named_parameters() if param.is_meta]:
         raise ValueError(f"{directory} lacks parameters of the model: {first_names(missing)}")
-    files = tokenizer_directory(directory, peft)
-    has_own = peft is not None and (files / GENERATION_CONFIG).is_file()
-    model.generation_config = read_generation_config(files if has_own else directory)
     if peft is not None:
         peft.check_base(directory, checksum)
         peft.resize(model)
+    files = _tokenizer_directory(directory, peft, model.config.get_text_config())
     tokenizer = load_tokenizer(files, model.config.get_text_config())
+    has_own = peft is not None and (files / GENERATION_CONFIG).is_file()
+    model.generation_config = read_generation_config(files if has_own else directory)
     if isinstance(adapter, VirtualTokens):
         peft = PEFTAdapter.of_virtual_tokens(directory, model, adapter)
     if peft is not None:
         model = peft.apply(model)
     module: nn.Module = model  # the type of PreTrainedModel.to is that of a decorator
     module.to(device).eval()
-    return LoadedModel(directory, model, tokenizer, peft)
+    return LoadedModel(directory, model, tokenizer, files, peft)
 
 
 def dtype_of(config: PreTrainedConfig) -> torch.dtype:
@@ -132,9 +129,20 @@ def dtype_of(config: PreTrainedConfig) -> torch.dtype:
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 
-def tokenizer_directory(directory: Path, adapter: PEFTAdapter | None) -> Path:
-    """Return the directory of an adapter if it has a tokenizer, as it was trained with that; else that of the model."""
-    return adapter.directory if adapter is not None and has_tokenizer(adapter.directory) else directory
+def _tokenizer_directory(directory: Path, adapter: PEFTAdapter | None, config: PreTrainedConfig) -> Path:
+    """Return the directory of an adapter if it has a tokenizer, as it was trained with that; else that of the model.
+
+    No text of training has tokens for which the model has no row, such as a token for padding that a trainer has added.
+    """
+    if adapter is None or not has_tokenizer(adapter.directory):
+        return directory
+    if (tokens := len(read_tokenizer(adapter.directory, config))) > config.vocab_size and has_tokenizer(directory):
+        print_note(
+            f"the tokenizer in {adapter.directory} has {tokens} tokens, more than the {config.vocab_size} of the "
+            f"model; tokenizer and chat template are those of {directory}"
+        )
+        return directory
+    return adapter.directory
 
 
 def _open(

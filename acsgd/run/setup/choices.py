@@ -148,12 +148,15 @@ CHOICES = (
     without_effect(
         "checkpoint.keep_every",
         lambda job: _saves_once(job),
-        "only the last step is saved",
+        "only the last step is saved unless the run is stopped",
         "give --checkpoint.every {config.checkpoint.keep_every}, or ",
     ),
     *(
         without_effect(
-            option, lambda job: _saves_once(job), "only the last step is saved", "give --checkpoint.every 500, or "
+            option,
+            lambda job: _saves_once(job),
+            "only the last step is saved unless the run is stopped",
+            "give --checkpoint.every 500, or ",
         )
         for option in ("checkpoint.keep", "checkpoint.on_error")
     ),
@@ -212,5 +215,5 @@ def _evaluates(data: DataConfig) -> bool:
 
 
 def _saves_once(job: Job) -> bool:
-    """Return whether no step but the last is saved, unless the run is stopped."""
-    return job.config.checkpoint.every is None and job.config.checkpoint.best is None
+    """Return whether no step but the last is saved, unless the run is stopped. An elastic one saves at changes, too."""
+    return job.config.checkpoint.every is None and job.config.checkpoint.best is None and not job.is_elastic
