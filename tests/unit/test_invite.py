@@ -134,7 +134,7 @@ def test_only_the_host_itself_gets_elastic_force(run_dir: Path, monkeypatch: pyt
     (run_dir / "run.toml").write_text(f"{RUN_FILE}[elastic]\nforce = true\n")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words, _ = started("host", "run.toml", "--port", port, "--address", "127.0.0.1")
+    words = started("host", "run.toml", "--port", port, "--address", "127.0.0.1")
     assert parse([words[-1]]).elastic.force
     assert [invitation.options for invitation in invited] == [
         Path(words[-1]).read_text().replace("[elastic]\nforce = true\n", "[elastic]\n")
