@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from acsgd.metrics import Scores  # imports numpy, which `acsgd --help` does without
+from acsgd.metrics import Scores
 
 
 class StepRecord(NamedTuple):
