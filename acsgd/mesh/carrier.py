@@ -160,6 +160,8 @@ class Carrier:
         self._carried.add(end)
 
     def _is_outdated(self, transport: asyncio.BaseTransport) -> bool:
+        if transport.is_closing():
+            return True
         is_encrypted = transport.get_extra_info("ssl_object") is not None
         return is_encrypted and self._identity.secret_of(transport) is None
 

@@ -94,7 +94,12 @@ class HostIdentity:
         self.client = self._context(ssl.PROTOCOL_TLS_CLIENT, self._key, certificate)
 
     def secret_of(self, transport: asyncio.BaseTransport) -> bytes | None:
-        """Return the secret that the other end of a connection has proved; None if it is not accepted any more."""
+        """Return the secret that the other end of a connection has proved.
+
+        None if it is not accepted any more, or if the connection is closing: asyncio may have forgotten it then.
+        """
+        if transport.is_closing():
+            return None
         der = transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
         issuer = x509.load_der_x509_certificate(der).issuer
         return next((secret for secret, each in self._authorities.items() if _name_of(each) == issuer), None)

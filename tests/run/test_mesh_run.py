@@ -20,9 +20,12 @@ from benchmarks.common import netlab
 from tests.lib.corpora import write_records
 from tests.lib.forks import finish
 from tests.lib.hosts import LIMIT_S, Hosts
-from tests.lib.patience import NO_LIMIT_S
+from tests.lib.injection import Pace
+from tests.lib.patience import NO_LIMIT_S, stretched
 
-STEPS = 40
+STEPS = 60
+PACE = Pace(stretched(0.15))
+"""So that the secret is replaced, and a host ends, before the last step."""
 SECRET = "a secret of these hosts alone"
 PORT = 29400
 
@@ -59,11 +62,12 @@ def test_a_run_in_a_mesh_of_which_hosts_end_and_join_and_the_secret_is_replaced_
         sockets = stack.enter_context(TemporaryDirectory())  # other runs of this name may be on this machine
         agent = partial(_use_directory, sockets)
         a, b = (
-            hosts.start(name, min_hosts=2, namespace=namespace, conf=confs[name], agent=agent)
+            hosts.start(name, min_hosts=2, namespace=namespace, conf=confs[name], agent=agent, worker=PACE)
             for name, namespace in zip("ab", lab.namespaces, strict=False)
         )
         hosts.wait_for_step(b, 3)
-        c = hosts.start("c", namespace=lab.namespaces[2], conf=f"{confs['c']},announce=none", agent=agent)
+        conf = f"{confs['c']},announce=none"
+        c = hosts.start("c", namespace=lab.namespaces[2], conf=conf, agent=agent, worker=PACE)
         hosts.wait_for_replicas(c, 3)
         views = len(hosts.events())
         monkeypatch.setattr(tempfile, "tempdir", sockets)

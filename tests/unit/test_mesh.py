@@ -608,6 +608,27 @@ def handshake(client_context: ssl.SSLContext, server_context: ssl.SSLContext) ->
 # Another secret.
 
 
+def test_what_a_connection_has_proved_ends_with_it_or_with_the_secret() -> None:
+    one, other = (HostIdentity(SECRET, "run") for _ in range(2))
+
+    async def connected() -> None:
+        server = await asyncio.start_server(nothing, "127.0.0.1", 0, ssl=one.server)
+        async with server:
+            address = server.sockets[0].getsockname()
+            for ends in (True, False):
+                _, writer = await asyncio.open_connection(*address, ssl=other.client, server_hostname="")
+                assert other.secret_of(writer.transport) == SECRET
+                if ends:
+                    writer.transport.close()
+                    writer.transport.close()  # as by both ends of what it carries
+                else:
+                    other.set_secrets(secrets.token_hex(24).encode())
+                assert other.secret_of(writer.transport) is None
+                writer.transport.abort()
+
+    asyncio.run(connected())
+
+
 def three(start: Callable[..., Host], **kwargs: object) -> list[Host]:
     """Start three hosts, and wait until they know each other."""
     one, other = two(start)
