@@ -219,6 +219,15 @@ class Forwarder:
             old.transport.abort()
         peer.connected.set()
         peer.daemon_port, peer.ports = greeting.daemon_port, Ports(0, greeting.ports)
+        self._introduce(peer)
+        if is_new:
+            place = "through another host" if is_relayed else announced or "which has no port"
+            self._on_note(f"mesh: {member.address} is {member.name} ({place})")
+        if announced is not None and not is_dialer:
+            self._spawn(self._verify(peer, announced))
+
+    def _introduce(self, peer: MeshPeer) -> None:
+        """Exchange ports with a host that has been connected, and tell it and the other hosts of each other."""
         self._mirror(peer)
         peer.send(Ports(self._published, self._ports))  # they may have changed since the greeting
         self.rotation.greet(peer)
@@ -227,11 +236,6 @@ class Forwarder:
                 peer.acquaint(other)
                 if other.announced is None:  # it has to dial the newcomer
                     other.acquaint(peer)
-        if is_new:
-            place = "through another host" if is_relayed else announced or "which has no port"
-            self._on_note(f"mesh: {member.address} is {member.name} ({place})")
-        if announced is not None and not is_dialer:
-            self._spawn(self._verify(peer, announced))
 
     async def _serve(self, connection: FirstLine, member: VerifiedHost, line: str) -> None:
         """Do what another host has opened a connection for. Raises OSError, ValueError."""

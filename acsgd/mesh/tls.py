@@ -110,8 +110,10 @@ class Entrance:
 
 
 def _end(connection: socket.socket) -> None:
-    """Let the event loop close a connection of its own. Closed here, its number would be that of the next connection,
-    which the event loop would take for this one."""
+    """End a connection that the event loop uses, and let the loop close it.
+
+    Closed here, its file descriptor could be given to the next connection, which the loop would take for this one.
+    """
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 

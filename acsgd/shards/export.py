@@ -140,7 +140,7 @@ def write_config(config: PreTrainedConfig, target: Path) -> None:
 
 
 def write_run_options(manifest: Manifest, target: Path) -> None:
-    """Write the options of a run that tell how records are read and put into rows; none of a converted model."""
+    """Write the options with which the run read records and made rows of them; nothing if no run made the model."""
     if manifest.run is not None:
         recorded = {TASK: manifest.task, **manifest.run["identity"]["data"], **manifest.run.get("data", {})}
         kept_keys = ("model.", "data.", "eval.", FORMATS)

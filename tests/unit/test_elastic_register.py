@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from acsgd.elastic.host.register import KEPT, DiskRegister, NoMajorityError, ViewRegister
-from acsgd.elastic.membership.messages import Ballot, Decided, Host, View, Vote, VoteRequest
+from acsgd.elastic.membership.messages import Ballot, Decided, DiskVote, Host, View, VoteRequest
 from acsgd.elastic.membership.plan import Plan
 
 
@@ -90,7 +90,7 @@ def test_a_host_that_tries_again_writes_no_further_votes_and_keeps_to_its_view(t
     def send(disk: str, request: VoteRequest) -> None:
         if request.view is None or disk in voting:
             vote = DiskRegister(tmp_path / disk).answer(request)
-            assert isinstance(vote, Vote)
+            assert isinstance(vote, DiskVote)
             register.take(disk, vote)
 
     register = ViewRegister(Host("a", "h:1", "a"), DiskRegister(directory), send, timeout_s=0.01)
@@ -113,7 +113,7 @@ def test_the_number_of_votes_on_a_disk_does_not_slow_down_the_next(tmp_path: Pat
     for number in range(1, 200):
         path.with_name(f"00000001.{number:04d}.vote").write_text("not read")
     path.with_name("00000001.0200.vote").write_text(path.read_text())
-    assert disk.answer(VoteRequest(1, Ballot(2, "a"))) == Vote(1, Ballot(2, "a"), Ballot(2, "a"))
+    assert disk.answer(VoteRequest(1, Ballot(2, "a"))) == DiskVote(1, Ballot(2, "a"), Ballot(2, "a"))
     assert path.with_name("00000001.0201.vote").exists()
 
 
@@ -121,7 +121,7 @@ def test_a_promise_is_no_vote(tmp_path: Path) -> None:
     """An answer to the first round that arrives in the second one, late or twice, does not record the view."""
 
     def send(disk: str, request: VoteRequest) -> None:
-        register.take(disk, Vote(request.epoch, request.ballot, request.ballot))
+        register.take(disk, DiskVote(request.epoch, request.ballot, request.ballot))
 
     register = ViewRegister(Host("a", "h:1", "a"), DiskRegister(tmp_path), send, timeout_s=0.01)
     with pytest.raises(NoMajorityError, match="1 of 3 hosts"):
@@ -135,7 +135,7 @@ def test_a_disk_that_fails_is_one_vote_less(tmp_path: Path) -> None:
     def send(disk: str, request: VoteRequest) -> None:
         if disk in answering:
             vote = DiskRegister(tmp_path / disk).answer(request)
-            assert isinstance(vote, Vote)
+            assert isinstance(vote, DiskVote)
             register.take(disk, vote)
 
     register, answering = ViewRegister(Host("a", "h:1", "a"), DiskRegister(failing), send, timeout_s=0.01), {"b"}
@@ -159,24 +159,24 @@ def test_a_disk_takes_no_part_in_another_history(tmp_path: Path) -> None:
     with pytest.raises(NoMajorityError):
         asyncio.run(register.record(view(8, "of a"), ("c", "a", "b"), "first"))
     assert [disk.answer(request) for request in sent] == [None, None]
-    assert isinstance(disk.answer(replace(sent[0], history="other")), Vote)
+    assert isinstance(disk.answer(replace(sent[0], history="other")), DiskVote)
 
 
 def test_a_disk_that_has_promised_a_later_ballot_refuses_an_earlier_one(tmp_path: Path) -> None:
     disk, first, later = DiskRegister(tmp_path), Ballot(1, "a"), Ballot(1, "b")
     voted = disk.answer(VoteRequest(3, first, view(3, "of a")))
-    assert disk.answer(VoteRequest(3, later)) == Vote(3, later, later, first, view(3, "of a"))
-    assert disk.answer(VoteRequest(3, first, view(3, "of a"))) == Vote(3, first, later, first, view(3, "of a"))
-    assert voted == Vote(3, first, first, first, view(3, "of a"))
+    assert disk.answer(VoteRequest(3, later)) == DiskVote(3, later, later, first, view(3, "of a"))
+    assert disk.answer(VoteRequest(3, first, view(3, "of a"))) == DiskVote(3, first, later, first, view(3, "of a"))
+    assert voted == DiskVote(3, first, first, first, view(3, "of a"))
 
 
 def test_hosts_that_share_a_disk_share_its_vote(tmp_path: Path) -> None:
-    def vote(number: int) -> Vote | Decided | None:
+    def vote(number: int) -> DiskVote | Decided | None:
         return DiskRegister(tmp_path).answer(VoteRequest(1, Ballot(number, "a"), view(1, str(number))))
 
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(vote, range(8)))
-    granted = [answer for answer in answers if isinstance(answer, Vote) and answer.promised == answer.ballot]
+    granted = [answer for answer in answers if isinstance(answer, DiskVote) and answer.promised == answer.ballot]
     assert granted, "the last ballot is granted"
     assert len([*tmp_path.glob("*.vote")]) == len(granted)
 

@@ -30,11 +30,11 @@ from acsgd.elastic.membership.effects import (
 from acsgd.elastic.membership.messages import (
     DaemonMessage,
     Decided,
+    DiskVote,
     Host,
     Refused,
     View,
     ViewRequest,
-    Vote,
     VoteRequest,
 )
 from acsgd.elastic.membership.views import Membership
@@ -306,7 +306,7 @@ class Daemon:
                 self._expedite_change()
             case VoteRequest() if self._directory is not None:
                 self._start(self._vote(sender, message))
-            case Vote() | Decided() if self._directory is not None:
+            case DiskVote() | Decided() if self._directory is not None:
                 self._register.take(sender.disk, message)
 
     def _on_refused(self, address: str, host_id: str | None) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from acsgd.elastic.membership.messages import Ballot, Decided, Host, View, Vote, VoteRequest, is_majority
+from acsgd.elastic.membership.messages import Ballot, Decided, DiskVote, Host, View, VoteRequest, is_majority
 from acsgd.io.files.atomic import fsync_directory, write_once
 from acsgd.io.files.fields import from_json
 from acsgd.run.lock.lease import LeaseWatch
@@ -57,7 +57,7 @@ class DiskRegister:
         write_once(path, secrets.token_hex(8))
         return path.read_text()
 
-    def answer(self, request: VoteRequest) -> Vote | Decided | None:
+    def answer(self, request: VoteRequest) -> DiskVote | Decided | None:
         """Vote, unless the disk has promised a later ballot; return the newest view if the epoch has passed.
 
         None if the request is of another history than the disk.
@@ -72,7 +72,7 @@ class DiskRegister:
             last = self._vote(request.epoch, max(numbers)) if numbers else None
             if last is not None and (last.promised > request.ballot or _is_granted(last, request)):
                 return replace(last, ballot=request.ballot)
-            vote = Vote(request.epoch, request.ballot, request.ballot)
+            vote = DiskVote(request.epoch, request.ballot, request.ballot)
             if request.view is not None:
                 vote = replace(vote, voted=request.ballot, view=request.view)
             elif last is not None:
@@ -89,8 +89,8 @@ class DiskRegister:
     def _vote_path(self, epoch: int, number: int) -> Path:
         return self._directory / f"{epoch:08d}.{number:04d}.vote"
 
-    def _vote(self, epoch: int, number: int) -> Vote:
-        return from_json(Vote, json.loads(self._vote_path(epoch, number).read_text()))
+    def _vote(self, epoch: int, number: int) -> DiskVote:
+        return from_json(DiskVote, json.loads(self._vote_path(epoch, number).read_text()))
 
 
 class NoMajorityError(Exception):
@@ -114,7 +114,7 @@ class ViewRegister:
         self._ballot = Ballot(1, me.id)
         self._proposal: View | None = None
         """The view for which votes were requested in the present ballot, which never has another one of its epoch."""
-        self._votes: dict[str, Vote] = {}
+        self._votes: dict[str, DiskVote] = {}
         """Votes of the present round, by disk."""
         self._decided: View | None = None
         """The view that a disk has sent last, since it is recorded."""
@@ -146,7 +146,7 @@ class ViewRegister:
         votes = await self._ask(VoteRequest(view.epoch, self._ballot, proposal, history), voters)
         return votes if votes is None or isinstance(votes, View) else proposal
 
-    def take(self, disk: str, answer: Vote | Decided) -> None:
+    def take(self, disk: str, answer: DiskVote | Decided) -> None:
         """Take the answer of another disk."""
         match answer:
             case Decided(view):
@@ -155,7 +155,7 @@ class ViewRegister:
                 self._votes[disk] = vote
         self._has_answered.set()
 
-    async def _ask(self, request: VoteRequest, voters: Sequence[str]) -> list[Vote] | View | None:
+    async def _ask(self, request: VoteRequest, voters: Sequence[str]) -> list[DiskVote] | View | None:
         """Return the votes of a majority; the newest view if the epoch has passed; None if there is a later ballot."""
         self._votes.clear()
         failure: Exception | None = None
@@ -167,7 +167,7 @@ class ViewRegister:
                 match await asyncio.to_thread(self.disk.answer, request):
                     case Decided(newest):
                         return newest
-                    case Vote() as vote:
+                    case DiskVote() as vote:
                         self.take(self._me.disk, vote)
             except (OSError, ValueError) as error:
                 failure = error
@@ -194,7 +194,7 @@ class ViewRegister:
                 ) from None
 
 
-def _is_granted(vote: Vote, request: VoteRequest) -> bool:
+def _is_granted(vote: DiskVote, request: VoteRequest) -> bool:
     is_vote = request.view is None or vote.voted == request.ballot
     return vote.epoch == request.epoch and vote.promised == request.ballot and is_vote
 

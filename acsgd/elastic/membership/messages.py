@@ -167,7 +167,7 @@ class VoteRequest:
 
 
 @dataclass(frozen=True)
-class Vote:
+class DiskVote:
     """Answer to VoteRequest, kept on the disk: refused if `promised` is a later ballot."""
 
     epoch: Natural
@@ -196,7 +196,17 @@ class Finished:
 
 
 DaemonMessage = (
-    HostHeartbeat | Join | Refused | ViewRequest | Prepare | Promise | VoteRequest | Vote | Decided | Hung | Finished
+    HostHeartbeat
+    | Join
+    | Refused
+    | ViewRequest
+    | Prepare
+    | Promise
+    | VoteRequest
+    | DiskVote
+    | Decided
+    | Hung
+    | Finished
 )
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(DaemonMessage)}
 
