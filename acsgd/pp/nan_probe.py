@@ -105,14 +105,17 @@ class NaNProbe:
         yield
         self._current = None
 
-    def check(self, name: str, tensor: Tensor) -> None:
-        """Record a tensor that is not finite, if it is the first of the current computation."""
-        if self._current is None or self._current in self._found or not tensor.is_floating_point():
+    def check(self, name: str, tensor: Tensor, phase: Phase | None = None) -> None:
+        """Record a tensor that is not finite, if it is the first of the computation. phase: if not the current one."""
+        if self._current is None or not tensor.is_floating_point():
+            return
+        current = (phase or self._current[0], *self._current[1:])
+        if current in self._found:
             return
         values = tensor.detach()  # else autograd records the check, and a recomputed layer saves other tensors
         if not torch.isfinite(values).all():
             value: Literal["nan", "inf"] = "nan" if torch.isnan(values).any() else "inf"
-            self._found[self._current] = NonFiniteTensor(*self._current, name, value)
+            self._found[current] = NonFiniteTensor(*current, name, value)
 
     def check_reduced_gradients(self) -> None:
         """Check the gradients after the reduction over replicas."""
@@ -154,7 +157,8 @@ class NaNProbe:
         return self._current is not None and self._current[0] == "forward" and torch.is_grad_enabled()
 
     def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
-        return lambda grad: self.check(name, grad)
+        # a loss in chunks computes gradients of the head in the forward
+        return lambda grad: self.check(name, grad, "backward")
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -14,6 +14,7 @@ from acsgd.dp.sync import GradSync
 from acsgd.layers.composed import ComposedModel, Context, Inputs, State
 from acsgd.layers.description import Head, LayerSpec
 from acsgd.layers.skeleton import parameter_names
+from acsgd.pp.chunked_loss import HeadUse, PartLoss, chunked_loss
 from acsgd.shards.load import LoadedLayer
 from acsgd.shards.weights import Weight, in_reduction_order
 from acsgd.streams import mix_seed, seed_generators
@@ -33,6 +34,11 @@ class MicroBatch(NamedTuple):
 
 class Criterion(Protocol):
     """What is computed from the hidden states that enter the model's head, which makes logits of them."""
+
+    @property
+    def sums_positions(self) -> bool:
+        """Whether the loss is the sum of those of any parts of the T positions of hidden states and labels."""
+        ...
 
     def loss(self, hidden: Tensor, head: Head, labels: Tensor, label_smoothing: float) -> Tensor:
         """Return the loss summed over the labels, fp32. label_smoothing: in training, as of optim.label_smoothing."""
@@ -94,6 +100,7 @@ class Stage:
         self._per_sequence = self._random and mask_per_sample
         self._in_flight: dict[int, list[_Pass]] = {}  # by local index of the micro-batch
         self._output_grads: dict[int, list[list[Tensor]]] = {}  # by the same, between the two parts of a backward
+        self._head_use: HeadUse | None = None
         self._last_backward = False
         self._final: set[str] = set()
         """Weights whose gradients of this step are complete."""
@@ -269,22 +276,44 @@ class Stage:
 
         So recomputation does not keep the logits: [B, T, V] in fp32 is larger than many blocks.
         """
+        will_run_again = self._recompute
 
         def run(state: State) -> State:
+            nonlocal will_run_again
             self._seed(micro, layer.index)
             if labels is not None and layer.index == len(self.composed.layers) - 1:
-                return self._results(*self.composed.call_to_head(state, inputs), labels)
+                value_only, will_run_again = will_run_again, False
+                hidden, head = self.composed.call_to_head(state, inputs)
+                return self._results(hidden, head, labels, value_only=value_only)
             return self.composed.call(layer.index, state, inputs, context)
 
         return run
 
-    def _results(self, hidden: Tensor, head: Head, labels: Tensor) -> State:
-        """Return the summed loss and, in evaluations, the predictions if the task has them."""
+    def _results(self, hidden: Tensor, head: Head, labels: Tensor, *, value_only: bool) -> State:
+        """Return the summed loss and, in evaluations, the predictions if the task has them.
+
+        value_only: see `chunked_loss`.
+        """
         is_training = self.composed.model.training
         smoothing = self._label_smoothing if is_training else 0.0
-        results = {"loss": self.criterion.loss(hidden, head, labels, smoothing)}
+
+        def loss(hidden: Tensor, labels: Tensor) -> Tensor:
+            return self.criterion.loss(hidden, head, labels, smoothing)
+
+        results = {"loss": self._loss(loss, hidden, head, labels, value_only=value_only)}
         predictions = None if is_training else self.criterion.predict(hidden, head, labels)
         return results if predictions is None else {**results, "predictions": predictions}
+
+    def _loss(self, loss: PartLoss, hidden: Tensor, head: Head, labels: Tensor, *, value_only: bool) -> Tensor:
+        """Return the summed loss, in chunks of positions if the logits of all would take much memory."""
+        if not self.criterion.sums_positions:
+            return loss(hidden, labels)
+        if self._head_use is None:
+            self._head_use = HeadUse.of(head, hidden)
+        length = self._head_use.chunk_length(hidden)
+        if length >= hidden.shape[1]:
+            return loss(hidden, labels)
+        return chunked_loss(loss, hidden, labels, length, self._head_use.weights, value_only=value_only)
 
     def _seed(self, micro: MicroBatch, layer: int) -> None:
         """Seed torch's generators for one layer, if the model draws random numbers."""

@@ -162,6 +162,14 @@ class Task(ABC):
     def show(self, row: Row, model: PreTrainedConfig) -> tuple[str, Sequence[ShownText]]:
         """Return a summary of a row, and its texts."""
 
+    @property
+    def sums_positions(self) -> bool:
+        """Whether the loss is the sum of those of any parts of the T positions of hidden states and labels.
+
+        Then their logits need not exist at once. Override it with `loss`, if this is so.
+        """
+        return type(self).loss is Task.loss and len(self.model_class.labels) == 2
+
     def loss(self, hidden: Tensor, head: Head, labels: Tensor, label_smoothing: float) -> Tensor:
         """Return the loss of a micro-batch summed over its targets, fp32.
 

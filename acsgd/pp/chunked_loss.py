@@ -1,0 +1,132 @@
+"""Loss of the last stage in chunks of positions, so that the logits of all positions never exist at once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from acsgd.layers.description import Head
+from acsgd.streams import generator_states, restore_generators
+
+CHUNK = 2**24
+"""Logits that are computed at a time, if one position of all sequences has no more: 64 MiB in fp32. Gradients of the
+head are summed over chunks, which smaller ones would do more often."""
+
+PartLoss = Callable[[Tensor, Tensor], Tensor]
+"""Loss of the hidden states [B, T, H] and labels [B, T] of some positions, summed over them."""
+
+
+class HeadUse(NamedTuple):
+    """What a head makes logits with."""
+
+    classes: int
+    """Number of logits of a position."""
+    weights: tuple[Tensor, ...]
+    """Trained leaves of autograd's graph that the logits depend on."""
+
+    @classmethod
+    def of(cls, head: Head, hidden: Tensor) -> HeadUse:
+        """Run the head on the first position of hidden states [B, T, H]. Does not advance generators."""
+        generators = generator_states()
+        with _graph_of_its_own():
+            logits = head(hidden[:, :1].detach())
+        restore_generators(generators)
+        return cls(logits.shape[-1], _leaves(logits))
+
+    def chunk_length(self, hidden: Tensor) -> int:
+        """Return the number of positions whose logits are computed at a time; all of them if they take little memory.
+
+        Until the backward, gradients of the weights take the place of the logits, so these must be larger.
+        """
+        sequences, length = hidden.shape[:2]
+        if sequences * length * self.classes <= max(CHUNK, sum(weight.numel() for weight in self.weights)):
+            return length
+        return max(1, CHUNK // (sequences * self.classes))
+
+
+def chunked_loss(
+    loss: PartLoss, hidden: Tensor, labels: Tensor, length: int, weights: Sequence[Tensor], *, value_only: bool
+) -> Tensor:
+    """Return the loss summed over chunks of `length` positions, with the gradients that the whole would have.
+
+    hidden: [B, T, H]; labels: [B, T]; weights: see HeadUse. The gradients are computed with the loss, while the logits
+    of a chunk exist, as in Liger-Kernel (Hsu et al. 2024, arXiv:2410.10989, section 3.2). value_only: do not compute
+    them, since the layer will run again before its backward, as activation checkpointing does.
+    """
+    if not torch.is_grad_enabled():
+        return _value(loss, hidden, labels, length)
+    total: Tensor = _ChunkedLoss.apply(hidden, labels, loss, length, value_only, *weights)
+    return total
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Keeps the gradients of the inputs, which its backward scales."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, labels: Tensor, loss: PartLoss, length: int, value_only: bool, *weights: Tensor
+    ) -> Tensor:
+        if value_only:  # activation checkpointing compares the shapes of what is saved with those of the second run
+            ctx.save_for_backward(*(each.new_empty(()).expand(each.shape) for each in (hidden, *weights)))
+            return _value(loss, hidden, labels, length)
+        total, of_hidden = torch.zeros((), device=hidden.device), torch.empty_like(hidden)
+        sums: list[Tensor | None] = [None] * len(weights)
+        for part in _positions(hidden, length):
+            with _graph_of_its_own():
+                inputs = hidden[:, part].detach().requires_grad_()
+                value = loss(inputs, labels[:, part])
+                of_hidden[:, part], *grads = torch.autograd.grad(value, [inputs, *weights])
+            total += value.detach()
+            # in fp32: sums over chunks in 16 bits would lose precision
+            sums = [
+                grad.float() if so_far is None else so_far.add_(grad) for so_far, grad in zip(sums, grads, strict=True)
+            ]
+        ctx.save_for_backward(of_hidden, *(x.to(w.dtype) for x, w in zip(sums, weights, strict=True) if x is not None))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (scale,) = grad_outputs
+        of_hidden, *of_weights = ctx.saved_tensors
+        return of_hidden * scale, None, None, None, None, *(grad * scale for grad in of_weights)
+
+
+def _value(loss: PartLoss, hidden: Tensor, labels: Tensor, length: int) -> Tensor:
+    total = torch.zeros((), device=hidden.device)
+    for part in _positions(hidden, length):
+        total += loss(hidden[:, part], labels[:, part])
+    return total
+
+
+def _positions(hidden: Tensor, length: int) -> list[slice]:
+    return [slice(start, start + length) for start in range(0, hidden.shape[1], length)]
+
+
+@contextlib.contextmanager
+def _graph_of_its_own() -> Iterator[None]:
+    """Context in which autograd records, and activation checkpointing does not see what it keeps."""
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        yield
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _leaves(output: Tensor) -> tuple[Tensor, ...]:
+    """Return the leaves of autograd's graph that a tensor depends on, in a fixed order."""
+    found: dict[Tensor, None] = {}
+    nodes, seen = [output.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found[node.variable] = None
+        nodes += [following for following, _ in node.next_functions]
+    return tuple(found)

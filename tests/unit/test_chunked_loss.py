@@ -1,0 +1,139 @@
+"""Laws of the loss in chunks of positions: it is that of all positions, and logits of all of them never exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from lib.direct import SEQUENCE, build_stages
+from lib.models import TINY, dropout_of, tiny_config
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, PreTrainedConfig
+
+from acsgd.layers.description import Head
+from acsgd.pp.chunked_loss import CHUNK, HeadUse
+from acsgd.pp.stage import MicroBatch, Stage
+from acsgd.tasks import TASKS
+
+SEQUENCES, VOCABULARY, LENGTH = 4, 96, 10
+MICRO = MicroBatch(0, 0, 0, tuple(range(SEQUENCES)))
+TOKENS = torch.randint(VOCABULARY, (SEQUENCES, SEQUENCE), generator=torch.Generator().manual_seed(1))
+
+
+def config_of(family: str) -> PreTrainedConfig:
+    """Return a config with dropout, if the family has it; gemma2's forward caps the logits after the head."""
+    if family == "gemma2":
+        shape = TINY["llama"] | {"head_dim": 8, "final_logit_softcapping": 2.0}
+        return AutoConfig.for_model("gemma2", vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **shape)
+    return tiny_config(family, vocab_size=VOCABULARY, **dropout_of(family))
+
+
+@contextmanager
+def chunks_of(length: int | None) -> Iterator[None]:
+    """Context in which the logits of `length` positions are made at a time; None = of all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HeadUse, "chunk_length", lambda self, hidden: length or hidden.shape[1])
+        yield
+
+
+def train(stage: Stage, *, split: bool = False) -> Mapping[str, Tensor]:
+    """Return the loss of a forward, the gradients of its backward, and the loss of an evaluation."""
+    labels = TOKENS.roll(-1, 1)
+    labels[0, : 2 * LENGTH] = labels[:, -1] = -100  # all those of a chunk of a sequence, too
+    loss = stage.forward(MICRO, {"input_ids": TOKENS}, {}, labels)["loss"]
+    if split:
+        stage.backward_input(0, None, scale=0.5)
+        stage.backward_weight(0, last=True)
+    else:
+        stage.backward(0, None, last=True, scale=0.5)
+    with stage.evaluating():
+        evaluated = stage.evaluate(MICRO, {"input_ids": TOKENS}, {}, labels)["loss"]
+    gradients = {weight.key: weight.master.grad for weight in stage.weights if weight.master.grad is not None}
+    return {"loss": loss, "evaluated": evaluated, **gradients}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("family", "split", "options"),
+    [
+        ("gpt2", False, {"label_smoothing": 0.1}),
+        ("gpt2", False, {"mask_per_sample": True}),
+        ("llama", False, {"dtype": torch.bfloat16}),
+        ("gemma2", True, {}),
+    ],
+)
+def test_loss_and_gradients_are_those_of_all_positions(
+    family: str, split: bool, options: dict[str, Any], recompute: bool
+) -> None:
+    results = []
+    for length in (None, LENGTH):
+        (stage,) = build_stages(config_of(family), [range(8)], recompute=recompute, **options)
+        with chunks_of(length):
+            results.append(train(stage, split=split))
+    whole, parts = results
+    assert whole.keys() == parts.keys()
+    assert len(whole) == 2 + len(stage.weights)
+    # sums in another order: each is off by some roundings of its largest summand
+    rounding = 2.0**-8 if "dtype" in options else 2.0**-20
+    for name, expected in whole.items():
+        torch.testing.assert_close(
+            parts[name], expected, rtol=rounding, atol=rounding * expected.abs().max().item(), msg=name
+        )
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_no_tensor_has_the_logits_of_all_positions(recompute: bool) -> None:
+    largest = []
+    for length in (None, LENGTH):
+        (stage,) = build_stages(config_of("llama"), [range(8)], recompute=recompute)
+        with chunks_of(length), _Rows(VOCABULARY) as rows:
+            train(stage)
+        largest.append(rows.most)
+    assert largest == [SEQUENCES * SEQUENCE, SEQUENCES * LENGTH]
+
+
+def test_chunks_are_made_if_the_logits_are_large_and_larger_than_the_gradients_of_the_head() -> None:
+    def length(positions: int, classes: int, weights: Sequence[int] = ()) -> int:
+        use = HeadUse(classes, tuple(torch.empty(size, device="meta") for size in weights))
+        return use.chunk_length(torch.empty(2, positions, 1, device="meta"))
+
+    assert length(1024, CHUNK // 2048) == 1024
+    assert length(1024, CHUNK // 1024) == 512
+    assert length(1024, CHUNK // 1024, [CHUNK]) == 512
+    assert length(1024, CHUNK // 1024, [2 * CHUNK]) == 1024
+    assert length(3, CHUNK) == 1
+
+
+def test_a_loss_of_another_kind_is_computed_of_all_positions() -> None:
+    class Pairs(type(TASKS["lm"])):  # type: ignore[misc]
+        def loss(self, hidden: Tensor, head: Head, labels: Tensor, label_smoothing: float) -> Tensor:
+            assert hidden.shape[1] == SEQUENCE
+            return head(hidden).float().logsumexp(1).sum()
+
+    (stage,) = build_stages(config_of("llama"), [range(8)])
+    stage.criterion = Pairs()
+    with chunks_of(LENGTH):
+        train(stage)
+    assert TASKS["seq2seq"].sums_positions
+    assert not TASKS["classification"].sums_positions
+
+
+class _Rows(TorchDispatchMode):
+    """Watches the tensors that operations return for rows of one length."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length = length
+        self.most = 0
+        """Largest number of rows in one floating-point tensor; rows of weights do not count."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        for leaf in torch.utils._pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape[-1:] == (self._length,):
+                self.most = max(self.most, leaf.numel() // self._length)
+        return result
