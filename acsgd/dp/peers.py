@@ -88,6 +88,11 @@ class Peers:
         self._ranks = [self.group.ranks[replica] for replica in (*members, *self.observers)]
 
     @property
+    def is_single(self) -> bool:
+        """Whether no other replica sends to this one or receives from it, as an observer does."""
+        return self.size + len(self.observers) == 1
+
+    @property
     def others(self) -> list[int]:
         """The replicas, without observers, from which this one receives."""
         return [peer for peer in range(self.size) if self.is_observer or peer != self.replica]

@@ -360,4 +360,7 @@ class ElasticWorker:
         """Return what rank 0 prints at the start of a view; what does not change, in the first alone."""
         if self._view:
             return begin.notes
-        return [job.describe(), *inputs.describe(begin.session, begin.progress.step), *begin.notes]
+        described = [job.describe(), *inputs.describe(begin.session, begin.progress.step)]
+        if job.config.elastic.replan:
+            described.append("if the number of stages changes (elastic.replan), training stops until layers have moved")
+        return [*described, *begin.notes]

@@ -20,8 +20,9 @@ from safetensors.torch import load
 
 from acsgd import train
 from acsgd.comm.waits import InterruptibleWaits
-from acsgd.config.options import Config
+from acsgd.config.options import AdapterConfig, Config, ModelConfig
 from acsgd.elastic.hooks import BackgroundJoin
+from acsgd.elastic.membership.assignment import StoredCut
 from acsgd.elastic.membership.plan import Plan, WorkerState, make_plan
 from acsgd.elastic.requirements import possible_cuts, with_stages
 from acsgd.elastic.state.channel import StateReceiver
@@ -48,7 +49,8 @@ from acsgd.io.telemetry.metrics import Metrics
 from acsgd.launch import Launch
 from acsgd.layers.batch import Batch
 from acsgd.run.initial_weights import open_weight_source
-from acsgd.run.plan.job import prepare
+from acsgd.run.plan.job import Job, prepare
+from acsgd.run.plan.model import RunModel
 from acsgd.run.report import Report
 from acsgd.run.session import Session
 from acsgd.run.setup import build
@@ -58,7 +60,7 @@ from acsgd.run.setup.inputs import plan_activation_caches
 from acsgd.run.step.hooks import LoopState, StepHook, StepHooks
 from acsgd.run.step.pace import Pace
 from acsgd.run.step.spikes import SKIP
-from acsgd.shards.load import Constants
+from acsgd.shards.load import Constants, WeightSource
 from lib.training import TIMEOUT
 
 SAMPLES = 100
@@ -124,10 +126,13 @@ def train_in_views(
 ) -> dict[str, Trained]:
     """Train in one view after another, as a worker of an elastic run does; return what it did by name of the run."""
     torch.set_num_threads(1)
-    store, trained = dist.FileStore(str(path), world_size), {}
+    store, trained, models = dist.FileStore(str(path), world_size), {}, _Models()
     for name, (config, script) in runs.items():
+        if not any(rank in view.members for view in script):
+            trained[name] = Trained({}, {}, {}, {}, [], [], {})
+            continue
         log = dataclasses.replace(config.log, dir=f"{config.log.dir}-{rank}")  # with streamed segments of its own
-        process = _Process(rank, dist.PrefixStore(name, store), dataclasses.replace(config, log=log))
+        process = _Process(rank, dist.PrefixStore(name, store), dataclasses.replace(config, log=log), models)
         for number, view in enumerate(script):
             try:
                 process.run_view(number, view)
@@ -146,14 +151,40 @@ def train_in_views(
     return trained
 
 
+class _Models:
+    """Models and their initial weights, which the runs of a process have in common."""
+
+    def __init__(self) -> None:
+        self._models: dict[tuple[ModelConfig, AdapterConfig], RunModel] = {}
+        self._weights: dict[tuple[ModelConfig, AdapterConfig], WeightSource] = {}
+        self._cuts: dict[str, Sequence[StoredCut]] = {}
+
+    def prepare(self, config: Config, rank: int, world_size: int) -> Job:
+        key = config.model, config.adapter
+        job = prepare(config, Launch(rank, rank, world_size), model=self._models.get(key))
+        self._models[key] = job.model
+        return job
+
+    def cuts(self, config: Config) -> Sequence[StoredCut]:
+        key = repr((config.model, config.adapter, config.pp, config.elastic))
+        if key not in self._cuts:
+            self._cuts[key] = possible_cuts(self.prepare(config, 0, config.pp.stages))
+        return self._cuts[key]
+
+    def weights(self, job: Job) -> WeightSource:
+        key = job.config.model, job.config.adapter
+        if key not in self._weights:
+            self._weights[key] = open_weight_source(job)
+        return self._weights[key]
+
+
 class _Process:
-    def __init__(self, number: int, store: dist.Store, config: Config) -> None:
+    def __init__(self, number: int, store: dist.Store, config: Config, models: _Models) -> None:
         self._number = number
         self._store = store
         self._config = config
-        job = prepare(config, Launch(0, 0, config.pp.stages))
-        self._model = job.model
-        self._cuts = possible_cuts(job)
+        self._models = models
+        self._cuts = models.cuts(config)
         self._session: Session | None = None
         self._reader: BatchReader | None = None
         self._state = LoopState(Progress())
@@ -185,18 +216,18 @@ class _Process:
             complete_step(self._session, self._state, plan, is_behind=str(self._number) in plan.behind)
             self._note_step()
         config = with_stages(self._config, plan.stages)
-        job = prepare(config, Launch(rank, rank, len(plan.ranks)), model=self._model)
+        job = self._models.prepare(config, rank, len(plan.ranks))
         caches, reader = plan_activation_caches(job, SAMPLES, run_id="run", fresh=True), open_data(job).reader
         store, waits = dist.PrefixStore(f"view {number}", self._store), InterruptibleWaits()
         with connect(job.topology, timeout=TIMEOUT, store=store, waits=waits, background=True) as groups:
             if plan.from_disk:
-                self._session = build_session(job, open_weight_source(job), groups, caches)
+                self._session = build_session(job, self._models.weights(job), groups, caches)
             else:
                 restore_streams(reader, plan)
                 if not is_holder:
                     self._session = None
                     self._state.restart(Progress())
-                constants = Constants(open_weight_source(job), job.model.description)
+                constants = Constants(self._models.weights(job), job.model.description)
                 if not view.is_formed:
                     groups.wait_for_all("connecting", timeout_s=TIMEOUT.total_seconds())  # an abort would end that
                     self._fail_to_form(partial(hand_over, self._session, job, groups, plan, constants, caches))
@@ -364,14 +395,16 @@ def _interrupt(*args: Any, **options: Any) -> None:
 
 
 def _digest(session: Session) -> str:
-    """Return a digest of the global weights of a rank, and of its optimizer state if replicas have it in common."""
-    digest = hashlib.sha256()
+    """Return a digest of the global weights of a rank, and of its optimizer state if replicas have it in common.
+
+    If replicas have nothing in common, of its own weights and optimizer state.
+    """
+    digest, exchanges = hashlib.sha256(), session.job.plugins.mode.exchanges
     for stage in session.stages.values():
-        shared = stage.sync.global_weights()
+        shared = None if exchanges == "nothing" else stage.sync.global_weights()
         for weight in stage.weights:
             digest.update((weight.master if shared is None else shared[weight.key]).detach().numpy().tobytes())
-        has_local_steps = session.job.plugins.mode.exchanges != "gradients"
-        optimizer = {} if has_local_steps else session.optimizer.state_of(stage.weights)
+        optimizer = {} if exchanges == "updates" else session.optimizer.state_of(stage.weights)
         for _, by_key in sorted(optimizer.items()):
             for _, tensor in sorted(by_key.items()):
                 digest.update(tensor.numpy().tobytes())

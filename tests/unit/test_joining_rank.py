@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 from lib.patience import NO_LIMIT_S, Patience
 
+from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.elastic.state.channel import StateReceiver
 from acsgd.elastic.state.joins import JoiningRank
 from acsgd.errors import CorruptFileError
@@ -43,7 +44,8 @@ class Receiver:
 def test_a_return_while_the_last_layers_are_on_their_way_requests_all_again_and_skips_what_arrives() -> None:
     optimizer = ReplayOptimizer(cast(Optimizer, None), lambda weights: cast(Optimizer, None))
     layers = [SimpleNamespace(spec=SimpleNamespace(index=index), weights=[]) for index in range(LAYERS)]
-    job, receiver = SimpleNamespace(topology=SimpleNamespace(rank=0)), Receiver()
+    plugins, receiver = SimpleNamespace(mode=AllReduce()), Receiver()
+    job = SimpleNamespace(topology=SimpleNamespace(rank=0), plugins=plugins)
     owned = OwnedWeights([], Ownership(0, 1))
     session = cast(Session, SimpleNamespace(optimizer=optimizer, owned=owned, layers=layers, job=job))
     constants = cast(DeferredConstants, SimpleNamespace(load=lambda: None, is_complete=True))

@@ -92,7 +92,7 @@ class HookState:
             id(param): (buffer, name) for buffer in self._buffers for name, param in buffer.params.items()
         }
         self._failure: Exception | None = None
-        if self._peers.size == 1:
+        if self._peers.is_single:
             log.warning("one process: no gradients are exchanged")
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:

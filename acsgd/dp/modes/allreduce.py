@@ -20,6 +20,6 @@ class AllReduce(BucketOptions):
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the synchronization of one stage's weights with the other replicas."""
-        if peers.size == 1:
+        if peers.is_single:
             return SingleReplicaSync(weights)
         return AllReduceSync(make_buckets(weights, self.bucket_mb), peers, self.dtype)

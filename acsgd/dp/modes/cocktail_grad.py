@@ -64,7 +64,7 @@ class CocktailGrad:
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the synchronization of one stage's weights with the other replicas."""
-        if peers.size == 1:
+        if peers.is_single:
             return SingleReplicaSync(weights, self.states)
         return ReducedUpdateSync(
             weights,

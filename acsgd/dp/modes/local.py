@@ -29,7 +29,7 @@ class Local:
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the synchronization of one stage's weights with the other replicas."""
-        if peers.size == 1:
+        if peers.is_single:
             return SingleReplicaSync(weights, self.states)
         return LocalSync(weights, peers, self.states)
 
@@ -43,7 +43,7 @@ class LocalSync(LocalWeightsSync):
     @torch.no_grad()
     def global_weights(self) -> Mapping[str, Tensor] | None:
         for buffer in self.buffers:
-            buffer.shared.copy_(buffer.local)
+            buffer.shared.copy_(torch.zeros_like(buffer.local) if self.peers.is_observer else buffer.local)
             with collective_errors("averaging weights", self.peers.group):
                 self.peers.waits.wait(self.peers.group.all_reduce(buffer.shared))
             buffer.shared /= self.peers.size

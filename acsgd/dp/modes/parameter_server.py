@@ -31,7 +31,7 @@ class ShardedPS(BucketOptions):
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the synchronization of one stage's weights with the other replicas."""
-        if peers.size == 1:
+        if peers.is_single:
             return SingleReplicaSync(weights)
         return ParameterServerSync(make_buckets(weights, self.bucket_mb), peers, servers=peers.size, dtype=self.dtype)
 
@@ -87,6 +87,6 @@ class CentralPS(ShardedPS):
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the synchronization of one stage's weights with the other replicas."""
-        if peers.size == 1:
+        if peers.is_single:
             return SingleReplicaSync(weights)
         return ParameterServerSync(make_buckets(weights, self.bucket_mb), peers, servers=1, dtype=self.dtype)

@@ -67,7 +67,7 @@ class PowerSGD(BucketOptions):
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the synchronization of one stage's weights with the other replicas."""
-        return SingleReplicaSync(weights, self.states) if peers.size == 1 else PowerSGDSync(self, weights, peers)
+        return SingleReplicaSync(weights, self.states) if peers.is_single else PowerSGDSync(self, weights, peers)
 
     def compresses(self, matrix: Tensor, step: int) -> bool:
         """Whether a gradient [rows, cols] is sent as factors in a step."""

@@ -66,7 +66,7 @@ class Quantized:
 
     def open(self, weights: Sequence[Weight], peers: Peers) -> GradSync:
         """Return the synchronization of one stage's weights with the other replicas."""
-        if peers.size == 1:
+        if peers.is_single:
             return SingleReplicaSync(weights, self.states)
         how = LocalStep(frozen=True, replicas=peers.size)
         return ReducedUpdateSync(weights, peers, self.codec(), exact_steps=self.exact_steps, how=how)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,6 +109,10 @@ class Plan:
     def origin(self) -> str:
         """Where the state comes from: "disk", "snapshot" or "memory"."""
         return "disk" if self.from_disk else "snapshot" if self.from_snapshot else "memory"
+
+    def replicas_of(self, ranks: Iterable[int]) -> list[int]:
+        """Return the replicas of some ranks, in ascending order."""
+        return sorted({rank // self.stages for rank in ranks})
 
     def rank_of(self, worker: str) -> int | None:
         """Return the rank of a worker, None if it is a spare."""

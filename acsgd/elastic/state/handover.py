@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import NamedTuple
@@ -140,7 +140,7 @@ class Joined(NamedTuple):
     received_bytes: int
     """See HandedOver."""
     transfers: StateSource | JoiningRank | None
-    replicas: tuple[int, ...]
+    replicas: Sequence[int]
     """Replicas that join in the background."""
 
 
@@ -160,33 +160,35 @@ def join(
     host: address of this host.
     """
     joins, rank = plan_joins(session, job, groups, plan, constants, host), job.topology.rank
-    replicas, has_updates = joins.replicas(plan.stages), job.plugins.mode.exchanges == "updates"
-    observers = replicas if has_updates else ()
+    replicas = plan.replicas_of(joins.sources)
+    observers = replicas if job.plugins.mode.exchanges != "gradients" else ()
     if rank in joins.sources:
         receiver, deferred = StateReceiver(joins.addresses[rank], groups.timeout_s), DeferredConstants()
         blank = BlankWeights(job.model.build(torch.float32), constants)
         new = build_session(job, blank, groups, cache_plan, deferred=deferred, observers=observers)
         open_optimizer = partial(job.plugins.optimizer.open, config=job.config.optim)
-        optimizer = _follow(new) if has_updates else ReplayOptimizer(new.optimizer, open_optimizer)
-        new, limit_bytes = replace(new, optimizer=optimizer), memory_for_gradients(job)
+        new = _follow(new) if observers else replace(new, optimizer=ReplayOptimizer(new.optimizer, open_optimizer))
+        limit_bytes = memory_for_gradients(job)
         joining = JoiningRank(new, joins.sources[rank], receiver, deferred, limit_bytes)
         return Joined(new, 0, joining, replicas)
     now = replace(plan, transfers=tuple(each for each in plan.transfers if each.target not in joins.sources))
     new, received_bytes = hand_over(session, job, groups, now, constants, cache_plan, snapshot, observers)
+    if new.peers.is_observer:  # another rank of its replica joins
+        new = _follow(new)
     return Joined(new, received_bytes, StateSource(new, joins.senders) if joins.senders else None, replicas)
 
 
-def _follow(session: Session) -> FollowingOptimizer:
-    """Let the syncs of an observer follow the others; return its optimizer."""
-    syncs = {index: stage.sync for index, stage in session.stages.items()}
-    exact_steps = max(sync.exact_steps for sync in syncs.values() if isinstance(sync, LocalWeightsSync))
+def _follow(session: Session) -> Session:
+    """Let the syncs and the optimizer of an observer follow the others; return its session."""
+    syncs = [stage.sync for stage in session.stages.values()]
+    exact_steps = max(sync.exact_steps for sync in syncs if isinstance(sync, LocalWeightsSync))
     owned = session.owned.of(session.weights)
     optimizer = FollowingOptimizer(session.optimizer, owned, session.peers, exact_steps)
-    for index, stage in session.stages.items():
-        sync = syncs[index]
-        assert isinstance(sync, LocalWeightsSync)
-        stage.sync = FollowingSync(sync, optimizer, stage.weights)
-    return optimizer
+    if session.job.plugins.mode.exchanges == "updates":
+        for stage, sync in zip(session.stages.values(), syncs, strict=True):
+            assert isinstance(sync, LocalWeightsSync)
+            stage.sync = FollowingSync(sync, optimizer, stage.weights)
+    return replace(session, optimizer=optimizer)
 
 
 class ViewStart(NamedTuple):

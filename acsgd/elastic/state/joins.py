@@ -14,7 +14,7 @@ import json
 import math
 import socket
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -28,7 +28,6 @@ from acsgd.elastic.state.transfer import LayersInMemory, answer_link, layer_mess
 from acsgd.errors import RunError
 from acsgd.groups import Groups, collective_errors
 from acsgd.optim.replay import Recording, ReplayOptimizer
-from acsgd.pp.wire.delta import Delta
 from acsgd.run.plan.job import Job
 from acsgd.run.session import Session
 from acsgd.run.setup.build import DeferredConstants
@@ -59,7 +58,8 @@ class StateSource:
             if sender.error is not None:
                 raise _failure(self._session, f"sending state to rank {rank}", sender.error, rank)
             if (layer := requested[rank]) is not None:
-                sender.send(layer_message(self._session, self._layers[layer]))
+                for each in _copied_layers(self._session, layer):
+                    sender.send(layer_message(self._session, self._layers[each]))
 
     def close(self) -> None:
         for sender in self._senders.values():
@@ -115,9 +115,10 @@ class JoiningRank:
         if self._reading.done():
             self._reading.result()
         if (wanted := requested[self._session.job.topology.rank]) is not None:
-            self._missing.remove(wanted)
-            layer = self._layers[wanted]
-            self._requested.append((layer, self._optimizer.record(self._session.owned.of(layer.weights))))
+            for index in _copied_layers(self._session, wanted):
+                self._missing.remove(index)
+                layer = self._layers[index]
+                self._requested.append((layer, self._optimizer.record(self._session.owned.of(layer.weights))))
         if self._optimizer.nbytes > self._limit_bytes:
             self._wait_for_message()
         while self._requested and (message := self._receiver.take()) is not None:
@@ -171,10 +172,6 @@ class BackgroundJoins(NamedTuple):
     senders: Mapping[int, StateSender]
     """Connections of this rank, by rank that joins."""
 
-    def replicas(self, stages: int) -> tuple[int, ...]:
-        """Return the replicas with a rank that joins in the background, in ascending order."""
-        return tuple(sorted({target // stages for target in self.sources}))
-
 
 def plan_joins(
     session: Session | None, job: Job, groups: Groups, plan: Plan, constants: Constants, host: str
@@ -184,7 +181,7 @@ def plan_joins(
     All ranks call it together. session: of this rank in the view before, if it holds state; constants: of the model;
     host: address of this host. Opens the ports to which ranks that join connect. Raises RunError if a rank fails.
     """
-    sources = _possible_sources(job, plan)
+    sources = _possible_sources(plan)
     if not sources or _joining_s(session, job, groups, sources, constants) <= job.config.elastic.join_budget:
         return BackgroundJoins({}, {}, {})
     with contextlib.ExitStack() as stack:
@@ -206,27 +203,18 @@ def memory_for_gradients(job: Job) -> float:
     return MEMORY_SHARE * available_memory_bytes() / job.local_world_size
 
 
-def _possible_sources(job: Job, plan: Plan) -> dict[int, int]:
-    """Return, by rank that may join in the background, a rank that has its layers; in the order of the transfers.
+def _possible_sources(plan: Plan) -> dict[int, int]:
+    """Return, by rank that may join in the background, a rank that has its layers.
 
-    Such a rank has no state, and gets all of it from ranks of its stages. Replicas must exchange something, and have
-    no activation caches, which depend on the dealing. One replica has all of its state; if they exchange updates, two
-    others do, and all ranks of a replica join.
+    Such a rank has no state, and gets all of it. Its replica waits meanwhile, so another one must have all of its own.
     """
-    exchanges = job.plugins.mode.exchanges
-    if plan.from_snapshot or exchanges == "nothing" or isinstance(job.plugins.forward, Delta):
+    lacking = {transfer.target for transfer in plan.transfers}
+    complete = [replica for replica in range(plan.replicas) if replica not in plan.replicas_of(lacking)]
+    joining = sorted(rank for rank in lacking if plan.ranks[rank] not in plan.holders)
+    if plan.from_snapshot or not complete:
         return {}
-    sources: dict[int, int] = {}
-    others = {each.target for each in plan.transfers if (each.target - each.source) % plan.stages}
-    for transfer in plan.transfers:
-        if transfer.target not in others and plan.ranks[transfer.target] not in plan.holders:
-            sources.setdefault(transfer.target, transfer.source)
-    if exchanges == "updates":
-        ranks = Counter(target // plan.stages for target in sources)
-        sources = {target: source for target, source in sources.items() if ranks[target // plan.stages] == plan.stages}
-        if plan.replicas - len({target // plan.stages for target in sources}) < 2:
-            return {}
-    return {} if any(target < plan.stages for target in sources) else sources
+    by_replica = {replica: complete[number % len(complete)] for number, replica in enumerate(plan.replicas_of(joining))}
+    return {rank: by_replica[rank // plan.stages] * plan.stages + rank % plan.stages for rank in joining}
 
 
 def _joining_s(
@@ -268,6 +256,14 @@ def _reading_s(job: Job, constants: Constants) -> float:
     for tensor in constants.of_layer(layers.layers[middle].name, stored[middle]).values():
         tensor.clone()
     return (time.perf_counter() - started) * sum(sizes.values()) / sizes[middle]
+
+
+def _copied_layers(session: Session, requested: int) -> list[int]:
+    """Return the layers that a source copies after the step in which a rank has requested a layer.
+
+    All of its layers if nothing that is exchanged could bring copies of different steps to the same one.
+    """
+    return [*_layers(session)] if session.job.plugins.mode.exchanges == "nothing" else [requested]
 
 
 def _layers(session: Session) -> dict[int, LoadedLayer]:

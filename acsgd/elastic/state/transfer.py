@@ -167,8 +167,8 @@ def state_bytes(session: Session, layers: Collection[int]) -> int:
 
 
 def layer_message(session: Session, layer: LoadedLayer) -> bytes:
-    """Return a copy of what `layer_tensors_of` returns, as one message: global weights, and the common state of a mode
-    that exchanges updates.
+    """Return a copy of what `layer_tensors_of` returns, as one message: global weights if the mode has some, and what
+    its replicas have in common.
 
     Trained weights that several layers of the session use are in the message of the first one only: they change.
     """
@@ -181,7 +181,7 @@ def layer_message(session: Session, layer: LoadedLayer) -> bytes:
 def _common_state(session: Session) -> tuple[dict[str, Tensor], WeightState]:
     """Return the global weights where they differ from the masters, and the state that replicas have in common."""
     weights, common, mode = dict[str, Tensor](), dict[str, dict[str, Tensor]](), session.job.plugins.mode
-    if mode.exchanges == "updates" and session.peers.size > 1:
+    if mode.exchanges == "updates" and not session.peers.is_single:
         names = {state.name for state in mode.states if state.is_common}
         for stage in session.stages.values():
             weights |= stage.sync.global_weights() or {}
