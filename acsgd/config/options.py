@@ -315,6 +315,9 @@ class ElasticConfig:
     join_budget: Annotated[float, Range(0, 10**6)] = 2.0
     """Time for which training may stand still while a host that joins gets its state, seconds. If the link is too slow
     for that, the state travels in the background, layer by layer."""
+    join_rate: Annotated[float, Range(0, 10**6, above=True)] | None = None
+    """Maximum rate at which a process sends that state in the background, MB/s. Default: half of the measured rate of
+    the link, so that the messages of training have the other half."""
     hang: Annotated[float, Range(0.5, 10**6)] = 60.0
     """Time after which a worker is killed that does nothing while all others wait, seconds."""
     force: bool = False

@@ -139,6 +139,7 @@ UNUSED: dict[str, Any] = {
     "elastic.snapshot": "5",
     "elastic.silence": 3.0,
     "elastic.join_budget": 3.0,
+    "elastic.join_rate": 3.0,
     "elastic.hang": 3.0,
 }
 """Options without effect, and a value."""

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import random
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 from lib.patience import stretched
 
-from acsgd.elastic.state.channel import BUFFER_BYTES, Address, StateReceiver, StateSender
+from acsgd.elastic.state.channel import BUFFER_BYTES, PART_S, Address, StateReceiver, StateSender
 
 TIMEOUT_S = stretched(30.0)
 LONG = bytes(range(256)) * (BUFFER_BYTES // 128)
 
 
+RATE = 2e6
+"""Bytes per second, at which messages are compressed."""
+
+
 @pytest.fixture
-def sender() -> Iterator[StateSender]:
-    with contextlib.closing(StateSender("127.0.0.1", TIMEOUT_S)) as opened:
+def rate() -> float:
+    return math.inf
+
+
+@pytest.fixture
+def sender(rate: float) -> Iterator[StateSender]:
+    with contextlib.closing(StateSender("127.0.0.1", TIMEOUT_S, rate)) as opened:
         yield opened
 
 
@@ -34,12 +47,34 @@ def received(receiver: StateReceiver) -> bytes | None:
     return receiver.take()
 
 
+@pytest.mark.parametrize("rate", [math.inf, RATE])
 def test_messages_arrive_in_their_order(sender: StateSender, receiver: StateReceiver) -> None:
-    for message in (LONG, b"", b"last"):
+    messages = [LONG, b"", *(bytes(range(length)) for length in range(1, 10)), b"last"]
+    for message in messages:
         sender.send(message)
-    assert [received(receiver) for _ in range(3)] == [LONG, b"", b"last"]
+    assert [received(receiver) for _ in messages] == messages
     assert receiver.take() is None
     assert not receiver.wait(0.0)
+
+
+@pytest.mark.parametrize("rate", [RATE])
+def test_messages_are_sent_no_faster_than_the_rate(sender: StateSender, receiver: StateReceiver) -> None:
+    message, started = random.Random(0).randbytes(int(0.2 * RATE)), time.monotonic()
+    sender.send(message)
+    assert received(receiver) == message
+    assert time.monotonic() - started >= 0.2 - 2 * PART_S
+
+
+@pytest.mark.parametrize("rate", [RATE])
+def test_state_takes_fewer_bytes(sender: StateSender) -> None:
+    """Of normal values, the exponents have less than 3 bits of information."""
+    state = torch.randn(2**18, generator=torch.Generator().manual_seed(0)).numpy().tobytes()
+    sender.send(state)
+    with socket.create_connection((sender.address.host, sender.address.port), TIMEOUT_S) as connection:
+        connection.sendall(bytes.fromhex(sender.address.token))
+        length, is_compressed = struct.unpack("<Q?", connection.recv(9, socket.MSG_WAITALL))
+    assert is_compressed
+    assert 0.8 * len(state) < length < 0.88 * len(state)
 
 
 def test_a_process_without_the_token_gets_nothing_and_disturbs_nobody(sender: StateSender) -> None:
@@ -65,7 +100,8 @@ def test_a_message_whose_connection_is_cut_in_its_middle_does_not_arrive() -> No
         address = Address("127.0.0.1", server.getsockname()[1], token=bytes(16).hex())
         with contextlib.closing(StateReceiver(address, TIMEOUT_S)) as receiver:
             connection, _ = server.accept()
-            connection.sendall(struct.pack("<Q", 5) + b"state" + struct.pack("<Q", len(LONG)) + LONG[: len(LONG) // 2])
+            connection.sendall(struct.pack("<Q?", 5, False) + b"state")
+            connection.sendall(struct.pack("<Q?", len(LONG), False) + LONG[: len(LONG) // 2])
             connection.close()
             receiver._thread.join(TIMEOUT_S)
             assert receiver.take() == b"state"

@@ -37,6 +37,8 @@ from acsgd.streams import available_memory_bytes
 
 MAX_REQUESTED = 2
 """Layers that a rank has requested and not got, so that the next one is on its way when one has arrived."""
+LINK_SHARE = 0.5
+"""Share of the measured rate of a link at which state is sent, without elastic.join_rate."""
 MEMORY_SHARE = 0.5
 """Share of the available host memory that recorded gradients may take; then training waits for a layer."""
 
@@ -181,15 +183,18 @@ def plan_joins(
     All ranks call it together. session: of this rank in the view before, if it holds state; constants: of the model;
     host: address of this host. Opens the ports to which ranks that join connect. Raises RunError if a rank fails.
     """
-    sources = _possible_sources(plan)
-    if not sources or _joining_s(session, job, groups, sources, constants) <= job.config.elastic.join_budget:
+    sources, config = _possible_sources(plan), job.config.elastic
+    if not sources:
+        return BackgroundJoins({}, {}, {})
+    joining_s, rates = _measure(session, job, groups, sources, constants)
+    if joining_s <= config.join_budget:
         return BackgroundJoins({}, {}, {})
     with contextlib.ExitStack() as stack:
         senders = dict[int, StateSender]()
-        for target, source in sources.items():
-            if source == job.topology.rank:
-                senders[target] = StateSender(host, groups.timeout_s)
-                stack.callback(senders[target].close)
+        for target, measured in rates.items():
+            limit = LINK_SHARE * measured if config.join_rate is None else config.join_rate * 1e6
+            senders[target] = StateSender(host, groups.timeout_s, limit / len(rates))
+            stack.callback(senders[target].close)
         groups.publish_ports()
         mine = json.dumps({target: sender.address for target, sender in senders.items()})
         texts = groups.all_gather_text("opening ports for state", mine, timeout_s=groups.timeout_s)
@@ -217,14 +222,15 @@ def _possible_sources(plan: Plan) -> dict[int, int]:
     return {rank: by_replica[rank // plan.stages] * plan.stages + rank % plan.stages for rank in joining}
 
 
-def _joining_s(
+def _measure(
     session: Session | None, job: Job, groups: Groups, sources: Mapping[int, int], constants: Constants
-) -> float:
-    """Return the time that all other ranks would wait for ranks that join, seconds. The same on all ranks.
+) -> tuple[float, dict[int, float]]:
+    """Return the time that all other ranks would wait for ranks that join, seconds, and the rates of links.
 
-    It takes to send their state to one after another. Meanwhile, all read their constants from disk.
+    The time, the same on all ranks, is that to send their state to one after another. Meanwhile, all read their
+    constants from disk. The rates are those to the ranks of which this rank is the source, bytes per second.
     """
-    rank, sending_s, reading_s = job.topology.rank, 0.0, 0.0
+    rank, sending_s, reading_s, rates = job.topology.rank, 0.0, 0.0, dict[int, float]()
     with collective_errors("measuring links", groups.world):
         for target, source in sources.items():
             if target == rank:
@@ -232,11 +238,13 @@ def _joining_s(
                 reading_s = _reading_s(job, constants)
             elif source == rank:
                 assert session is not None
-                sending_s += measure_link(groups, target, state_bytes(session, job.layout.layers))
+                nbytes = state_bytes(session, job.layout.layers)
+                seconds = measure_link(groups, target, nbytes)
+                sending_s, rates[target] = sending_s + seconds, nbytes / seconds or math.inf
     mine = f"{sending_s} {reading_s}"
     times = groups.all_gather_text("measuring links", mine, timeout_s=groups.timeout_s)
     sending, reading = zip(*(map(float, each.split()) for each in times), strict=True)
-    return sum(sending) + max(reading)
+    return sum(sending) + max(reading), rates
 
 
 def _reading_s(job: Job, constants: Constants) -> float:
