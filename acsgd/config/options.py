@@ -317,7 +317,7 @@ class ElasticConfig:
     for that, the state travels in the background, layer by layer."""
     join_rate: Annotated[float, Range(0, 10**6, above=True)] | None = None
     """Maximum rate at which a process sends that state in the background, MB/s. Default: half of the measured rate of
-    the link, so that the messages of training have the other half."""
+    the link, or less, so that it delays no step by more than join_budget."""
     hang: Annotated[float, Range(0.5, 10**6)] = 60.0
     """Time after which a worker is killed that does nothing while all others wait, seconds."""
     force: bool = False

@@ -1,20 +1,23 @@
-"""Joins over slow links: for how long the other hosts stand still, and how much slower their steps are meanwhile:
+"""Joins over slow links: how much longer the longest step takes while a host joins, and until it takes part:
 
-    .venv/bin/python -m benchmarks.runs.slow_join [--mbit 100] [--joins 4] [--runs 2] [--json PATH]
+    .venv/bin/python -m benchmarks.runs.slow_join [--modes exact cocktail diloco delta] [--mbit 20 100] [--runs 2]
 
-Three hosts with a worker each are network namespaces whose links have this rate. Two train a GPT-2 of 10 M parameters in
-one stage, with powersgd between the replicas, so that a step needs little of the links; the third one joins, is killed,
-and joins again. With AdamW its state has 120 MB. Runs take turns: in one kind it gets all state at once, while the
-others wait (elastic.join_budget is above what the transfer takes); in the other one in the background, with the default
-budget.
+Three hosts are network namespaces whose links have this rate. Two train a GPT-2 of 2.6 M parameters; the third one joins.
+With AdamW its state has 31 MB. For each mode and rate, two kinds of runs take turns: in one, it gets all state at once,
+while the others wait (elastic.join_budget is above what the transfer takes); in the other one in the background, with the
+default budget.
 
-stand still     time between the last step before the view with three replicas and the first step after it, minus the
-                median of the 10 step times before: the time that training loses
+exact     dp.mode=allreduce: all gradients travel in each step, so the links of this run are busy all the time
+cocktail  dp.mode=cocktail; diloco: dp.mode=diloco:inner=10
+delta     dp.mode=cocktail, two stages on two workers per host, pp.forward=delta: between these, activation caches
+
+longest delay   longest time between two steps, from the view of the join to the first STEPS_AFTER steps of the new
+                replica, less the median of the steps before or after the join, whichever is longer: a step of more
+                replicas takes longer by itself
 until it trains from that view to the first step in which the new host has micro-batches
-step time       median of the steps until then, relative to the median of the 10 steps before, of each join in the
-                background. Three ranks share two cores
+step time       median of the steps until then, relative to that median, for joins in the background
 
-Needs root and iproute2.
+Up to six ranks share two cores. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -35,6 +39,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.metrics_watch import Arrival
 from benchmarks.common.netlab import lab
 from benchmarks.common.small_model import save_blank
 from benchmarks.runs.recovery import RUN_FILE
@@ -44,88 +49,105 @@ from tests.lib.forked_torchrun import send
 BUDGET_S = 2.0
 """Default of elastic.join_budget, and the goal."""
 UNLIMITED_S = 1e6
-STEPS_BEFORE = 12
+STEPS_BEFORE, STEPS_AFTER = 8, 8
+MODES = {
+    "exact": ("--dp.mode", "allreduce"),
+    "cocktail": ("--dp.mode", "cocktail"),
+    "diloco": ("--dp.mode", "diloco:inner=10"),
+    "delta": ("--dp.mode", "cocktail", "--pp.stages", "2", "--pp.forward", "delta", "--pp.tied", "rows"),
+}
 
 
 @dataclass
 class Joins:
-    """The joins of one kind."""
+    """The joins of one kind. Lists have one entry per run."""
 
+    mode: str
+    mbit: float
     name: str
     budget_s: float
-    stand_still_s: list[float] = field(default_factory=list)
+    delay_s: list[float] = field(default_factory=list)
+    """The longest delay of a step."""
     until_it_trains_s: list[float] = field(default_factory=list)
     step_ratio: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    """Median of the steps before or after, whichever is longer."""
+
+    @property
+    def is_background(self) -> bool:
+        return self.budget_s == BUDGET_S
 
 
-def measure(joins: Joins, directory: Path, run_file: Path, *, rounds: int, mbit: float) -> None:
-    """Add the joins of a new run."""
-    flags = ("--dp.mode", "powersgd:rank=4", "--elastic.join_budget", str(joins.budget_s), "--elastic.snapshot", "0")
+def measure(joins: Joins, directory: Path, run_file: Path) -> None:
+    """Add a join in a new run."""
+    flags = (*MODES[joins.mode], "--elastic.join_budget", str(joins.budget_s), "--elastic.snapshot", "0")
+    workers = "2" if joins.mode == "delta" else "1"
     with lab(hosts=len(NAMES)) as network:
-        network.limit(mbit)
-        with Hosts(directory, run_file, "elastic", flags, is_forked=True, network=network) as hosts:
+        network.limit(joins.mbit)
+        options = {"torchrun_flags": ("--nproc-per-node", workers), "is_forked": True, "network": network}
+        with Hosts(directory, run_file, "elastic", flags, **options) as hosts:
             for name in "ab":
                 hosts.start(name, min_hosts=2)
-            for _ in range(rounds):
-                _wait_for_steps(hosts, replicas=2)
-                _join(hosts, joins)
-                _wait_for_steps(hosts, replicas=3, steps=3)
-                send(signal.SIGKILL, hosts.pids("c"))
+            _wait_for_steps(hosts, 2, STEPS_BEFORE)
+            _join(hosts, joins)
+            send(signal.SIGKILL, hosts.pids("c"))
 
 
 def _join(hosts: Hosts, joins: Joins) -> None:
     """Start the third host; add its times when it trains."""
-    first = len(hosts.watch.arrivals)
-
-    def find(kind: str, since: int = first) -> int | None:
-        """Return the index of the first line of a kind: a step, a view of three replicas, or an event."""
-        for index, arrival in enumerate(hosts.watch.arrivals[since:], since):
-            if arrival.is_step if kind == "step" else arrival.line.get("event") == kind:
-                if kind != "view" or arrival.line["replicas"] == len(NAMES):
-                    return index
-        return None
-
-    def wait_for(kind: str, since: int = first) -> int:
-        hosts.wait_until(lambda: find(kind, since) is not None)
-        index = find(kind, since)
-        assert index is not None
-        return index
-
+    began = len(hosts.watch.arrivals)
     hosts.start("c")
-    view = wait_for("view")
-    step = wait_for("step", view)
-    before = [each.at for each in hosts.watch.arrivals[:view] if each.is_step][-11:]
-    joined_at = hosts.watch.arrivals[view].at
-    joins.stand_still_s.append(hosts.watch.arrivals[step].at - before[-1] - _median_step_s(before))
-    if joins.budget_s == BUDGET_S:
-        ready = wait_for("ready", step)
-        meanwhile = [each.at for each in hosts.watch.arrivals[step:ready] if each.is_step]
-        joins.step_ratio.append(_median_step_s(meanwhile) / _median_step_s(before))
-        step = wait_for("step", ready)
-    joins.until_it_trains_s.append(hosts.watch.arrivals[step].at - joined_at)
+    hosts.wait_until(lambda: _index(hosts.watch.arrivals, "view", began) is not None)
+    view = _index(hosts.watch.arrivals, "view", began)
+    assert view is not None
+    ready = view
+    if not hosts.watch.arrivals[view].line["moved_bytes"]:  # else it was sent before the view began
+        hosts.wait_until(lambda: _index(hosts.watch.arrivals, "ready", view) is not None)
+        ready = _index(hosts.watch.arrivals, "ready", view) or view
+    _wait_for_steps(hosts, len(NAMES), STEPS_AFTER + 1)
+    steps = [each.at for each in hosts.watch.arrivals if each.is_step]
+    at, until = (hosts.watch.arrivals[index].at for index in (view, ready))
+    before = _durations([each for each in steps if each < at][-STEPS_BEFORE:])
+    after = _durations([each for each in steps if each > until])
+    usual = max(map(statistics.median, (before, after)))
+    last = max(each for each in steps if each < at)
+    joins.step_s.append(usual)
+    joins.delay_s.append(max(_durations([each for each in steps if each >= last])) - usual)
+    joins.until_it_trains_s.append(min(each for each in steps if each > until) - at)
+    if meanwhile := _durations([each for each in steps if at < each <= until]):
+        joins.step_ratio.append(statistics.median(meanwhile) / usual)
 
 
-def _wait_for_steps(hosts: Hosts, *, replicas: int, steps: int = STEPS_BEFORE) -> None:
+def _index(arrivals: Sequence[Arrival], event: str, since: int) -> int | None:
+    """Return the index of the first event of a kind; of views, that of all hosts."""
+    for index, arrival in enumerate(arrivals[since:], since):
+        if arrival.line.get("event") == event and (event != "view" or arrival.line["hosts"] == len(NAMES)):
+            return index
+    return None
+
+
+def _wait_for_steps(hosts: Hosts, replicas: int, steps: int) -> None:
     """Wait until that many replicas have completed some steps."""
     hosts.wait_until(lambda: hosts.watch.replicas == replicas)
     step = hosts.watch.last_step + steps
     hosts.wait_until(lambda: hosts.watch.last_step >= step)
 
 
-def _median_step_s(times: Sequence[float]) -> float:
-    return statistics.median(after - before for before, after in zip(times, times[1:], strict=False))
+def _durations(times: Sequence[float]) -> list[float]:
+    return [after - before for before, after in pairwise(times)]
 
 
-def join_table(kinds: Sequence[Joins], mbit: float) -> Table:
-    """Return the table of joins."""
-    table = Table(title=f"Joins over {mbit:g} Mbit/s, median (max)", title_justify="left")
-    for column in ("state", "joins", "stand still, s", "until it trains, s", "step time", "goal", "reached"):
-        table.add_column(column, justify="left" if column == "state" else "right")
+def join_table(kinds: Sequence[Joins]) -> Table:
+    """Return the table of joins; the last columns are those of the goal."""
+    table = Table(title="Joins, median (max)", title_justify="left")
+    for column in ("mode", "Mbit/s", "state", "joins", "step, s", "longest delay, s", "until it trains, s", "step time"):
+        table.add_column(column, justify="left" if column in ("mode", "state") else "right")
+    table.add_column("goal reached")
     for kind in kinds:
-        is_goal = kind.budget_s == BUDGET_S
-        reached = ("yes" if max(kind.stand_still_s) <= BUDGET_S else "no") if is_goal else ""
-        cells = [_summary(values) for values in (kind.stand_still_s, kind.until_it_trains_s, kind.step_ratio)]
-        table.add_row(kind.name, str(len(kind.stand_still_s)), *cells, f"{BUDGET_S:g}" if is_goal else "", reached)
+        columns = (kind.step_s, kind.delay_s, kind.until_it_trains_s, kind.step_ratio)
+        reached = ("yes" if max(kind.delay_s) <= BUDGET_S else "no") if kind.is_background else ""
+        numbers = (kind.mode, f"{kind.mbit:g}", kind.name, str(len(kind.delay_s)))
+        table.add_row(*numbers, *map(_summary, columns), reached)
     return table
 
 
@@ -135,8 +157,8 @@ def _summary(values: Sequence[float]) -> str:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mbit", type=float, default=100, help="rate of each link, Mbit/s")
-    parser.add_argument("--joins", type=int, default=4, help="joins in each run")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--mbit", nargs="+", type=float, default=[20.0, 100.0], help="rates of the links, Mbit/s")
     parser.add_argument("--runs", type=int, default=2, help="runs of each kind")
     parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/slow_join.json"), help="path of the results")
     return parser.parse_args()
@@ -144,22 +166,31 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Measure, print, save."""
-    options, console = parse_arguments(), Console(width=120)
-    kinds = [Joins("at once", UNLIMITED_S), Joins("in the background", BUDGET_S)]
+    options, console = parse_arguments(), Console(width=140)
+    kinds = [
+        Joins(mode, mbit, name, budget_s)
+        for mode in options.modes
+        for mbit in options.mbit
+        for name, budget_s in (("at once", UNLIMITED_S), ("background", BUDGET_S))
+    ]
     with tempfile.TemporaryDirectory(prefix="slow-join-") as scratch:
         directory = Path(scratch)
         (directory / "model").mkdir()
         text = "\n".join(topics.values())
-        save_blank(directory / "model", text, vocabulary=4096, sequence=64, hidden=320, blocks=7, heads=5)
+        save_blank(directory / "model", text, vocabulary=4096, sequence=64, hidden=192, blocks=4, heads=3)
         (run_file := directory / "run.toml").write_text(RUN_FILE.format(model=directory / "model"))
         for run in range(options.runs):
-            for kind in kinds:
-                measure(kind, directory / f"{kind.name} {run}", run_file, rounds=options.joins, mbit=options.mbit)
-                console.print(f"run {run + 1}, {kind.name}: stand still {_summary(kind.stand_still_s)}")
-    console.print(join_table(kinds, options.mbit))
+            for number, kind in enumerate(kinds):
+                measure(kind, directory / f"{number} {run}", run_file)
+                console.print(
+                    f"run {run + 1}, {kind.mode}, {kind.mbit:g} Mbit/s, {kind.name}: longest delay "
+                    f"{kind.delay_s[-1]:.2f} s of steps of {kind.step_s[-1]:.2f} s; trains after "
+                    f"{kind.until_it_trains_s[-1]:.1f} s"
+                )
+    console.print(join_table(kinds))
     about = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({"about": about | {"mbit": options.mbit}, "kinds": list(map(asdict, kinds))}))
+    options.json.write_text(json.dumps({"about": about, "kinds": list(map(asdict, kinds))}))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ def rate() -> float:
 
 @pytest.fixture
 def sender(rate: float) -> Iterator[StateSender]:
-    with contextlib.closing(StateSender("127.0.0.1", TIMEOUT_S, rate)) as opened:
+    with contextlib.closing(StateSender("127.0.0.1", TIMEOUT_S)) as opened:
+        opened.rate = rate
         yield opened
 
 

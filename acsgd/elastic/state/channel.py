@@ -93,13 +93,13 @@ class StateSender(_End):
     """Sends messages to one receiver, in the background.
 
     host: address of this host that the receiver reaches; timeout_s: maximum time in which the receiver connects, and in
-    which it takes a part of a message; rate: maximum number of bytes per second. Raises OSError if no port can be
-    opened.
+    which it takes a part of a message. Raises OSError if no port can be opened.
     """
 
-    def __init__(self, host: str, timeout_s: float, rate: float = math.inf) -> None:
+    def __init__(self, host: str, timeout_s: float) -> None:
         super().__init__("state sender", timeout_s)
-        self._rate = rate
+        self.rate = math.inf
+        """Maximum number of bytes per second. May change at any time."""
         self._messages = SimpleQueue[bytes | None]()
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._listener = self._keep(_listen(host))
@@ -117,16 +117,18 @@ class StateSender(_End):
     def _transfer(self) -> None:
         connection = self._accept()
         self._listener.close()
-        part_bytes, free_at = max(1, int(min(BUFFER_BYTES, self._rate * PART_S))), 0.0
+        free_at = 0.0
         while (message := self._messages.get()) is not None:
-            if is_compressed := bool(message) and self._rate < MAX_COMPRESSED_RATE:
+            if is_compressed := bool(message) and self.rate < MAX_COMPRESSED_RATE:
                 message = _compress(message)
-            view = memoryview(_HEADER.pack(len(message), is_compressed) + message)
-            for start in range(0, len(view), part_bytes):  # the timeout is that of each part
+            rest = memoryview(_HEADER.pack(len(message), is_compressed) + message)
+            while rest:
                 time.sleep(max(0.0, free_at - time.monotonic()))
-                part = view[start : start + part_bytes]
-                free_at = time.monotonic() + len(part) / self._rate
-                connection.sendall(part)
+                rate = self.rate
+                part_bytes = max(1, int(min(BUFFER_BYTES, rate * PART_S)))
+                free_at = time.monotonic() + min(part_bytes, len(rest)) / rate
+                connection.sendall(rest[:part_bytes])  # the timeout is that of each part
+                rest = rest[part_bytes:]
 
     def _accept(self) -> socket.socket:
         """Return the connection of the process that sends the token."""

@@ -175,7 +175,8 @@ def join(
     new, received_bytes = hand_over(session, job, groups, now, constants, cache_plan, snapshot, observers)
     if new.peers.is_observer:  # another rank of its replica joins
         new = _follow(new)
-    return Joined(new, received_bytes, StateSource(new, joins.senders) if joins.senders else None, replicas)
+    source = StateSource(new, joins.senders, joins.link_rates) if joins.senders else None
+    return Joined(new, received_bytes, source, replicas)
 
 
 def _follow(session: Session) -> Session:

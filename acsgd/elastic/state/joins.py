@@ -37,8 +37,8 @@ from acsgd.streams import available_memory_bytes
 
 MAX_REQUESTED = 2
 """Layers that a rank has requested and not got, so that the next one is on its way when one has arrived."""
-LINK_SHARE = 0.5
-"""Share of the measured rate of a link at which state is sent, without elastic.join_rate."""
+MIN_SHARE, MAX_SHARE = 0.1, 0.5
+"""Smallest and largest share of the measured rate of a link at which state is sent, without elastic.join_rate."""
 MEMORY_SHARE = 0.5
 """Share of the available host memory that recorded gradients may take; then training waits for a layer."""
 
@@ -46,16 +46,20 @@ MEMORY_SHARE = 0.5
 class StateSource:
     """Sends the layers of a session to ranks that join, in the background.
 
-    senders: by rank that joins.
+    senders: by rank that joins. link_rates: measured rates of the links to them, bytes per second.
     """
 
-    def __init__(self, session: Session, senders: Mapping[int, StateSender]) -> None:
+    def __init__(self, session: Session, senders: Mapping[int, StateSender], link_rates: Mapping[int, float]) -> None:
         self._session = session
         self._layers = _layers(session)
         self._senders = senders
+        self._link_rates = link_rates
+        self._share = 0.0
+        self._since = time.monotonic()
 
     def after_step(self, requested: Sequence[int | None]) -> None:
         """Copy the layers that were requested in a step, by rank. Raises RunError if a connection has failed."""
+        self._limit_rates()
         for rank, sender in self._senders.items():
             if sender.error is not None:
                 raise _failure(self._session, f"sending state to rank {rank}", sender.error, rank)
@@ -66,6 +70,19 @@ class StateSource:
     def close(self) -> None:
         for sender in self._senders.values():
             sender.close()
+
+    def _limit_rates(self) -> None:
+        """Limit the rates so that state delays no step by more than elastic.join_budget.
+
+        If state takes a share s of a link, a step whose time is that of its messages takes 1 / (1 - s) times as long.
+        """
+        config, now = self._session.job.config.elastic, time.monotonic()
+        step_s, self._since = (1 - self._share) * (now - self._since), now
+        share = config.join_budget / max(config.join_budget + step_s, 1e-9)
+        self._share = min(MAX_SHARE, max(MIN_SHARE, share))
+        for rank, sender in self._senders.items():
+            rate = self._share * self._link_rates[rank] if config.join_rate is None else config.join_rate * 1e6
+            sender.rate = rate / len(self._senders)
 
 
 class JoiningRank:
@@ -173,6 +190,8 @@ class BackgroundJoins(NamedTuple):
     """Where that rank listens, by rank that joins."""
     senders: Mapping[int, StateSender]
     """Connections of this rank, by rank that joins."""
+    link_rates: Mapping[int, float]
+    """Measured rates of the links to these ranks, bytes per second."""
 
 
 def plan_joins(
@@ -183,24 +202,22 @@ def plan_joins(
     All ranks call it together. session: of this rank in the view before, if it holds state; constants: of the model;
     host: address of this host. Opens the ports to which ranks that join connect. Raises RunError if a rank fails.
     """
-    sources, config = _possible_sources(plan), job.config.elastic
-    if not sources:
-        return BackgroundJoins({}, {}, {})
-    joining_s, rates = _measure(session, job, groups, sources, constants)
-    if joining_s <= config.join_budget:
-        return BackgroundJoins({}, {}, {})
+    if not (sources := _possible_sources(plan)):
+        return BackgroundJoins({}, {}, {}, {})
+    joining_s, link_rates = _measure(session, job, groups, sources, constants)
+    if joining_s <= job.config.elastic.join_budget:
+        return BackgroundJoins({}, {}, {}, {})
     with contextlib.ExitStack() as stack:
         senders = dict[int, StateSender]()
-        for target, measured in rates.items():
-            limit = LINK_SHARE * measured if config.join_rate is None else config.join_rate * 1e6
-            senders[target] = StateSender(host, groups.timeout_s, limit / len(rates))
+        for target in link_rates:
+            senders[target] = StateSender(host, groups.timeout_s)
             stack.callback(senders[target].close)
         groups.publish_ports()
         mine = json.dumps({target: sender.address for target, sender in senders.items()})
         texts = groups.all_gather_text("opening ports for state", mine, timeout_s=groups.timeout_s)
         stack.pop_all()
     addresses = {int(target): Address(*address) for text in texts for target, address in json.loads(text).items()}
-    return BackgroundJoins(sources, addresses, senders)
+    return BackgroundJoins(sources, addresses, senders, link_rates)
 
 
 def memory_for_gradients(job: Job) -> float:
