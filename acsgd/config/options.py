@@ -318,6 +318,9 @@ class ElasticConfig:
     join_rate: Annotated[float, Range(0, 10**6, above=True)] | None = None
     """Maximum rate at which a process sends that state in the background, MB/s. Default: half of the measured rate of
     the link, or less, so that it delays no step by more than join_budget."""
+    join_moments: Literal["exact", "rounded"] = "exact"
+    """Moments of the optimizer that travel in the background over a slow link: as they are, or rounded to a relative
+    error of 6 %, in half of the bytes. Only in modes in which each replica has its own."""
     hang: Annotated[float, Range(0.5, 10**6)] = 60.0
     """Time after which a worker is killed that does nothing while all others wait, seconds."""
     force: bool = False

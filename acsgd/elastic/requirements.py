@@ -33,6 +33,14 @@ def check_elastic(job: Job) -> None:
             f"pp.forward={config.pp.forward}: the files of caches belong to replicas, whose ranks change in an elastic "
             "run; use cache=ram"
         )
+    mode = job.plugins.mode
+    if config.elastic.join_moments == "rounded" and (
+        mode.exchanges == "gradients" or "frozen_second_moments" in mode.requires
+    ):
+        raise ValueError(
+            f"elastic.join_moments=rounded: replicas of dp.mode={config.dp.mode} need equal moments; remove it, or use "
+            "cocktail, cocktail_grad, diloco, sparseloco or local"
+        )
     if config.elastic.replan and config.pp.layers is not None:
         raise ValueError(
             f"pp.layers={list(config.pp.layers)} is for pp.stages={config.pp.stages}, but elastic.replan changes the "

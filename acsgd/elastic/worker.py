@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
@@ -77,7 +77,7 @@ from acsgd.run.setup.inputs import RunInputs, open_inputs
 from acsgd.run.setup.resume import Start, start
 from acsgd.run.step.checkpointing import Checkpointing
 from acsgd.run.step.hooks import LoopState, StepHook
-from acsgd.run.step.run import open_run, text_log_of
+from acsgd.run.step.run import TrainingRun, open_run, text_log_of
 from acsgd.shards.load import Constants
 from acsgd.train import run_steps
 
@@ -240,54 +240,76 @@ class ElasticWorker:
         self, view: View, rank: int, waits: InterruptibleWaits, signals: StopSignals, context: RunContext
     ) -> None:
         """Form the groups of a view, bring the state of this rank there, and train."""
-        plan = view.plan
-        config = with_stages(self._config, plan.stages)
-        if not plan.is_first:  # the run's own checkpoints
-            config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
-        job = prepare(config, replace(self._launch, rank=rank, world_size=len(plan.ranks)), model=self._model)
-        timeout = timedelta(seconds=config.run.timeout)
+        job = self._prepare(view, rank)
         with contextlib.ExitStack() as stack:
-            store = self._store if rank == 0 else connect_store(view.host_of(0), plan.store_port, waits)
-            connecting = connect(
-                job.topology, timeout=timeout, store=store, waits=waits, background=True, host=self._host
-            )
-            groups = stack.enter_context(connecting)
+            groups = stack.enter_context(self._connect(job, view, waits))
             disks = find_view_disks(job, groups, view)
-            lock = self._lock.of(job, groups, view, config.run.timeout, disks)
-            step = None if plan.from_disk else plan.step
-            of_disks = open_disks(job, groups, disks, step=step, are_known=disks == self._disks)
-            has_caches = self._session is not None and bool(self._session.caches)
-            inputs = open_inputs(job, groups, disks, has_caches=has_caches)
+            lock = self._lock.of(job, groups, view, job.config.run.timeout, disks)
+            step = None if view.plan.from_disk else view.plan.step
+            notes = open_disks(job, groups, disks, step=step, are_known=disks == self._disks)
+            inputs = self._open_inputs(job, groups, disks)
             stack.callback(inputs.reader.close, wait=False)
-            if self._reader is not None:
-                inputs.reader.keep_known(self._reader)  # a save may come before the first batch of the view
-            job = replace(job, config=config.with_steps(inputs.steps))
+            job = replace(job, config=job.config.with_steps(inputs.steps))
             stack.enter_context(text_log_of(job))
             begun = self._begin(job, inputs, groups, view)
-            begin, self._reader = begun.start, inputs.reader
-            metrics = self._metrics.of(job, self._state, disks.log)
-            of_metrics = share_metrics(job, groups, disks.log, metrics.file, is_current=self._view is not None)
-            for note in [*self._notes(job, inputs, begin), *of_disks, *of_metrics]:
-                metrics.note(note)
-            session = begin.session
-            snapshots = open_snapshots(self._snapshots, session, inputs.reader, groups, view)
+            self._reader = inputs.reader
+            metrics = self._open_metrics(begun.start, inputs, groups, disks, notes)
+            snapshots = open_snapshots(self._snapshots, begun.start.session, inputs.reader, groups, view)
             if snapshots is not None:
                 stack.callback(snapshots.close)
-            opening = open_run(
-                begin, inputs, lock, signals, metrics, self._state, stops=STOPS, extra=partial(self._hooks, snapshots)
+            hooks = partial(self._hooks, snapshots)
+            run = stack.enter_context(
+                open_run(begun.start, inputs, lock, signals, metrics, self._state, stops=STOPS, extra=hooks)
             )
-            run = stack.enter_context(opening)
-            if self._has_dropped_save:
-                run.checkpointing.request_save()
             self._report_start(view, begun, groups, metrics, snapshots)
             self._view, self._disks = view, disks
             context.start_training()
             enter_training()
-            try:
-                run_steps(run)
-            finally:
-                self._saved_step = run.checkpointing.newest_step
-                self._has_dropped_save = run.checkpointing.is_saving
+            self._run_steps(run)
+
+    def _prepare(self, view: View, rank: int) -> Job:
+        """Return the job of a rank of a view."""
+        config = with_stages(self._config, view.plan.stages)
+        if not view.plan.is_first:  # the run's own checkpoints
+            config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
+        launch = replace(self._launch, rank=rank, world_size=len(view.plan.ranks))
+        return prepare(config, launch, model=self._model)
+
+    def _connect(self, job: Job, view: View, waits: InterruptibleWaits) -> contextlib.AbstractContextManager[Groups]:
+        """Return the groups of a view, open while the context is."""
+        is_first = job.topology.rank == 0
+        store = self._store if is_first else connect_store(view.host_of(0), view.plan.store_port, waits)
+        timeout = timedelta(seconds=job.config.run.timeout)
+        return connect(job.topology, timeout=timeout, store=store, waits=waits, background=True, host=self._host)
+
+    def _open_inputs(self, job: Job, groups: Groups, disks: RunDisks) -> RunInputs:
+        """Open the inputs of a view. All ranks call it together."""
+        has_caches = self._session is not None and bool(self._session.caches)
+        inputs = open_inputs(job, groups, disks, has_caches=has_caches)
+        if self._reader is not None:
+            inputs.reader.keep_known(self._reader)  # a save may come before the first batch of the view
+        return inputs
+
+    def _open_metrics(
+        self, begin: Start, inputs: RunInputs, groups: Groups, disks: RunDisks, notes: Sequence[str]
+    ) -> Metrics:
+        """Return the metrics of a view, with its notes and those that are given. All ranks call it together."""
+        job = begin.session.job
+        metrics = self._metrics.of(job, self._state, disks.log)
+        of_metrics = share_metrics(job, groups, disks.log, metrics.file, is_current=self._view is not None)
+        for note in [*self._notes(job, inputs, begin), *notes, *of_metrics]:
+            metrics.note(note)
+        return metrics
+
+    def _run_steps(self, run: TrainingRun) -> None:
+        """Train until the view ends. First save again if the save in the view before has failed."""
+        if self._has_dropped_save:
+            run.checkpointing.request_save()
+        try:
+            run_steps(run)
+        finally:
+            self._saved_step = run.checkpointing.newest_step
+            self._has_dropped_save = run.checkpointing.is_saving
 
     def _hooks(self, snapshots: Snapshots | None, checkpointing: Checkpointing) -> list[StepHook]:
         """Return the participants of the step boundary that only elastic runs have."""

@@ -140,6 +140,7 @@ UNUSED: dict[str, Any] = {
     "elastic.silence": 3.0,
     "elastic.join_budget": 3.0,
     "elastic.join_rate": 3.0,
+    "elastic.join_moments": "rounded",
     "elastic.hang": 3.0,
 }
 """Options without effect, and a value."""

@@ -55,6 +55,22 @@ def test_copies_of_a_tied_weight_stay_equal_or_the_mode_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("mode", "is_refused"),
+    [("allreduce", True), ("powersgd", True), ("quantized", True), ("cocktail", False), ("local", False)],
+)
+def test_moments_are_rounded_only_where_replicas_may_have_others(
+    mode: str, is_refused: bool, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = dataclasses.replace(make_config(tiny_model(), tmp_path), elastic=ElasticConfig(join_moments="rounded"))
+    job = prepare(dataclasses.replace(config, dp=ReplicaConfig(mode)), Launch())
+    if not is_refused:
+        check_elastic(job)
+        return
+    with pytest.raises(ValueError, match=f"dp.mode={mode} need equal moments"):
+        check_elastic(job)
+
+
+@pytest.mark.parametrize(
     ("adapter", "freeze", "differing"), [("lora", None, {"model"}), (None, "*.h.0.*", {"model"}), (None, None, set())]
 )
 def test_hosts_have_the_same_model_if_some_of_it_is_frozen(

@@ -16,6 +16,7 @@ import torch
 from lib.patience import stretched
 
 from acsgd.elastic.state.channel import BUFFER_BYTES, PART_S, Address, StateReceiver, StateSender
+from acsgd.elastic.state.transfer import rounded
 
 TIMEOUT_S = stretched(30.0)
 LONG = bytes(range(256)) * (BUFFER_BYTES // 128)
@@ -66,16 +67,19 @@ def test_messages_are_sent_no_faster_than_the_rate(sender: StateSender, receiver
     assert time.monotonic() - started >= 0.2 - 2 * PART_S
 
 
-@pytest.mark.parametrize("rate", [RATE])
-def test_state_takes_fewer_bytes(sender: StateSender) -> None:
-    """Of normal values, the exponents have less than 3 bits of information."""
-    state = torch.randn(2**18, generator=torch.Generator().manual_seed(0)).numpy().tobytes()
+@pytest.mark.parametrize(("rate", "is_rounded", "fewest", "most"), [(RATE, False, 0.8, 0.88), (RATE, True, 0.2, 0.25)])
+def test_state_takes_fewer_bytes(sender: StateSender, is_rounded: bool, fewest: float, most: float) -> None:
+    """Of normal values, the exponents have less than 3 bits of information, and rounded ones have 4 others."""
+    exact = torch.randn(2**18, generator=torch.Generator().manual_seed(0))
+    values = rounded(exact) if is_rounded else exact
+    torch.testing.assert_close(values, exact, rtol=1 / 16, atol=0)
+    state = values.numpy().tobytes()
     sender.send(state)
     with socket.create_connection((sender.address.host, sender.address.port), TIMEOUT_S) as connection:
         connection.sendall(bytes.fromhex(sender.address.token))
         length, is_compressed = struct.unpack("<Q?", connection.recv(9, socket.MSG_WAITALL))
     assert is_compressed
-    assert 0.8 * len(state) < length < 0.88 * len(state)
+    assert fewest * len(state) < length < most * len(state)
 
 
 def test_a_process_without_the_token_gets_nothing_and_disturbs_nobody(sender: StateSender) -> None:

@@ -106,6 +106,11 @@ class StateSender(_End):
         self.address = Address(host, self._listener.getsockname()[1], self._token.hex())
         self._thread.start()
 
+    @property
+    def compresses(self) -> bool:
+        """Whether a message that is sent now is compressed."""
+        return self.rate < MAX_COMPRESSED_RATE
+
     def send(self, message: bytes) -> None:
         """Send a message after those before it; does not wait."""
         self._messages.put(message)
@@ -119,7 +124,7 @@ class StateSender(_End):
         self._listener.close()
         free_at = 0.0
         while (message := self._messages.get()) is not None:
-            if is_compressed := bool(message) and self.rate < MAX_COMPRESSED_RATE:
+            if is_compressed := bool(message) and self.compresses:
                 message = _compress(message)
             rest = memoryview(_HEADER.pack(len(message), is_compressed) + message)
             while rest:

@@ -64,8 +64,9 @@ class StateSource:
             if sender.error is not None:
                 raise _failure(self._session, f"sending state to rank {rank}", sender.error, rank)
             if (layer := requested[rank]) is not None:
+                rounds = self._session.job.config.elastic.join_moments == "rounded" and sender.compresses
                 for each in _copied_layers(self._session, layer):
-                    sender.send(layer_message(self._session, self._layers[each]))
+                    sender.send(layer_message(self._session, self._layers[each], rounds_moments=rounds))
 
     def close(self) -> None:
         for sender in self._senders.values():

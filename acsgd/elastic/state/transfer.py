@@ -30,6 +30,8 @@ MAX_PROBES, PROBES_S = 8, 0.1
 """Maximum number of these messages, and time after which no further one is sent, seconds."""
 END_OF_PROBES = -1
 """Sent in place of the length of a message after the last one."""
+ROUNDED_BITS = 3
+"""Bits of the mantissa of a rounded number: its relative error is at most 1 / 16."""
 WEIGHT, OPTIMIZER, MODE, SEPARATOR = "weight", "optimizer", "mode", "\n"
 """Kinds of tensors in a message, and what separates the parts of their names."""
 
@@ -166,16 +168,26 @@ def state_bytes(session: Session, layers: Collection[int]) -> int:
     return sum(tensor.nbytes for tensors in own for tensor in tensors.values())
 
 
-def layer_message(session: Session, layer: LoadedLayer) -> bytes:
+def layer_message(session: Session, layer: LoadedLayer, *, rounds_moments: bool = False) -> bytes:
     """Return a copy of what `layer_tensors_of` returns, as one message: global weights if the mode has some, and what
     its replicas have in common.
+
+    rounds_moments: whether the state of the optimizer is rounded, so that compression halves the message.
 
     Trained weights that several layers of the session use are in the message of the first one only: they change.
     """
     earlier = {weight.key for weight in session.weights} - {weight.key for weight in layer.weights}
     tensors = layer_tensors_of(session, layer, *_common_state(session))
     own = {name: tensor for name, tensor in tensors.items() if name.rpartition(SEPARATOR)[2] not in earlier}
+    if rounds_moments:
+        own |= {name: rounded(tensor) for name, tensor in own.items() if name.startswith(OPTIMIZER) and tensor.dim()}
     return save({name: tensor.cpu().contiguous() for name, tensor in own.items()})
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Return fp32 numbers, rounded to 1 + ROUNDED_BITS significant bits; the exponent is kept."""
+    dropped = 23 - ROUNDED_BITS
+    return (x.float().view(torch.int32) + (1 << (dropped - 1)) >> dropped << dropped).view(torch.float32)
 
 
 def _common_state(session: Session) -> tuple[dict[str, Tensor], WeightState]:
