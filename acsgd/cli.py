@@ -27,6 +27,7 @@ from acsgd.commands.doctor.command import DoctorCommand
 from acsgd.commands.evaluation.options import EvalOptions
 from acsgd.commands.generation.options import GenerateOptions
 from acsgd.commands.invite import HostCommand, JoinCommand, NetCommand
+from acsgd.commands.report.command import ReportCommand
 from acsgd.commands.typed import as_typed
 from acsgd.config.run_file import parse_flags
 from acsgd.config.spec import suggest
@@ -312,6 +313,7 @@ COMMANDS: dict[str, Any] = {
     "host": HostCommand,
     "join": JoinCommand,
     "net": NetCommand,
+    "report": ReportCommand,
 }
 
 

@@ -185,4 +185,5 @@ def apply_step(session: Session, batch: Batch | None, progress: Progress, summar
     log.info("step %d: loss %.6g, gradient norm %.6g%s", step + 1, loss, grad_norm, "" if updated else ", skipped")
     next_scale = progress.loss_scale.after(overflowed=overflowed)
     after = progress.after(loss if updated else None, int(summary[TARGETS]), next_scale, spike=config.optim.spike)
-    return StepResult(loss, grad_norm, learning_rate(step, config.optim), updated, after, summary)
+    rate, bubble = learning_rate(step, config.optim), session.schedule_bubble
+    return StepResult(loss, grad_norm, rate, updated, after, summary, bubble)

@@ -17,7 +17,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ from acsgd.optim.schedule import RATE_SCHEDULES
 from acsgd.pp import SCHEDULES
 from acsgd.pp.tied.plan import TIED
 from acsgd.pp.wire.delta import Delta
+from acsgd.run.report import FIELDS_BY_RANK
 from acsgd.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
@@ -108,13 +109,17 @@ def _modes_of_optimizers() -> str:
 
 def metrics() -> str:
     """Return the fields of metrics.jsonl."""
-    fields = [field for field in _fields(StepRecord) if field.name != "evaluation"]
+    fields = [field for field in _fields(StepRecord) if field.name not in ("evaluation", "ranks")]
     rows = [(f"`{field.name}`", field.type, field.doc.replace("None =", "null =")) for field in fields]
     rows += [(f"`{name}`", "number", metric.meaning) for name, metric in METRICS.items()]
+    of_ranks = ", ".join(f"`{field.name}`" for field in FIELDS_BY_RANK)
     return (
         "# metrics.jsonl\n\nOne JSON object per optimizer step, written by rank 0 into the run directory.\n\n"
         f"{_docstring(StepRecord)} Lines of steps with an evaluation also have its metrics, of the held-out data "
         "after the update; null = not defined.\n\n"
+        "`ranks` has numbers of each rank, as `[replicas][ranks per pipeline]`; without those that are 0 on all: "
+        f"{of_ranks}. `compute_s` is the time without waits for other ranks, waits include those of the pipeline "
+        "bubble. [See a run](../howto/see.md) shows them.\n\n"
         "Lines with `event` and `after_step` (completed steps) are events: a change of "
         "the [hosts](../howto/elastic.md#what-happens-when) of an elastic run, or of the "
         "[speed](../howto/several-hosts.md#hosts-of-different-speed) of ranks.\n\n"
@@ -141,6 +146,7 @@ def commands() -> str:
         "acsgd host": lambda: cli.run(["host", "--help"]),
         "acsgd join": lambda: cli.run(["join", "--help"]),
         "acsgd net": lambda: cli.run(["net", "--help"]),
+        "acsgd report": lambda: cli.run(["report", "--help"]),
         "acsgd doctor": lambda: cli.run(["doctor", "--help"]),
         "acsgd chaos": lambda: cli.run(["chaos", "--help"]),
     }
@@ -357,8 +363,8 @@ def _type(hint: Any) -> str:
         return f"{_type(arguments[1])}s by name"
     if origin is tuple:
         return f"{_type(arguments[0])}s" if arguments[-1] is Ellipsis else f"{len(arguments)} {_type(arguments[0])}s"
-    if origin is Mapping:
-        return f"{_type(arguments[1])}s by name"
+    if origin is Sequence:
+        return f"{_type(arguments[0])}s"
     return {"str": "text", "int": "integer", "float": "number", "bool": "`true` or `false`"}[hint.__name__]
 
 

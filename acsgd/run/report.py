@@ -101,8 +101,12 @@ TIED_BYTES = StepField("tied_bytes", total)
 DP_BYTES = StepField("dp_bytes", total)
 IN_FLIGHT_S = StepField("in_flight_s", total)
 """Time between posting transfers and receiving them, seconds."""
-WAITED_S = StepField("waited_s", total)
-"""The part of it that a rank waited. Waiting for a peer that still computes (the pipeline bubble) counts as waiting."""
+PP_FORWARD_WAIT_S = StepField("pp_forward_wait_s", total)
+"""The part of it that a rank waited for activations, bubble included: a peer that still computes is waited for."""
+PP_BACKWARD_WAIT_S = StepField("pp_backward_wait_s", total)
+TIED_WAIT_S = StepField("tied_wait_s", total)
+DP_WAIT_S = StepField("dp_wait_s", total)
+WAITS = (PP_FORWARD_WAIT_S, PP_BACKWARD_WAIT_S, TIED_WAIT_S, DP_WAIT_S)
 PEAK_MEMORY_BYTES = StepField("peak_memory_bytes", highest_by_replica)
 DATA_WAIT_S = StepField("data_wait_s", highest)
 CHECKSUM = StepField("checksum", by_rank)
@@ -121,7 +125,7 @@ STEP_FIELDS: tuple[StepField[Any], ...] = (
     TIED_BYTES,
     DP_BYTES,
     IN_FLIGHT_S,
-    WAITED_S,
+    *WAITS,
     PEAK_MEMORY_BYTES,
     DATA_WAIT_S,
     CHECKSUM,
@@ -129,6 +133,15 @@ STEP_FIELDS: tuple[StepField[Any], ...] = (
     COMPUTE_S,
 )
 """Fields of the step itself."""
+FIELDS_BY_RANK = (
+    COMPUTE_S,
+    *WAITS,
+    PP_FORWARD_BYTES,
+    PP_BACKWARD_BYTES,
+    DP_BYTES,
+    PEAK_MEMORY_BYTES,
+)
+"""Fields whose number of each rank is in metrics.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +161,15 @@ class StepSummary:
     def zeros(cls, topology: Topology) -> StepSummary:
         """Return the summary of a step for which nothing was reported."""
         return cls.of([dict.fromkeys(STEP_FIELDS, 0.0)] * topology.world_size, topology)
+
+    def by_rank(self) -> dict[str, Numbers]:
+        """Return FIELDS_BY_RANK by name, rounded; without those that are 0 on all ranks."""
+        grids = {field.name: self.numbers.get(field.name, ()) for field in FIELDS_BY_RANK}
+        return {
+            name: [[round(number, 4) for number in replica] for replica in grid]
+            for name, grid in grids.items()
+            if any(map(any, grid))
+        }
 
     def __getitem__(self, field: StepField[T]) -> T:
         """Return a reduction. Of a field that was not reported, it is that of zeros."""

@@ -51,10 +51,13 @@ class StepResult(NamedTuple):
     progress: Progress
     """Progress after the step."""
     summary: StepSummary
+    schedule_bubble: float = 0.0
+    """Idle share of the ranks of a pipeline by the schedule alone."""
 
     def record(self, step_s: float) -> StepRecord:
         """Return the line of metrics.jsonl for this step, without what follows the update. step_s: its duration."""
         summary, progress, in_flight_s = self.summary, self.progress, self.summary[report.IN_FLIGHT_S]
+        waited_s = sum(summary[field] for field in report.WAITS)
         return StepRecord(
             step=progress.step,
             loss=self.loss if math.isfinite(self.loss) else None,
@@ -68,11 +71,13 @@ class StepResult(NamedTuple):
             pp_backward_bytes=int(summary[report.PP_BACKWARD_BYTES]),
             tied_bytes=int(summary[report.TIED_BYTES]),
             dp_bytes=int(summary[report.DP_BYTES]),
-            hidden_share=1.0 - summary[report.WAITED_S] / in_flight_s if in_flight_s else 1.0,
+            hidden_share=1.0 - waited_s / in_flight_s if in_flight_s else 1.0,
             peak_memory_bytes=int(summary[report.PEAK_MEMORY_BYTES][0]),
             skipped=progress.skipped,
             loss_scale=progress.loss_scale.value,
             data_wait_s=summary[report.DATA_WAIT_S],
+            schedule_bubble=self.schedule_bubble,
+            ranks=summary.by_rank(),
         )
 
 
@@ -130,17 +135,19 @@ class Session:
             report.TIED_BYTES: self.tied_meter.sent_bytes,
             report.DP_BYTES: sum(stage.sync.meter.sent_bytes for stage in self.stages.values()),
             report.IN_FLIGHT_S: sum(meter.in_flight_s for meter in meters),
-            report.WAITED_S: self._waited_s(),
+            report.PP_FORWARD_WAIT_S: self.forward_meter.waited_s,
+            report.PP_BACKWARD_WAIT_S: self.backward_meter.waited_s,
+            report.TIED_WAIT_S: self.tied_meter.waited_s,
+            report.DP_WAIT_S: sum(stage.sync.meter.waited_s for stage in self.stages.values()),
             report.PEAK_MEMORY_BYTES: self.job.streams.peak_memory_bytes(),
             report.DATA_WAIT_S: batch.wait_s,
             report.CHECKSUM: float(batch.checksum),
             report.MICROS: float(len(batch.micro_ids)),
             report.COMPUTE_S: compute_s,
         }
+        log.info("waited %.3f s of %.3f s with transfers in flight", self._waited_s(), numbers[report.IN_FLIGHT_S])
         for meter in meters:
             meter.reset()
-        waited_s, in_flight_s = numbers[report.WAITED_S], numbers[report.IN_FLIGHT_S]
-        log.info("waited %.3f s of %.3f s with transfers in flight", waited_s, in_flight_s)
         return numbers
 
     def _meters(self) -> list[Meter]:
@@ -174,6 +181,12 @@ class Session:
         """Apply what data parallelism has received in this step. Called once all ranks have reported it."""
         for stage in self.stages.values():
             stage.sync.commit()
+
+    @property
+    def schedule_bubble(self) -> float:
+        """Idle share of the ranks of this rank's pipeline by the schedule alone, if micro-batches are dealt evenly."""
+        micros = len(self.job.micro_ids)
+        return float(self.job.plugins.schedule.bubble(self.job.topology.stages, micros)) if micros else 0.0
 
     def exchanges_after(self, step: int) -> bool:
         """Return whether the weights after step `step` depend on an exchange that follows it."""

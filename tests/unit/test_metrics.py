@@ -20,7 +20,7 @@ from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.record import RunEvent
 from acsgd.io.telemetry.terminal import PLAIN_LINES
 
-LINE = {name: value for name, value in RECORD._asdict().items() if name != "evaluation"}
+LINE = {name: value for name, value in RECORD._asdict().items() if name not in ("evaluation", "ranks")}
 
 
 def configure(to: str, *, steps: int = 1000, dtype: Literal["fp32", "fp16"] = "fp32") -> Config:
@@ -55,7 +55,8 @@ def test_a_record_is_in_the_file_when_log_returns(tmp_path: Path) -> None:
 def test_the_fields_of_a_line_keep_their_order() -> None:
     documented = (
         "step loss tokens tokens_per_s step_s lr grad_norm pp_forward_bytes pp_backward_bytes tied_bytes dp_bytes "
-        "hidden_share peak_memory_bytes skipped loss_scale save_stall_s data_wait_s targets_per_s eval_loss"
+        "hidden_share peak_memory_bytes skipped loss_scale save_stall_s data_wait_s targets_per_s schedule_bubble "
+        "eval_loss"
     )
     assert list(RECORD._replace(evaluation={"eval_loss": 1.0}).numbers()) == documented.split()
 

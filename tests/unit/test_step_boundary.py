@@ -68,7 +68,7 @@ def test_a_report_counts_targets_and_bytes_and_resets_the_meters() -> None:
         report.COMPUTE_S: 3.5,
     }
     assert {field: first[field] for field in expected} == expected
-    assert first[report.IN_FLIGHT_S] > first[report.WAITED_S] >= 0
+    assert first[report.IN_FLIGHT_S] > sum(first[field] for field in report.WAITS) >= 0
     batch.labels = None
     again = session.report(torch.tensor(0.0), batch, compute_s=0.0)
     left = {report.PEAK_MEMORY_BYTES: 5, report.DATA_WAIT_S: 0.5, report.CHECKSUM: 2**33 + 1, report.MICROS: 2}
@@ -76,7 +76,7 @@ def test_a_report_counts_targets_and_bytes_and_resets_the_meters() -> None:
 
 
 def test_the_hidden_share_is_the_fraction_of_transfer_time_not_spent_waiting() -> None:
-    reports = [{report.IN_FLIGHT_S: 3.0, report.WAITED_S: 1.0}, {report.IN_FLIGHT_S: 1.0}]
+    reports = [{report.IN_FLIGHT_S: 3.0, report.DP_WAIT_S: 1.0}, {report.IN_FLIGHT_S: 1.0}]
     assert hidden_share(summarize(reports)) == 0.75
     assert hidden_share(summarize([{}])) == 1.0
 

@@ -50,7 +50,7 @@ class JsonLinesSink:
                 events = self._events_after(record.step) if record.step == self._last_step else b""
                 self._rewind(record.step - 1)
         self._last_step = record.step
-        self._append(record.numbers(), then=events)
+        self._append(record.line(), then=events)
 
     def note(self, text: str) -> None:
         pass

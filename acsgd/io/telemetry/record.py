@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from acsgd.metrics import Scores
+
+RankNumbers = Mapping[str, Sequence[Sequence[float]]]
+"""Numbers of the ranks of a step by name, [replicas][ranks per pipeline]. A name that is missing stands for zeros."""
 
 
 class StepRecord(NamedTuple):
@@ -50,14 +53,22 @@ class StepRecord(NamedTuple):
     """Time of the step in which a rank waited for its batch to be read, seconds; maximum over all ranks."""
     targets_per_s: float = 0.0
     """Target tokens of the step, per second."""
+    schedule_bubble: float = 0.0
+    """Idle share of a pipeline by the schedule alone, without messages and with stages of equal speed."""
+    ranks: RankNumbers = MappingProxyType({})
+    """Numbers of each rank."""
     evaluation: Scores = MappingProxyType({})
     """Metrics of the held-out data after the update, each a separate field, such as eval_loss; empty = none."""
 
     def numbers(self) -> dict[str, float | None]:
-        """Return fields and metrics as JSON values by name: None for values that are not finite."""
+        """Return the numbers of the whole run and the metrics by name: None for values that are not finite."""
         numbers = self._asdict() | dict(self.evaluation)
-        del numbers["evaluation"]
+        del numbers["evaluation"], numbers["ranks"]
         return {name: _finite(value) for name, value in numbers.items()}
+
+    def line(self) -> dict[str, object]:
+        """Return the fields of the line, JSON values."""
+        return self.numbers() | ({"ranks": dict(self.ranks)} if self.ranks else {})
 
 
 class RunEvent(NamedTuple):

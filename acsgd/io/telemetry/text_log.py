@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from io import TextIOWrapper
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
+from typing import NamedTuple
 
 from acsgd.failures.report import log_file
 
@@ -45,6 +47,26 @@ def open_text_log(run_dir: Path, *, rank: int, stages: Sequence[int], replica: i
         logger.propagate = before[1]
         with contextlib.suppress(OSError):  # the buffer does not fit on the disk
             handler.close()
+
+
+class LogEntry(NamedTuple):
+    """A record of a text log."""
+
+    time: str
+    function: str
+    """That has logged it."""
+    message: str
+
+
+_ENTRY = re.compile(r"(\d{4}-\d\d-\d\d [\d:.]+) \| \w+ +\| [^|]* \| [\w.]+:(\w+):\d+ - (.*)")
+
+
+def read_text_log(path: Path) -> Iterator[LogEntry]:
+    """Yield the records of a text log, the first line of each. Raises OSError."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if match := _ENTRY.match(line):
+                yield LogEntry(*match.groups())
 
 
 class _RankFile(WatchedFileHandler):

@@ -194,7 +194,7 @@ class Checkpointing(StepHook):
             best,
             origin_of(job.config),
             self._inputs.reader.stream_states(progress.step),
-            unevaluated.numbers() if unevaluated else None,
+            unevaluated.line() if unevaluated else None,
             self._inputs.held_out_key,
             data_options(job.config, self._inputs.reader.rows.formats),
         )

@@ -1,0 +1,1 @@
+"""`acsgd report`: what runs have written, as one HTML page. uPlot draws the charts; its licence is beside it."""
