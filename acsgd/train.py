@@ -134,15 +134,19 @@ def train_step(
     # Forward, backward and data-parallel reduce; then every rank reports its losses, norms and votes to all others.
     fields = [*STEP_FIELDS, *votes]
     exchange = StepExchange(session.groups, session.job.topology, fields)  # posts receives: no round trip follows
-    loss_part, compute_s = session.forward_backward(batch, progress.step, scale.loss_scale)
+    with session.phase("forward, backward and reduce"):
+        loss_part, compute_s = session.forward_backward(batch, progress.step, scale.loss_scale)
     report = session.report(loss_part, batch, compute_s=compute_s)
     state.has_reported = True
-    summary = exchange.exchange({**report, **votes})
+    with session.phase("exchange reports"):
+        summary = exchange.exchange({**report, **votes})
 
-    result = apply_step(session, batch, progress, summary)
+    with session.phase("update"):
+        result = apply_step(session, batch, progress, summary)
     if result.updated:
         state.complete(result, is_synced=False)
-        session.sync_after_step(progress.step)
+        with session.phase("exchange between replicas"):
+            session.sync_after_step(progress.step)
     state.complete(result, is_synced=True)
     session.send_ahead()
     return result

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from acsgd.comm.spans import SpanRecorder
 from acsgd.errors import WaitInterruptedError
 
 SLICE_S = 0.02
@@ -230,6 +231,8 @@ class Meter:
     """Time from posting a receive or a collective to its end, summed over all, seconds; of sends only the wait."""
     waited_s: float = 0.0
     """The part of `in_flight_s` in which this process was blocked, seconds."""
+    trace: SpanRecorder | None = None
+    """Records waits and messages while steps are traced."""
 
     def wait(self, waits: Waits, work: Work, posted_at: float) -> None:
         """Wait for an operation and count its time; posted_at: its start, a time.perf_counter()."""
@@ -238,6 +241,8 @@ class Meter:
         now = time.perf_counter()
         self.waited_s += now - before
         self.in_flight_s += now - posted_at
+        if self.trace is not None:
+            self.trace.add("wait", f"wait for {self.trace.subject}", before, now)
 
     def reset(self) -> None:
         """Start the counts of the next step."""

@@ -22,11 +22,21 @@ def check(config: Config) -> None:
     _check_evaluation(config)
     _check_elastic(config.elastic)
     _check_adapter(config)
+    traced_steps(config.log.trace)
     if config.optim.spike is not None and config.checkpoint.every is None:
         raise ValueError(
             f"optim.spike={config.optim.spike} restores the last checkpoint, but there is none before the end of the "
             'run; give, for example, checkpoint.every="500"'
         )
+
+
+def traced_steps(trace: str | None) -> range:
+    """Return the steps of log.trace, counted from 1. Raises ValueError if it is malformed."""
+    match = re.fullmatch(r"(\d{1,12}):(\d{1,12})", trace or "")
+    steps = range(int(match[1]), int(match[2]) + 1) if match else range(0)
+    if trace is not None and not (steps and steps[0]):
+        raise ValueError(f'log.trace="{trace}" is not a range of steps; give the first and the last, as "100:105"')
+    return steps
 
 
 def _check_adapter(config: Config) -> None:

@@ -279,6 +279,9 @@ class LogConfig:
     to: str = "print,jsonl,text"
     """Sinks, comma-separated: "print" (progress line), "jsonl" (metrics.jsonl), "text" (logs/, one file per rank),
     "wandb" (offline without login or network)."""
+    trace: str | None = None
+    """First and last step of which each rank records actions, messages, codecs and waits, such as "100:105". They are
+    written into the run directory as trace-100-105.json, for Perfetto or chrome://tracing."""
     name: str | None = None
     """Name of the run in wandb. Default: WANDB_NAME, else the last component of log.dir."""
 

@@ -136,6 +136,8 @@ class Peers:
         for peer, sent in sending.items():
             with self._errors_of(peer, since):
                 self.waits.wait(sent)
+        if meter.trace is not None:
+            meter.trace.add("replicas", "exchange with replicas", since, time.perf_counter())
         return received
 
     def close(self) -> None:

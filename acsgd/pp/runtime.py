@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from acsgd.comm.spans import SpanRecorder
 from acsgd.errors import RunError
 from acsgd.layers.batch import Batch
 from acsgd.layers.composed import Inputs, State
@@ -62,6 +63,8 @@ class Pipeline:
         *,
         mark: Callable[[], None] = lambda: None,
     ) -> None:
+        self.trace: SpanRecorder | None = None
+        """Records the actions of training while steps are traced."""
         self._mark = mark
         self._codecs = codecs
         self._actions = actions
@@ -166,6 +169,8 @@ class Pipeline:
         self._step = step
         with self._naming(Action(Op.F, min(self._stages))):
             self._ties.begin_step(batch, step)
+        if self.trace is not None:
+            handlers = _traced(handlers, self.trace)
         self._execute(actions, handlers, batch, step, self._codecs.of_step(step), use_caches=True)
         self._finish()
         return self._total_loss()
@@ -312,3 +317,13 @@ class Pipeline:
 
     def _total_loss(self) -> Tensor:
         return sum((loss.double().cpu() for loss in self._losses), start=torch.zeros((), dtype=torch.float64))
+
+
+def _traced(handlers: Handlers, trace: SpanRecorder) -> Handlers:
+    """Return handlers that also record the time of each action."""
+
+    def run(action: Action) -> None:
+        with trace.span("action", str(action)):
+            handlers[action.op](action)
+
+    return dict.fromkeys(handlers, run)

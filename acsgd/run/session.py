@@ -124,7 +124,7 @@ class Session:
 
     def report(self, loss: Tensor, batch: Batch, *, compute_s: float) -> Report:
         """Return this rank's report of a step, and reset the meters. loss, compute_s: of `forward_backward`."""
-        meters = self._meters()
+        meters = [meter for _, meter in self.meters()]
         numbers: Report = {
             report.LOSS: float(loss),
             report.TARGETS: 0.0 if batch.labels is None else float(self.job.model.task.num_targets(batch.labels)),
@@ -150,13 +150,22 @@ class Session:
             meter.reset()
         return numbers
 
-    def _meters(self) -> list[Meter]:
-        dp_meters = (stage.sync.meter for stage in self.stages.values())
-        return [self.forward_meter, self.backward_meter, self.tied_meter, *dp_meters]
+    def meters(self) -> list[tuple[str, Meter]]:
+        """Return all meters of this rank, each with what its transfers are."""
+        pipeline = {
+            "activations": self.forward_meter,
+            "gradients": self.backward_meter,
+            "tied weights": self.tied_meter,
+        }
+        return [*pipeline.items(), *(("replicas", stage.sync.meter) for stage in self.stages.values())]
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Record the time of a part of the step, if the step is traced."""
+        return contextlib.nullcontext() if self.pipeline.trace is None else self.pipeline.trace.span("phase", name)
 
     def _waited_s(self) -> float:
         """Return the time of waits for other ranks since the last report, seconds."""
-        return sum(meter.waited_s for meter in self._meters())
+        return sum(meter.waited_s for _, meter in self.meters())
 
     def local_step(self, step: int) -> LocalStep | None:
         """Return how each replica steps on its own gradients, the same on all stages; None if gradients are summed."""

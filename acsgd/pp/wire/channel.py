@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ complete the step and decide alike: reduce the loss scale, skip the update, or s
 
 _TAGS_PER_CHANNEL = 16
 """gloo matches messages by tag. A channel uses one tag per tensor, 0 to 13, and the two below."""
+_UNTRACED = contextlib.nullcontext()
 CACHE_SYNC_TAG = 14
 HANDSHAKE_TAG = 15
 
@@ -71,6 +73,18 @@ class Channel:
     def wait(self, work: Work, posted_at: float) -> None:
         """Wait for a message and count its time; see `Meter.wait`."""
         self.meter.wait(self.waits, work, posted_at)
+
+    def trace_codec(self, work: str, name: str) -> contextlib.AbstractContextManager[None]:
+        """Record the time in which a tensor is encoded or decoded, if the step is traced. name: of the tensor."""
+        trace = self.meter.trace
+        return _UNTRACED if trace is None else trace.span("codec", f"{work} {name}", codec=self.codec)
+
+    def trace_message(self, category: Literal["send", "receive"], header: Header, start: float, end: float) -> None:
+        """Record a message of a step that is traced. Both ends record equal details, except for the length."""
+        assert self.meter.trace is not None
+        key = self.kind, header.boundary, header.step, header.micro, header.tensor
+        name = f"{self.kind.plural} of {header.micro}"
+        self.meter.trace.add(category, name, start, end, peer=self.peer, key=key, bytes=header.length + HEADER_BYTES)
 
     def tag(self, index: int) -> int:
         """Return a gloo tag that no other channel of the two ranks uses; index: of a tensor, or a reserved tag."""

@@ -91,7 +91,8 @@ class Outbox:
     def send(self, info: TransferInfo, state: State) -> None:
         """Encode each tensor and send it without blocking. The tensors may be reused at once."""
         for index, (name, coder) in enumerate(self._channel.coders.items()):
-            self._encoding.append(self._encode(index, coder, state[name], info))
+            with self._channel.trace_codec("encode", name):
+                self._encoding.append(self._encode(index, coder, state[name], info))
         self.flush(wait=False)
 
     def flush(self, *, wait: bool) -> None:
@@ -152,6 +153,8 @@ class Outbox:
             work = channel.send(buffer[:nbytes], header.tensor)
         self._in_flight.append(_InFlight(buffer, work, posted_at, self._pools[header.tensor]))
         channel.meter.sent_bytes += nbytes
+        if channel.meter.trace is not None:
+            channel.trace_message("send", header, posted_at, posted_at)
 
     def _finish_oldest(self) -> None:
         buffer, work, posted_at, pool = self._in_flight.popleft()
@@ -190,16 +193,18 @@ class Inbox:
         """
         state = {}
         for index, (name, coder) in enumerate(self._channel.coders.items()):
-            state[name], info = self._receive(index, coder, info)
+            state[name], info = self._receive(index, name, coder, info)
         return Received(state, info.lengths)
 
-    def _receive(self, index: int, coder: Coder, info: TransferInfo) -> tuple[Tensor, TransferInfo]:
+    def _receive(self, index: int, name: str, coder: Coder, info: TransferInfo) -> tuple[Tensor, TransferInfo]:
         """Return a tensor, and `info` with the lengths of its rows."""
         channel = self._channel
         buffer, work, posted_at, pool = self._posted[index].popleft()
         expected = _header(channel, index, info, wire_bytes(coder.wire(info)))
         with channel.report_failure(f"waiting for {expected} from", posted_at):
             channel.wait(work, posted_at)
+        if channel.meter.trace is not None:
+            channel.trace_message("receive", expected, posted_at, time.perf_counter())
         received = read_header(buffer, expected, channel.peer, context=coder.context(info))
         if info.lengths is None and received.sequence:
             info = info._replace(lengths=received.lengths)
@@ -215,7 +220,8 @@ class Inbox:
         if header.length < expected.length:
             buffer = self._entropy_decode(buffer, header, expected.length, pool)
         fields = unpack(buffer[HEADER_BYTES:], wire)
-        x = coder.decode(tuple(f.to(channel.streams.device, non_blocking=True, copy=True) for f in fields), info)
+        with channel.trace_codec("decode", name):
+            x = coder.decode(tuple(f.to(channel.streams.device, non_blocking=True, copy=True) for f in fields), info)
         pool.release(buffer)
         return x, info
 

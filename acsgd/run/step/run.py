@@ -27,6 +27,7 @@ from acsgd.run.step.checkpointing import Checkpointing
 from acsgd.run.step.hooks import LoopState, StepHook, StepHooks
 from acsgd.run.step.pace import Pace
 from acsgd.run.step.spikes import SpikeGuard
+from acsgd.run.step.tracing import StepTrace
 
 STOP = StepField("stop", on_any)
 """Whether this rank has received a stop signal."""
@@ -221,7 +222,8 @@ def open_run(
     session = begin.session
     with Checkpointing.open(begin, inputs, lock, signals, note=metrics.note) as checkpointing:
         pace = Pace(session, metrics.event, state.idle)
-        hooks: list[StepHook] = [*extra(checkpointing), SpikeGuard(session, checkpointing, metrics.note)]
+        hooks: list[StepHook] = [*extra(checkpointing), StepTrace(session, metrics.note)]
+        hooks.append(SpikeGuard(session, checkpointing, metrics.note))
         hooks.append(StopOnSignal(signals, stops))
         if inputs.held_out is not None:
             hooks.append(Evaluations(session, inputs.held_out, metrics.note, signals, stops))

@@ -1,0 +1,150 @@
+"""log.trace: what all ranks did in some steps on one clock, as Chrome trace events, beside the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lib.ranks import on_ranks
+from lib.training import TIMEOUT, batches_of, make_config
+
+from acsgd.comm.spans import Span
+from acsgd.config.checks import traced_steps
+from acsgd.config.options import Config
+from acsgd.groups import connect
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.launch import Launch
+from acsgd.pp.schedules.actions import Action, parse_action
+from acsgd.pp.schedules.lowering import lower
+from acsgd.pp.schedules.schedules import OneFOneB
+from acsgd.pp.schedules.simulate import Cost, Time, simulate
+from acsgd.run.initial_weights import open_weight_source
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.build import build_session
+from acsgd.run.step.hooks import LoopState
+from acsgd.run.step.trace_file import RankTrace, plan_steps, trace_json
+from acsgd.run.step.tracing import StepTrace
+from acsgd.train import train_step
+
+STEPS, TRACED = 4, "2:3"
+
+
+def train(rank: int, world_size: int, store: Path, config: Config) -> list[str]:
+    torch.set_num_threads(1)
+    job, state, notes = prepare(config, Launch(rank, rank, world_size)), LoopState(Progress()), list[str]()
+    with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(store), world_size)) as groups:
+        session = build_session(job, open_weight_source(job), groups)
+        trace, late = StepTrace(session, notes.append), StepTrace(session, notes.append)
+        late._steps, late._path = traced_steps("90:91"), Path("absent")
+        for batch in batches_of(job):
+            state.started_at = time.perf_counter()
+            trace.before_step(state)
+            train_step(session, batch, state.progress, state=state)
+            trace.after_step(state)
+            assert session.pipeline.trace is None
+            trace.after_log(state)
+        trace.at_end(state)
+        late.at_end(state)
+    return notes
+
+
+def test_a_trace_holds_all_ranks_on_one_clock(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    config = make_config(tiny_model(n_layer=2), tmp_path, steps=STEPS, stages=2, micro=1)
+    log = dataclasses.replace(config.log, dir=str(tmp_path), trace=TRACED)
+    config = dataclasses.replace(config, log=log)
+    (wrote, never), *others = on_ranks(2, train, tmp_path / "store", config)
+    assert never == "log.trace: steps 90 to 91 were not trained by this start, which ends at step 4"
+    assert wrote.startswith(f"trace: {tmp_path / 'trace-2-3.json'}, clocks of the ranks agree within ")
+    assert others == [[never]]
+    trace = json.loads((tmp_path / "trace-2-3.json").read_text())
+    events = trace["traceEvents"]
+    check_events(events)
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    ranks = [f"rank {rank}, stage {rank}, replica 0" for rank in range(2)]
+    assert [name.partition(" on ")[0] for name in names.values()] == [*ranks, "plan of replica 0"]
+    for rank in range(2):
+        of_rank = [event for event in events if event["pid"] == rank and event["ph"] == "X"]
+        assert [event["name"] for event in of_rank if event["cat"] == "step"] == ["step 2", "step 3"]
+        assert {"phase", "action", "codec", "wait"} <= {event["cat"] for event in of_rank}
+    actions = [event for event in events if event.get("cat") == "action" and parse_action(event["name"]).is_compute]
+    plan = [event for event in events if event.get("cat") == "plan"]
+    assert sorted(event["name"] for event in actions) == sorted(event["name"] for event in plan)
+    assert all({"late_ms", "added_ms", "planned_ms"} <= event["args"].keys() for event in actions + plan)
+    messages = [event for event in events if event["ph"] == "b" and event["name"].startswith(("activ", "gradients"))]
+    assert len(messages) == len(actions) / 2  # each computation but the last stage's forward, the first's backward
+
+
+def check_events(events: list[dict[str, Any]]) -> None:
+    """Check events against the trace event format; spans of a thread are disjoint or nested."""
+    threads = defaultdict(list)
+    arrows: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        assert isinstance(event["name"], str)
+        assert {type(event["pid"]), type(event.get("tid", 0))} == {int}
+        assert isinstance(event.get("args", {}), dict)
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name")
+            continue
+        assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            threads[event["pid"], event["tid"]].append((event["ts"], -event["dur"]))
+        else:
+            assert event["ph"] in "besf"
+            arrows[event["id"]].append(event)
+    for spans in threads.values():
+        ends: list[float] = []
+        for start, negative in sorted(spans):
+            while ends and ends[-1] <= start + 1e-3:
+                ends.pop()
+            assert not ends or start - negative <= ends[-1] + 1e-2
+            ends.append(start - negative)
+    for of_message in arrows.values():
+        assert sorted(event["ph"] for event in of_message) == ["b", "e", "f", "s"]
+        begin, end = ([event["ts"] for event in of_message if event["ph"] in kinds] for kinds in ("bs", "ef"))
+        assert max(begin) <= min(end)
+
+
+class SlowCost(Cost):
+    """One computation takes longer than the others of its kind."""
+
+    def of(self, action: Action) -> Time:
+        return super().of(action) + 6 * (str(action) == "1F3")
+
+
+def test_what_differs_from_the_plan_is_marked_where_it_arises() -> None:
+    program = lower(OneFOneB().program(3, 6))
+
+    def traces(cost: Cost) -> list[RankTrace]:
+        """Return the traces of ranks whose actions take what they cost."""
+        timeline = simulate(program, cost)
+        spans = [[Span("action", str(each), *map(float, timeline.spans[each]), 7, {}) for each in of] for of in program]
+        step = Span("step", "step 1", 0.0, 100.0, 7, {})
+        return [RankTrace(rank, 0, f"rank {rank}", 0.0, [step, *of_rank]) for rank, of_rank in enumerate(spans)]
+
+    (plan,) = plan_steps(traces(Cost()))
+    assert plan.measured_s == plan.timeline.makespan == 24.0
+    assert not any(each.is_marked for each in plan.differences.values())
+    (plan,) = plan_steps(slow := traces(SlowCost()))
+    assert [str(each.action) for each in plan.differences.values() if each.is_marked] == ["1F3"]
+    marked = [
+        event for event in json.loads(trace_json(slow, [plan]))["traceEvents"] if "differs" in event.get("args", {})
+    ]
+    assert [(event["cat"], event["pid"], event["name"]) for event in marked] == [
+        ("action", 1, "1F3"),
+        ("plan", 3, "1F3"),
+    ]
+
+
+@pytest.mark.parametrize("trace", ["", "5", "5:4", "0:3", "a:b", "1:2:3", "-1:2"])
+def test_a_malformed_range_is_refused(trace: str) -> None:
+    with pytest.raises(ValueError, match=r"is not a range of steps; give the first and the last, as \"100:105\""):
+        traced_steps(trace)
