@@ -28,6 +28,7 @@ from acsgd.commands.evaluation.options import EvalOptions
 from acsgd.commands.generation.options import GenerateOptions
 from acsgd.commands.invite import HostCommand, JoinCommand, NetCommand
 from acsgd.commands.report.command import ReportCommand
+from acsgd.commands.top import TopCommand
 from acsgd.commands.typed import as_typed
 from acsgd.config.run_file import parse_flags
 from acsgd.config.spec import suggest
@@ -314,6 +315,7 @@ COMMANDS: dict[str, Any] = {
     "join": JoinCommand,
     "net": NetCommand,
     "report": ReportCommand,
+    "top": TopCommand,
 }
 
 

@@ -147,6 +147,7 @@ def commands() -> str:
         "acsgd join": lambda: cli.run(["join", "--help"]),
         "acsgd net": lambda: cli.run(["net", "--help"]),
         "acsgd report": lambda: cli.run(["report", "--help"]),
+        "acsgd top": lambda: cli.run(["top", "--help"]),
         "acsgd doctor": lambda: cli.run(["doctor", "--help"]),
         "acsgd chaos": lambda: cli.run(["chaos", "--help"]),
     }

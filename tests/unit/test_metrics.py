@@ -8,7 +8,7 @@ import logging
 import resource
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from lib.records import RECORD
@@ -304,7 +304,7 @@ def test_without_a_terminal_a_few_plain_lines_are_printed(tmp_path: Path, capsys
     log_steps(tmp_path, "print", 1, 1000, resumed_at=0)
     lines = printed_lines(capsys)
     assert len(lines) == PLAIN_LINES + 1
-    assert lines[0] == "step 1/1000  loss 2.5000  32 tokens/s"
+    assert lines[0] == "step 1/1000 0%  loss 2.5000  lr 0.1  32 tokens/s  2 s/step  0:33:18 left"
     assert lines[-1].startswith("step 1000/1000")
 
 
@@ -322,16 +322,38 @@ def test_a_resumed_run_prints_its_first_step_and_the_same_later_ones(
 @pytest.mark.parametrize(
     ("dtype", "changed", "line"),
     [
-        ("fp32", {"loss": None}, "step 1/4  loss none, no target tokens  32 tokens/s"),
-        ("fp32", {"loss": None, "targets_per_s": 8.0}, "step 1/4  loss nan  32 tokens/s"),
-        ("fp32", {"skipped": 2}, "step 1/4  loss 2.5000  32 tokens/s  skipped 2"),
-        ("fp16", {"loss_scale": 2.0**24}, "step 1/4  loss 2.5000  32 tokens/s  scale 16777216"),
-        ("fp16", {"loss_scale": 1.0}, "step 1/4  loss 2.5000  32 tokens/s  scale 1"),
+        (
+            "fp32",
+            {"loss": None},
+            "step 1/4 25%  loss none, no target tokens  lr 0.1  32 tokens/s  2 s/step  0:00:06 left",
+        ),
+        (
+            "fp32",
+            {"loss": None, "targets_per_s": 8.0},
+            "step 1/4 25%  loss nan  lr 0.1  32 tokens/s  2 s/step  0:00:06 left",
+        ),
+        ("fp32", {"skipped": 2}, "step 1/4 25%  loss 2.5000  lr 0.1  32 tokens/s  2 s/step  skipped 2  0:00:06 left"),
+        (
+            "fp16",
+            {"loss_scale": 2.0**24},
+            "step 1/4 25%  loss 2.5000  lr 0.1  32 tokens/s  2 s/step  scale 16777216  0:00:06 left",
+        ),
+        (
+            "fp32",
+            {"ranks": {"compute_s": [[0.5, 1.0]]}, "data_wait_s": 0.25},
+            "step 1/4 25%  loss 2.5000  lr 0.1  32 tokens/s  2 s/step  limit: compute  slowest: rank 1 (1.3x)  "
+            "0:00:06 left",
+        ),
+        (
+            "fp16",
+            {"loss_scale": 1.0},
+            "step 1/4 25%  loss 2.5000  lr 0.1  32 tokens/s  2 s/step  scale 1  0:00:06 left",
+        ),
     ],
 )
-def test_a_printed_line_shows_skipped_updates_and_the_loss_scale(
+def test_a_printed_line_shows_what_a_step_is_and_what_limits_it(
     dtype: Literal["fp32", "fp16"],
-    changed: dict[str, float | None],
+    changed: dict[str, Any],
     line: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -15,6 +15,7 @@ import pytest
 from lib.records import RECORD
 
 from acsgd.commands.report.command import ReportCommand, page_of
+from acsgd.commands.top import TopCommand
 from acsgd.io.telemetry.history import read_run
 from acsgd.io.telemetry.step_time import StepTime
 
@@ -128,6 +129,32 @@ def test_a_long_run_is_thinned_and_its_means_stay(tmp_path: Path) -> None:
     assert [len(axis) for axis in data["runs"][0]["axes"].values()] == [1334, 1334]
     assert {len(curve["values"]) for chart in data["charts"] for curve in chart["curves"]} == {1334}
     assert data["runs"][0]["axes"]["step"][-1] == 4001
+
+
+def test_top_shows_the_end_of_a_run_until_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", steps=9)
+    monkeypatch.setenv("COLUMNS", "150")
+    TopCommand(run, once=True).run()
+    printed = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in printed.splitlines() if "│" in line]
+    assert printed.startswith(f"{run}: step 9 of 4")
+    assert rows[0] == ["2", "2.5", "0.1", "32", "2", "compute"]
+    assert [row[0] for row in rows[8:12]] == ["1", "0", "2", "3"]
+    assert rows[8][1:3] == ["1.000", "0.750"]
+    assert [row[1] for row in rows[12:] if row[0]] == ["view", "resume", "spike", "save"]
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("acsgd.commands.top.time.sleep", interrupt)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    TopCommand(run).run()
+    assert capsys.readouterr().out.endswith("\x1b[?25h\x1b[?1049l")
+    with pytest.raises(ValueError, match=r"--every=0 must be at least 0.1"):
+        TopCommand(run, every=0).run()
 
 
 def test_the_parts_of_a_step_add_up_to_its_time() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from acsgd.io.telemetry.history import RunHistory, finite
+from acsgd.io.telemetry.history import RunHistory, finite, numbers_by_rank
 from acsgd.io.telemetry.step_time import StepTime
 from acsgd.metrics import EVAL_LOSS, METRICS
 
@@ -69,7 +69,7 @@ TIME = "Where the time of the slowest rank went"
 
 def _details(run: RunHistory) -> Iterator[tuple[str, Curves]]:
     """Yield title and curves of the charts of one run."""
-    times = [_time_of(line) for line in run.steps]
+    times = [StepTime.of(line) for line in run.steps]
     causes = dict.fromkeys(cause for time in times if time for cause in time.parts)
     step_s = [finite(line.get("step_s")) or math.inf for line in run.steps]
     one, mega = ([factor] * len(step_s) for factor in (1.0, MEGA))
@@ -123,21 +123,9 @@ def _by_rank(run: RunHistory, name: str, label: Label, factors: Sequence[float])
     """Return the numbers of all ranks by label, times a factor for each step."""
     curves: dict[str, list[float | None]] = {}
     for index, line in enumerate(run.steps):
-        ranks = line.get("ranks")
-        grid = ranks.get(name) if isinstance(ranks, Mapping) else None
-        rows = grid if isinstance(grid, list) and all(isinstance(row, list) for row in grid) else []
-        cells = [(len(row), cell) for row in rows for cell in row]
-        for rank, (size, cell) in enumerate(cells):
-            if (number := finite(cell)) is not None:
-                curves.setdefault(label(rank, size), [None] * len(run.steps))[index] = number * factors[index]
+        for rank, size, value in numbers_by_rank(line, name):
+            curves.setdefault(label(rank, size), [None] * len(run.steps))[index] = value * factors[index]
     return dict(curves)
-
-
-def _time_of(line: Mapping[str, Any]) -> StepTime | None:
-    try:
-        return StepTime.of(line)
-    except (KeyError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError):
-        return None  # another version's line, or a damaged one
 
 
 def _sum(curves: Curves, others: Curves) -> Curves:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from acsgd.io.telemetry.json_lines import METRICS
-from acsgd.io.telemetry.text_log import LogEntry, read_text_log
+from acsgd.io.telemetry.text_log import LogEntry, parse_text_log
 
 KINDS = {
     "resume": re.compile(r"resuming from .*?step-0*(?P<step>\d+)"),
@@ -59,22 +60,36 @@ class RunHistory:
         return int(text) if text.isdecimal() else None
 
 
-def read_run(directory: Path) -> RunHistory:
-    """Read a run directory, as far as its files can be read. Raises ValueError if it is no directory."""
+def read_run(directory: Path, *, last_bytes: int | None = None) -> RunHistory:
+    """Read a run directory, as far as its files can be read. Raises ValueError if it is no directory.
+
+    last_bytes: of each file with a line per step, how much of its end to read. None = all.
+    """
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory; give the run directory, log.dir of the run")
     run = RunHistory(directory)
     run.config = _read_config(run)
-    entries = _read_lines(run)
-    run.events = sorted([*entries, *_read_log(run)], key=lambda event: event.step)
+    events = [*_read_metrics(run, last_bytes), *_read_log(run, last_bytes)]
+    run.events = sorted(events, key=lambda event: event.step)
     return run
 
 
-def _read_lines(run: RunHistory) -> list[LoggedEvent]:
+def _read_lines(path: Path, last_bytes: int | None) -> list[bytes]:
+    """Return the lines of a file, or the complete ones in its end. Raises OSError."""
+    with path.open("rb") as file:
+        if last_bytes is not None and file.seek(0, os.SEEK_END) > last_bytes:
+            file.seek(-last_bytes, os.SEEK_END)
+            file.readline()
+        else:
+            file.seek(0)
+        return file.read().splitlines(keepends=True)
+
+
+def _read_metrics(run: RunHistory, last_bytes: int | None) -> list[LoggedEvent]:
     """Read the steps of metrics.jsonl into `run`; return its events."""
     path, steps, events = run.directory / METRICS, dict[int, dict[str, Any]](), list[LoggedEvent]()
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        lines = _read_lines(path, last_bytes)
     except OSError as error:
         run.problems.append(f"{path} cannot be read ({error.strerror}): no steps are known; log.to needs jsonl")
         return []
@@ -120,15 +135,14 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _read_log(run: RunHistory) -> Iterator[LoggedEvent]:
+def _read_log(run: RunHistory, last_bytes: int | None) -> Iterator[LoggedEvent]:
     """Yield the sentences for the user in the text log of the first rank; nothing without one."""
     path = next(iter(sorted(run.directory.glob("logs/rank-*.log"))), None)
     if path is None:
         return
     try:
-        for entry in read_text_log(path):
-            if (event := _event_of(entry)) is not None:
-                yield event
+        entries = parse_text_log(_read_lines(path, last_bytes))
+        yield from filter(None, map(_event_of, entries))
     except OSError as error:
         run.problems.append(f"{path} cannot be read ({error.strerror}): saves and resumes are not known")
 
@@ -146,3 +160,21 @@ def finite(value: object) -> float | None:
     """Return a number of a line; None if it is none, or not finite."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if is_number else None  # type: ignore[arg-type]  # a number, as tested
+
+
+class RankNumber(NamedTuple):
+    """A number of one rank."""
+
+    rank: int
+    size: int
+    """Number of ranks of its pipeline."""
+    value: float
+
+
+def numbers_by_rank(line: Mapping[str, Any], name: str) -> list[RankNumber]:
+    """Return the number of each rank in a line of metrics.jsonl; nothing if it is not there, or damaged."""
+    ranks = line.get("ranks")
+    grid = ranks.get(name) if isinstance(ranks, dict) else None
+    rows = grid if isinstance(grid, list) and all(isinstance(row, list) for row in grid) else []
+    cells = [(len(row), finite(cell)) for row in rows for cell in row]
+    return [RankNumber(rank, size, value) for rank, (size, value) in enumerate(cells) if value is not None]

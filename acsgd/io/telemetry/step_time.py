@@ -27,31 +27,34 @@ class StepTime(NamedTuple):
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> StepTime | None:
-        """Return the times of a line of metrics.jsonl; None if it has none.
-
-        Raises ValueError, KeyError or TypeError for a line that no run has written.
-        """
-        ranks = line.get("ranks", {})
-        if "compute_s" not in ranks:
+        """Return the times of a line of metrics.jsonl; None if it has none, or is damaged."""
+        try:
+            return _read(line)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             return None
-        grid, step_s = ranks["compute_s"], float(line["step_s"])
-        size, compute_s = len(grid[0]), [float(seconds) for replica in grid for seconds in replica]
-        rank = max(range(len(compute_s)), key=compute_s.__getitem__)
-        replica, stage = divmod(rank, size)
 
-        def wait_s(name: str) -> float:
-            return float(ranks[name][replica][stage]) if name in ranks else 0.0
 
-        first, bubble = rank - stage, float(line["schedule_bubble"])
-        before, after = (f"link {first + (stage + hop) % size}->{rank}" for hop in (-1, 1))
-        forward_s, backward_s = wait_s("pp_forward_wait_s"), wait_s("pp_backward_wait_s")
-        fill_s = min(compute_s[rank] * bubble / (1 - bubble), forward_s + backward_s)
-        left = 1 - fill_s / (forward_s + backward_s) if fill_s else 1.0
-        parts = {"data": float(line["data_wait_s"]), "compute": compute_s[rank], "schedule": fill_s}
-        parts[before] = forward_s * left
-        parts[after] = parts.get(after, 0.0) + backward_s * left  # of two ranks, both links are the same
-        parts |= {"tied weights": wait_s("tied_wait_s"), "replicas": wait_s("dp_wait_s")}
-        parts["update"] = max(0.0, step_s - sum(parts.values()))
-        mean_s = sum(compute_s) / len(compute_s)
-        factor = compute_s[rank] / mean_s if mean_s else 1.0
-        return cls(rank, factor, max(0.0, 1 - mean_s / step_s), parts)
+def _read(line: Mapping[str, Any]) -> StepTime:
+    """Return the times of a line. Raises any of several exceptions for one that lacks them."""
+    ranks = line["ranks"]
+    grid, step_s = ranks["compute_s"], float(line["step_s"])
+    size, compute_s = len(grid[0]), [float(seconds) for replica in grid for seconds in replica]
+    rank = max(range(len(compute_s)), key=compute_s.__getitem__)
+    replica, stage = divmod(rank, size)
+
+    def wait_s(name: str) -> float:
+        return float(ranks[name][replica][stage]) if name in ranks else 0.0
+
+    first, bubble = rank - stage, float(line["schedule_bubble"])
+    before, after = (f"link {first + (stage + hop) % size}->{rank}" for hop in (-1, 1))
+    forward_s, backward_s = wait_s("pp_forward_wait_s"), wait_s("pp_backward_wait_s")
+    fill_s = min(compute_s[rank] * bubble / (1 - bubble), forward_s + backward_s)
+    left = 1 - fill_s / (forward_s + backward_s) if fill_s else 1.0
+    parts = {"data": float(line["data_wait_s"]), "compute": compute_s[rank], "schedule": fill_s}
+    parts[before] = forward_s * left
+    parts[after] = parts.get(after, 0.0) + backward_s * left  # of two ranks, both links are the same
+    parts |= {"tied weights": wait_s("tied_wait_s"), "replicas": wait_s("dp_wait_s")}
+    parts["update"] = max(0.0, step_s - sum(parts.values()))
+    mean_s = sum(compute_s) / len(compute_s)
+    factor = compute_s[rank] / mean_s if mean_s else 1.0
+    return StepTime(rank, factor, max(0.0, 1 - mean_s / step_s), parts)

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from io import TextIOWrapper
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
@@ -61,12 +61,11 @@ class LogEntry(NamedTuple):
 _ENTRY = re.compile(r"(\d{4}-\d\d-\d\d [\d:.]+) \| \w+ +\| [^|]* \| [\w.]+:(\w+):\d+ - (.*)")
 
 
-def read_text_log(path: Path) -> Iterator[LogEntry]:
-    """Yield the records of a text log, the first line of each. Raises OSError."""
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if match := _ENTRY.match(line):
-                yield LogEntry(*match.groups())
+def parse_text_log(lines: Iterable[bytes]) -> Iterator[LogEntry]:
+    """Yield the records of the lines of a text log, the first line of each."""
+    for line in lines:
+        if match := _ENTRY.match(line.decode(errors="replace")):
+            yield LogEntry(*match.groups())
 
 
 class _RankFile(WatchedFileHandler):

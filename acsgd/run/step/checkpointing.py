@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import time
 from collections.abc import Callable, Collection
 from functools import partial
@@ -235,7 +236,7 @@ class Checkpointing(StepHook):
             )
             return f"nothing left to train: {last}; raise {length}, or give another log.dir ({self.newest})"
         if step == steps:
-            return f"done: step {step} of {steps}, {self.newest}"
+            return f"done: step {step} of {steps}, {self.newest}\n{_next_commands(self._session.job)}"
         if self.newest is None:
             return f"stopped before the first step on {self._signals.received or 'a signal to another rank'}"
         return (
@@ -262,6 +263,19 @@ class Checkpointing(StepHook):
         if checkpoint is not None:
             self._inputs.reader.restore(checkpoint.run.streams)
         return checkpoint
+
+
+def _next_commands(job: Job) -> str:
+    """Return what to type after a run, one command per line."""
+    data, run_dir = job.config.data, job.config.log.dir
+    form = "hf" if job.model.adapter is None else "peft"
+    commands = [
+        *(["generate {} --prompt '...'"] if not job.model.task.has_labels else []),
+        *(["eval {}"] if data.eval_sources is not None or data.eval_fraction else []),
+        f"convert to-{form} {{}} {shlex.quote(f'{run_dir}-{form}')}",
+        "report {}",
+    ]
+    return "next: " + "\n      ".join(f"acsgd {command.format(shlex.quote(run_dir))}" for command in commands)
 
 
 def _write_model_files(job: Job, rows: RowReader, target: Path) -> list[StoredFile]:

@@ -69,6 +69,7 @@ class Evaluations(StepHook):
     ) -> None:
         self._session = session
         self._held_out = held_out
+        self._scores = ""
         self._note = note
         self._signals = signals
         self._stops = stops
@@ -83,10 +84,16 @@ class Evaluations(StepHook):
             self._note(f"step {step}: a stop signal has ended the evaluation; the resumed run begins with it")
             state.is_stopped, state.unevaluated = True, state.record
             return
-        self._note(f"step {step}: {describe(scores)} ({len(held_out)} sequences{job.eval_form})")
+        self._scores = f"step {step}: {describe(scores)} ({len(held_out)} sequences{job.eval_form})"
         state.evaluated = state.progress.evaluated(scores)
         if state.record is not None:
             state.record = state.record._replace(evaluation=scores)
+
+    def after_log(self, state: LoopState) -> None:
+        """Print the metrics, after those of the step that they follow."""
+        if self._scores:
+            self._note(self._scores)
+        self._scores = ""
 
     def _batches(self, state: LoopState) -> Iterator[Batch]:
         """Yield the batches of this replica. Raises _LeftError, after the same batch on all ranks, if the run ends."""
