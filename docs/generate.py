@@ -28,6 +28,7 @@ from mkdocs.structure.pages import Page
 from acsgd import cli
 from acsgd.codecs import CODECS
 from acsgd.config.options import Config
+from acsgd.config.other_tools import Row, programs
 from acsgd.config.ranges import ranges_of
 from acsgd.dp import MODES
 from acsgd.io.data.sources.sources import SOURCES
@@ -165,8 +166,7 @@ def commands() -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replace the markers of generated parts: <!-- generated: rooms -->, <!-- generated: tasks -->,
-    <!-- generated: methods PATH -->."""
+    """Replace the markers of generated parts, <!-- generated: NAME ARGUMENTS -->; names: PARTS."""
 
     def generated(marker: re.Match[str]) -> str:
         build, *arguments = marker[1].split()
@@ -238,6 +238,25 @@ def tasks() -> str:
     return _table(("`model.task`", "class of transformers", "inputs", "labels", "loss", "head"), rows)
 
 
+def other_tool(name: str) -> str:
+    """Return the options of another tool and what to type instead, as a table for each of its programs."""
+
+    def code(text: str) -> str:
+        return f"`{text}`" if text else ""
+
+    parts = list[str]()
+    for program in programs():
+        if program.tool == name:
+            rows = (
+                (code(f"{row.old} {row.value}".strip()), code(row.shown), _text(row.note))
+                for rows in program.rows.values()
+                for row in rows
+            )
+            command = Row("", "", program.command, "").shown
+            parts.append(f"## {command}\n\n{_table(('there', 'here', 'what differs'), rows)}")
+    return "\n".join(parts)
+
+
 def errors() -> str:
     """Return the texts of all errors by what they concern, as tables with the file of each."""
     groups: dict[str, set[tuple[str, str]]] = {}
@@ -300,7 +319,13 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/commands.md": commands,
 }
 """Path of each generated page inside docs/ -> its text."""
-PARTS: dict[str, Callable[..., str]] = {"rooms": rooms, "methods": methods, "tasks": tasks, "errors": errors}
+PARTS: dict[str, Callable[..., str]] = {
+    "rooms": rooms,
+    "methods": methods,
+    "tasks": tasks,
+    "errors": errors,
+    "other_tool": other_tool,
+}
 """Name of each generated part of a page that is otherwise written by hand."""
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import tyro
 
 from acsgd.config.options import FORMER_SWITCHES, REMOVED, RENAMED, Config
+from acsgd.config.other_tools import TRAIN, keys_of, normalized, other_value, refuse_others, typed_options
 from acsgd.config.spec import suggest
 from acsgd.errors import similar
 
@@ -37,6 +38,8 @@ def parse(argv: list[str], *, prog: str = "train.py", is_main: bool = True) -> C
     """
     argv = list(argv)
     arguments: list[str] = []
+    if argv and argv[0].endswith(".py"):  # a whole line of another tool
+        refuse_others(typed_options(argv[1:]), _keys(), TRAIN)
     if argv and not argv[0].startswith("-"):
         arguments = _as_flags(_read(Path(argv.pop(0))))
     _refuse_former(argv)
@@ -68,8 +71,12 @@ def parse_flags(
     except SystemExit as end:
         if not end.code:
             raise
-        named = _with_subcommand(kind, argv, prog)
-        raise ValueError(f"{_usage_error(printed.getvalue(), argv)}; all options: {named} --help") from None
+        named, known = _with_subcommand(kind, argv, prog)
+        refuse_others(typed_options(argv), known, TRAIN if kind is Config else named)
+        meant = next(
+            filter(None, (other_value(each.key, text) for each in typed_options(argv) for text in each.values)), ""
+        )
+        raise ValueError(f"{_usage_error(printed.getvalue(), argv)}{meant}; all options: {named} --help") from None
 
 
 def to_toml(config: Config) -> str:
@@ -91,12 +98,14 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     except (OSError, ValueError) as error:
         if isinstance(error, OSError):
             raise ValueError(f"run file {path} cannot be read ({error.strerror}); give an existing TOML file") from None
+        _refuse_other_file(path)
         raise ValueError(f"{path} is not TOML: {error}") from None
     except RecursionError:
         raise ValueError(
             f"{path} nests its values too deeply; an option is a number, a text or a list of them"
         ) from None
     sections = typing.get_type_hints(Config)
+    refuse_others(keys_of(table), _keys(), TRAIN)
     for name, values in table.items():
         if name not in sections or not isinstance(values, dict):
             raise ValueError(f"{path}: unknown section [{name}]{suggest(name, sections)}")
@@ -113,8 +122,28 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
             if key not in keys:
                 raise ValueError(f"{path}: unknown key {name}.{key}{suggest(key, keys)}")
             if not _has_type(value, keys[key]):
-                raise ValueError(f"{path}: {name}.{key} = {_shown(value)} must be {_kind(keys[key])}")
+                meant = other_value(f"{name}.{key}", str(value))
+                raise ValueError(f"{path}: {name}.{key} = {_shown(value)} must be {_kind(keys[key])}{meant}")
     return table
+
+
+def _keys() -> set[str]:
+    """Return the names of all options of a run, former ones included."""
+    sections = typing.get_type_hints(Config).items()
+    return {
+        *RENAMED,
+        *REMOVED,
+        *(f"{name}.{key}" for name, section in sections for key in typing.get_type_hints(section)),
+    }
+
+
+def _refuse_other_file(path: Path) -> None:
+    """Raise ValueError if a file that is not TOML is a configuration of another tool, in YAML or JSON."""
+    import yaml
+
+    with contextlib.suppress(OSError, UnicodeError, RecursionError, yaml.YAMLError):
+        if isinstance(table := yaml.safe_load(path.read_text()), dict):
+            refuse_others(keys_of(table), _keys(), TRAIN)
 
 
 def _has_type(value: Any, hint: Any) -> bool:
@@ -158,12 +187,14 @@ def _is_nested(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(each, (list, dict)) for each in value)
 
 
-def _with_subcommand(kind: type[Any], argv: Sequence[str], prog: str) -> str:
-    """Return the name of a command, with that of its subcommand if the first argument is one."""
+def _with_subcommand(kind: type[Any], argv: Sequence[str], prog: str) -> tuple[str, set[str]]:
+    """Return the name of a command, with that of its subcommand if the first argument is one, and its options."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         tyro.cli(kind, args=[*(each for each in argv[:1] if each[:1] != "-"), "--help"], prog=prog)
-    return printed.getvalue().partition("usage: ")[2].partition(" [-h]")[0]
+    text = printed.getvalue()
+    options = {normalized(each) for each in re.findall(r"(?<=[\s,])--?[a-z][\w.-]*", text)}
+    return text.partition("usage: ")[2].partition(" [-h]")[0], options
 
 
 def _usage_error(printed: str, argv: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from acsgd.config.other_tools import other_value
 from acsgd.config.ranges import out_of_range
 from acsgd.errors import similar
 
@@ -35,7 +36,7 @@ def from_spec(spec: str, table: Mapping[str, type], *, key: str) -> Any:
     """
     name, _, rest = spec.strip().partition(":")
     if name not in table:
-        raise ValueError(f'{key}="{spec}": unknown name "{name}"; use {_one_of(table)}{nearest(name, table)}')
+        raise ValueError(f'{key}="{spec}": unknown name "{name}"{suggest(name, table, key)}')
     plugin = table[name]
     types = typing.get_type_hints(plugin)
     fields = {field.name: types[field.name] for field in dataclasses.fields(plugin)}
@@ -95,9 +96,12 @@ def _parts(rest: str, text: str | None, options: Mapping[str, Any]) -> list[str]
     return parts
 
 
-def suggest(name: str, known: Mapping[str, Any]) -> str:
-    """Return "; use a, b or c (did you mean b?)", the end of an error message about an unknown name."""
-    return f"; use {_one_of(known)}{nearest(name, known)}"
+def suggest(name: str, known: Mapping[str, Any], key: str = "") -> str:
+    """Return "; use a, b or c (did you mean b?)", the end of an error message about an unknown name.
+
+    key: of the option whose value it is, which may have other names in other tools.
+    """
+    return f"; use {_one_of(known)}{other_value(key, name) or nearest(name, known)}"
 
 
 def _convert(text: str, kind: Any, *, where: str) -> Any:

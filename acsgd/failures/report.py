@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from acsgd.config.other_tools import OtherToolError
 from acsgd.errors import InputError, explain, printable
 from acsgd.launch import Launch
 
@@ -34,7 +35,7 @@ def message_of(error: BaseException, launch: Launch, run_dir: Path | None, *, ch
     known = str(error) if is_input_wrong else explain(error)
     path = _save_traceback(error, launch.rank, run_dir, is_known=known is not None)
     if known is not None:
-        return printable(known)
+        return "\n".join(map(printable, known.splitlines() if type(error) is OtherToolError else [known]))
     what = printable(" ".join(traceback.format_exception_only(error)[-1].split()))
     where = f"; please report it with the traceback in {path}" if path else f"\n{_traceback(error)}"
     return f"rank {launch.rank} on {socket.gethostname()}: {what}{_place(error)}: this is a bug in acsgd{where}"

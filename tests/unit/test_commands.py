@@ -183,7 +183,7 @@ def test_a_wrong_command_line_is_one_error(line: str, message: str) -> None:
 def test_only_names_of_the_same_meaning_are_suggested() -> None:
     base = ["--model.name", "a", "--data.sources", "b", "--data.sequence", "1", "--data.batch", "1", "--optim.lr", "1"]
     for wrong, hint in (
-        ("--lr", "--optim.lr"),
+        ("--weights", "--data.weights"),
         ("--pp.stage", "--pp.stages"),
         ("--data.path", ""),
         ("--data.split", ""),
