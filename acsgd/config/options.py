@@ -32,6 +32,9 @@ class ModelConfig:
 
     name: str
     """Hugging Face id, Hugging Face model directory, or layer-shard directory."""
+    tokenizer: str | None = None
+    """Hugging Face id or directory of the tokenizer, which checkpoints and exports carry. Default: that of the
+    model."""
     task: str = "lm"
     """What the model is trained for, which determines its head: "lm" predicts the next token, "classification" and
     "regression" a label of the sequence, "seq2seq" a target sequence."""
@@ -110,7 +113,8 @@ class DataConfig:
     output_format: str = "__output__"
     """Text of an answer in the formats "prompt", "p3" and "io"."""
     chat_template: str | None = None
-    """File with a chat template (Jinja), which checkpoints and exports carry. Default: that of the tokenizer."""
+    """File with a chat template (Jinja), which checkpoints and exports carry; "openchatkit" writes turns as lines that
+    begin with "<human>:" and "<bot>:". Default: that of the tokenizer."""
     chat_template_kwargs: str | None = None
     """Variables of the chat template for all chats, "enable_thinking=false,...": JSON values or texts, or one JSON
     object, unless a record has others under "chat_template_kwargs". Checkpoints and exports carry them in the template.

@@ -28,7 +28,7 @@ def open_weight_source(job: Job) -> WeightSource:
         return source
     built, seed = model_class.build(model.config), job.config.data.seed
     return NewAdapter(
-        source, built, model.description, model.adapter, model_class.name, seed=seed, tokenizer=model.directory
+        source, built, model.description, model.adapter, model_class.name, seed=seed, tokenizer=model.tokenizer
     )
 
 

@@ -24,6 +24,18 @@ from acsgd.io.files.checksum import new_file_checksum
 FILE = "chat_template.jinja"
 """File of a model directory with the chat template, which takes precedence over that of tokenizer_config.json."""
 OPTION, VARIABLES = "data.chat_template", "data.chat_template_kwargs"
+TEMPLATES = {
+    "openchatkit": (
+        "{%- for message in messages %}"
+        "{%- if message.role == 'assistant' %}"
+        "{{- '<bot>:' }}{% generation %}{{- ' ' ~ message.content ~ eos_token }}{% endgeneration %}"
+        "{%- else %}{{- ('<human>: ' if message.role == 'user' else '') ~ message.content }}{%- endif %}"
+        "{{- '' if loop.last and message.role == 'assistant' else '\\n' }}"
+        "{%- endfor %}"
+        "{{- '<bot>:' if add_generation_prompt }}"
+    )
+}
+"""Chat templates by name. In that of OpenChatKit, turns are lines; eos_token ends answers, so that generation stops."""
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables that transformers always gives to a template, besides special tokens."""
 
@@ -31,7 +43,7 @@ GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
     """Let a tokenizer write chats as data.chat_template and data.chat_template_kwargs say. Raises ValueError."""
     if data.chat_template is not None:
-        tokenizer.chat_template = _read(Path(data.chat_template))
+        tokenizer.chat_template = TEMPLATES.get(data.chat_template) or _read(Path(data.chat_template))
         try:
             tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
         except TemplateSyntaxError as error:

@@ -43,10 +43,7 @@ TASK = "model.task"
 """Option of a run; in `RUN_OPTIONS` the task of the manifest."""
 FORMATS = "formats"
 """Name of the formats of the sources in what a run, and `RUN_OPTIONS`, record of data."""
-MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    RUN_OPTIONS,
+TOKENIZER = (
     "tokenizer*",
     "vocab.*",
     "merges.txt",
@@ -56,6 +53,8 @@ MODEL_FILES = (
     "*.model",
     "*.spm",
 )
+"""Patterns of the files of a tokenizer."""
+MODEL_FILES = ("config.json", "generation_config.json", RUN_OPTIONS, *TOKENIZER)
 """Patterns of the files that a Hugging Face model needs besides its weights."""
 
 
@@ -86,13 +85,15 @@ def model_files(directory: Path) -> list[Path]:
     return paths
 
 
-def copy_model_files(source: Path, target: Path) -> list[StoredFile]:
+def copy_model_files(source: Path, target: Path, *, tokenizer: Path | None = None) -> list[StoredFile]:
     """Copy the config and tokenizer files of a model directory; return their manifest entries.
 
-    Raises as `model_files`.
+    tokenizer: directory of the tokenizer. Default: the same. Raises as `model_files`.
     """
-    for path in model_files(source):
-        shutil.copyfile(path, target / path.name)
+    origin = tokenizer or source
+    for path in {*model_files(source), *model_files(origin)}:
+        if path.parent == (origin if any(fnmatch(path.name, pattern) for pattern in TOKENIZER) else source):
+            shutil.copyfile(path, target / path.name)
     return list_model_files(target)
 
 

@@ -17,6 +17,7 @@ from acsgd.shards.config import CONFIG, parameter_count, read_config
 from acsgd.shards.disk import model_files
 from acsgd.shards.files import ADAPTER_CONFIG
 from acsgd.shards.manifest import MANIFEST
+from acsgd.shards.tokenizer import has_tokenizer
 
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.spm")
 """Patterns of the files of a repository besides its weights: config, indices and tokenizer."""
@@ -92,6 +93,14 @@ def find_model(name: str, *, option: str, weights: bool = True) -> Path:
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ValueError(f"{option}={name} {missing(path)}; give a directory or a Hugging Face id, owner/name")
     return find_model(_download(name, option=option, weights=weights), option=option)
+
+
+def find_tokenizer(name: str) -> Path:
+    """Return the local directory of a tokenizer, model.tokenizer; download it if it is a Hugging Face id.
+
+    Raises ValueError.
+    """
+    return Path(name) if has_tokenizer(Path(name)) else find_model(name, option="model.tokenizer", weights=False)
 
 
 def _download(name: str, *, option: str, weights: bool) -> str:

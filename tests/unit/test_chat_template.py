@@ -161,3 +161,14 @@ def test_checkpoints_and_exports_carry_the_template(
         cli.run(["generate", str(checkpoint), "--prompt", "1 + 1", "--max-new-tokens", "1", *flags])
         assert prompts.pop() == prompt
         assert ("a text is the message of a user" in capsys.readouterr().err) == (not flags)
+
+
+def test_the_template_of_openchatkit_is_known_by_name(chat: PreTrainedTokenizerFast) -> None:
+    """Turns as its inference writes them; what the bot answers is learned, up to the token that ends it."""
+    set_chat_template(chat, data_config(chat_template="openchatkit"))
+    example = Messages(ReadOptions(), chat).example(SourceRecord({"messages": [*CHAT, *CHAT]}, "here"))
+    turn = ("<human>: 1 + 1\n<bot>:", " 2<|endoftext|>")
+    assert [segment.text for segment in example.segments] == [*turn, f"\n{turn[0]}", turn[1]]
+    assert [segment.is_target for segment in example.segments] == [False, True] * 2
+    prompt = chat.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True)
+    assert prompt == turn[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -16,12 +17,16 @@ import pytest
 import torch
 from lib.commands import acsgd
 from lib.patience import stretched
-from lib.saved import SMALL
+from lib.saved import SMALL, small_run, train_alone
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from acsgd.cli import FromHF
 from acsgd.config.options import ModelConfig
 from acsgd.errors import RunError
+from acsgd.io.checkpoint.directory import newest_checkpoint
+from acsgd.launch import Launch
+from acsgd.run.plan.job import prepare
 from acsgd.shards.disk import MODEL_FILES
 from acsgd.shards.files import tensor_headers
 from acsgd.shards.hub import open_model
@@ -430,3 +435,24 @@ def test_a_directory_whose_name_is_not_utf8_is_refused(model: Path, tmp_path: Pa
     renamed = Path(os.fsdecode(os.fsencode(tmp_path) + b"/m\xff"))
     model.rename(renamed)
     assert refused(renamed).endswith("has a path that is not UTF-8; rename it")
+
+
+def test_a_tokenizer_from_elsewhere_is_that_of_the_run_and_of_its_checkpoints(
+    model: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Also for a model that has none, or files of another one; config.json is that of the model."""
+    other = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="!", bos_token="?")
+    other.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "config.json").write_text("{}")
+    (model / "tokenizer.json").unlink()
+    (model / "merges.txt").write_text("of another tokenizer")
+    config = small_run(model, tmp_path / "run", steps=1)
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        train_alone(config)
+    elsewhere = dataclasses.replace(config.model, tokenizer=str(tmp_path / "tokenizer"))
+    checkpoint = newest_checkpoint(train_alone(dataclasses.replace(config, model=elsewhere)).parent)
+    assert AutoTokenizer.from_pretrained(checkpoint).eos_token == "!"
+    assert not (checkpoint / "merges.txt").exists()
+    assert json.loads((checkpoint / "config.json").read_text())["n_layer"] == 1
+    with pytest.raises(ValueError, match=r"model\.tokenizer=absent"):
+        prepare(dataclasses.replace(config, model=dataclasses.replace(elsewhere, tokenizer="absent/a/b")), Launch())

@@ -137,12 +137,13 @@ LINES = {
 }
 NEW = {
     "cocktailsgd": "torchrun --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:7033 --nproc-per-node 8 -m acsgd "
-    "--model.name opt --pp.stages 2 --optim.name adamw8bit --data.sources "
+    "--model.name opt --model.tokenizer opt --pp.stages 2 --optim.name adamw8bit --data.sources "
     "cot:data/mmlu-cot.json:0.1,a.jsonl:1.0 --checkpoint.dir out "
     "--checkpoint.every 50 --optim.steps 500 --optim.warmup 10 --optim.lr 1e-4 --data.sequence 2048 --data.batch 128 "
     "--pp.micro 1 --dp.mode cocktail --model.dtype fp16 --pp.schedule gpipe",
     "ac-sgd": "torchrun --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:9000 --nproc-per-node 8 -m acsgd --model.name "
-    "checkpoints/gpt2-xl --data.sources hf:Salesforce/wikitext:wikitext-2-raw-v1 --optim.epochs 10 --optim.lr 5e-5 "
+    "checkpoints/gpt2-xl --model.tokenizer gpt2-xl --data.sources "
+    "hf:Salesforce/wikitext:wikitext-2-raw-v1 --optim.epochs 10 --optim.lr 5e-5 "
     "--data.sequence 1024 --data.batch 32 --pp.micro 1 --pp.forward delta:bits=4 --model.dropout_mask sample "
     "--pp.backward fixpoint:bits=8 --pp.stages 8 --pp.schedule gpipe --data.eval_fraction 0.05 --optim.clip 2",
     "finetuner": "torchrun -m acsgd --model.name google/flan-t5-xl --model.task seq2seq "

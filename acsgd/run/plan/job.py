@@ -179,7 +179,7 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True, model: RunMo
     with report_if_slow(print_note, lambda: f"planning {model.describe_size()}", enabled=launch.rank == 0):
         costs = costs_of(config, model, num_stages, streams)
         specs = divide(config, model, num_stages, costs)
-    tokenizer = load_tokenizer(model.directory, model.config)
+    tokenizer = load_tokenizer(model.tokenizer, model.config)
     set_chat_template(tokenizer, config.data)
     job = Job(
         config=config,

@@ -22,7 +22,7 @@ from acsgd.layers.skeleton import parameter_names
 from acsgd.run.plan.layers_cache import LayersCache
 from acsgd.run.plan.limits import ParameterCount, check_memory, check_sequence
 from acsgd.shards.config import derive_layers, longest_sequence
-from acsgd.shards.hub import open_model
+from acsgd.shards.hub import find_tokenizer, open_model
 from acsgd.streams import Streams
 from acsgd.tasks import find_task
 from acsgd.tasks.base import Task
@@ -32,7 +32,9 @@ class RunModel(NamedTuple):
     """The model of a run, as its files describe it. No weights are loaded."""
 
     directory: Path
-    """Directory of config.json, the tokenizer and, unless model.init is "scratch", the weights."""
+    """Directory of config.json and, unless model.init is "scratch", the weights."""
+    tokenizer: Path
+    """Directory of the tokenizer."""
     config: PreTrainedConfig
     parameters: ParameterCount
     """Number of parameters of the whole model, with its adapter."""
@@ -105,6 +107,7 @@ def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: 
         check(count, DTYPES[config.model.dtype])
     return RunModel(
         found.directory,
+        found.directory if config.model.tokenizer is None else find_tokenizer(config.model.tokenizer),
         found.config,
         count,
         task,

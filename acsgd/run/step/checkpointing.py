@@ -283,7 +283,7 @@ def _write_model_files(job: Job, rows: RowReader, target: Path) -> list[StoredFi
 
     Generation also stops where the learned texts end.
     """
-    copied, known = copy_model_files(job.model.directory, target), job.ends
+    copied, known = copy_model_files(job.model.directory, target, tokenizer=job.model.tokenizer), job.ends
     is_changed = write_chat_template(target, job.tokenizer, job.config.data)
     if new := [id_ for id_ in rows.ends.ids if id_ not in known and not job.model.task.has_labels]:
         write_ends(target, [*known, *new])
