@@ -115,13 +115,17 @@ class ToHF:
     """Type to cast parameters to. Default: no cast, bit for bit."""
     shard_size: str = "5GB"
     """Maximum size of a file: "500MB", "5GB"."""
+    best: bool = False
+    """Convert the best checkpoint of a run with checkpoint.best, not its newest."""
 
     def run(self) -> None:
         """Run the conversion."""
+        from acsgd.io.checkpoint.directory import best_checkpoint
         from acsgd.shards.convert import describe_hf
         from acsgd.shards.export import to_hf
 
-        source, limit = _checkpoint(self.source), _parse_size(self.shard_size)
+        limit = _parse_size(self.shard_size)
+        source = best_checkpoint(self.source) if self.best else _checkpoint(self.source)
         with progress_bar() as report:
             _create(
                 self.target,

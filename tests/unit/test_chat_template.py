@@ -16,6 +16,7 @@ from acsgd import cli
 from acsgd.commands.generation.prompts import PromptEncoder
 from acsgd.config.options import DataConfig
 from acsgd.io.data.formats.chat import Messages
+from acsgd.io.data.formats.formats import describe_unused
 from acsgd.io.data.sources.base import ReadOptions, SourceRecord
 from acsgd.shards.chat_template import set_chat_template
 from acsgd.shards.export import to_hf
@@ -172,3 +173,4 @@ def test_the_template_of_openchatkit_is_known_by_name(chat: PreTrainedTokenizerF
     assert [segment.is_target for segment in example.segments] == [False, True] * 2
     prompt = chat.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True)
     assert prompt == turn[0]
+    assert describe_unused(data_config(chat_template="openchatkit"), {"oig"}) == []

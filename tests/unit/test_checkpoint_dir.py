@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from lib.models import NO_LAYERS
 
-from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.io.checkpoint.directory import CheckpointDirectory, best_checkpoint
 from acsgd.shards.disk import ShardDirectory, copy_model_files
 from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
 
@@ -56,6 +56,8 @@ def directory(tmp_path: Path) -> CheckpointDirectory:
 def test_a_missing_directory_has_no_checkpoints(directory: CheckpointDirectory) -> None:
     assert directory.steps() == directory.leftovers() == []
     assert directory.best() is None
+    with pytest.raises(ValueError, match="has no best checkpoint"):
+        best_checkpoint(directory.path)
 
 
 def test_only_published_checkpoints_are_listed_oldest_first(directory: CheckpointDirectory) -> None:
@@ -124,7 +126,7 @@ def test_best_points_to_the_last_one_marked_also_in_a_moved_run(directory: Check
     save(directory, 1, 2)
     for step in (1, 2, 1):
         directory.mark_best(step)
-        assert directory.best() == directory.of(step)
+        assert directory.best() == best_checkpoint(directory.path) == directory.of(step)
     moved = CheckpointDirectory(directory.path.rename(directory.path.with_name("moved")))
     assert moved.best() == moved.of(1)
     assert (moved.path / "best" / MANIFEST).read_bytes() == (moved.of(1) / MANIFEST).read_bytes()

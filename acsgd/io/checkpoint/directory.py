@@ -211,6 +211,16 @@ def checkpoints_of(path: Path) -> list[Path]:
     return []
 
 
+def best_checkpoint(path: Path) -> Path:
+    """Return the best checkpoint in a directory, or in that of a run. Raises ValueError if there is none."""
+    for directory in (CheckpointDirectory(path), CheckpointDirectory(path / CHECKPOINTS)):
+        if best := directory.best():
+            return best
+    raise ValueError(
+        f"{path} has no best checkpoint; give the directory of a run with checkpoint.best, or leave out --best"
+    )
+
+
 def newest_checkpoint(path: Path) -> Path:
     """Return the newest checkpoint of a run directory; the path itself if it is not that of a run."""
     return (checkpoints_of(path) or [path])[-1]

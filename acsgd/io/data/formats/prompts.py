@@ -166,7 +166,7 @@ class OigChat(Format):
     """A text of turns that begin with "<human>:" and "<bot>:". Each answer is learned up to the next turn."""
 
     required = (TEXT,)
-    options_read = ("targets",)
+    options_read = ("targets", "chat_template")  # with which checkpoints write chats
 
     def detect(self, fields: Mapping[str, Any]) -> bool:
         """Return False: such a text is learned as a whole unless this format is asked for."""
