@@ -11,6 +11,9 @@ from acsgd.config.adapters import Adapter, LoRA, parse_adapter
 from acsgd.config.options import CheckpointConfig, Config, DataConfig, ElasticConfig, OptimConfig
 from acsgd.config.ranges import COUNT, out_of_range
 
+MAX_TRACED = 1000
+"""Largest number of steps in log.trace, whose spans are kept in memory."""
+
 
 def check(config: Config) -> None:
     """Raise ValueError for the first invalid option; the message names the key and a valid value."""
@@ -34,8 +37,11 @@ def traced_steps(trace: str | None) -> range:
     """Return the steps of log.trace, counted from 1. Raises ValueError if it is malformed."""
     match = re.fullmatch(r"(\d{1,12}):(\d{1,12})", trace or "")
     steps = range(int(match[1]), int(match[2]) + 1) if match else range(0)
-    if trace is not None and not (steps and steps[0]):
-        raise ValueError(f'log.trace="{trace}" is not a range of steps; give the first and the last, as "100:105"')
+    if trace is not None and not (steps and steps[0] and len(steps) <= MAX_TRACED):
+        raise ValueError(
+            f'log.trace="{trace}" is not a range of steps; give the first and the last, as "100:105", of at most '
+            f"{MAX_TRACED} steps"
+        )
     return steps
 
 

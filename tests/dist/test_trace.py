@@ -144,7 +144,7 @@ def test_what_differs_from_the_plan_is_marked_where_it_arises() -> None:
     ]
 
 
-@pytest.mark.parametrize("trace", ["", "5", "5:4", "0:3", "a:b", "1:2:3", "-1:2"])
+@pytest.mark.parametrize("trace", ["", "5", "5:4", "0:3", "a:b", "1:2:3", "-1:2", "1:1001"])
 def test_a_malformed_range_is_refused(trace: str) -> None:
     with pytest.raises(ValueError, match=r"is not a range of steps; give the first and the last, as \"100:105\""):
         traced_steps(trace)

@@ -94,10 +94,13 @@ def test_text_of_a_run_stays_text(tmp_path: Path) -> None:
         (lambda run: (run / "metrics.jsonl").write_bytes(b""), "metrics.jsonl has no step yet", 0),
         (
             lambda run: (run / "metrics.jsonl").write_bytes(
-                b'\xff\n[]\n{"step": 1, "ranks": [1], "loss": NaN}\n{"step": "x"}\n7\n{"step": 2, "step_s": "y"}\n{"st'
+                b'\xff\n[]\n{"step": 1e400}\n'
+                + b"[" * 10**5
+                + b'\n{"step": 1, "ranks": [1], "loss": NaN}\n{"step": "x"}\n7\n{"step": 2, "step_s": "y"}\n'
+                b'{"step": "3", "step_s": 1e400, "ranks": {"compute_s": [[1e400]]}, "data_wait_s": 0}\n{"st'
             ),
-            "4 damaged lines are left out, the first is line 1",
-            2,
+            "6 damaged lines are left out, the first is line 1",
+            3,
         ),
         (lambda run: (run / "config.toml").unlink(), "config.toml cannot be read (No such file", 4),
         (lambda run: (run / "config.toml").write_bytes(b"\xff = ["), "config.toml is damaged (", 4),
@@ -120,6 +123,10 @@ def test_what_is_missing_is_one_sentence_and_the_rest_is_shown(
 def test_no_run_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a directory; give the run directory"):
         ReportCommand((tmp_path / "absent",)).run()
+    run = make_run(tmp_path / "run")
+    for output in (tmp_path, tmp_path / "absent" / "file"):
+        with pytest.raises(ValueError, match="give a file, in a directory that exists"):
+            ReportCommand((run,), output).run()
     with pytest.raises(ValueError, match="no run directory is given"):
         ReportCommand(()).run()
 

@@ -145,7 +145,7 @@ def _curve(label: str, values: Values) -> dict[str, Any]:
 
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    return finite(sum(known) / len(known)) if known else None
 
 
 def _groups(values: Sequence[Any]) -> Iterator[Sequence[Any]]:

@@ -35,6 +35,8 @@ class ReportCommand:
             raise ValueError("no run directory is given; type: acsgd report RUN_DIR [RUN_DIR ...]")
         histories = [read_run(directory) for directory in self.runs]
         output = self.output or self.runs[0] / "report.html"
+        if output.is_dir() or not output.parent.is_dir():
+            raise ValueError(f"--output {output}: give a file, in a directory that exists")
         page = page_of(histories)
         partial = output.with_name(f".{output.name}.partial")
         partial.write_text(page, encoding="utf-8")

@@ -94,17 +94,18 @@ def _read_metrics(run: RunHistory, last_bytes: int | None) -> list[LoggedEvent]:
         run.problems.append(f"{path} cannot be read ({error.strerror}): no steps are known; log.to needs jsonl")
         return []
     damaged = []
-    for number, text in enumerate(lines, start=1):
+    for index, text in enumerate(lines, start=1):
         try:
             line = json.loads(text, parse_constant=lambda _: None)
             if "event" in line:
                 details = ", ".join(f"{name} {value}" for name, value in line.items() if name not in _EVENT_FIELDS)
                 events.append(LoggedEvent(int(line["after_step"]), str(line["event"]), details, ""))
             else:
-                steps[int(line["step"])] = line
-        except (ValueError, KeyError, TypeError):
-            if number < len(lines) or text.endswith(b"\n"):
-                damaged.append(number)  # else the run is writing it
+                number = int(line["step"])
+                steps[number] = line | {"step": number}
+        except (ArithmeticError, KeyError, RecursionError, TypeError, ValueError):
+            if index < len(lines) or text.endswith(b"\n"):
+                damaged.append(index)  # else the run is writing it
     if damaged:
         run.problems.append(f"{path}: {len(damaged)} damaged lines are left out, the first is line {damaged[0]}")
     run.steps = [steps[step] for step in sorted(steps)]

@@ -76,7 +76,10 @@ class StepTrace(StepHook):
         if not gathered:
             return
         traces = [_on_one_clock(rank, *each) for rank, each in enumerate(gathered)]
-        plans = plan_steps(traces)
+        try:
+            plans, of_plan = (found := plan_steps(traces)), describe_plan(found)
+        except (KeyError, ValueError) as error:  # a step that is not complete on all ranks
+            plans, of_plan = [], f"; without a plan, since a step is not complete: {error}"
         error_ms = 1e3 * max(trace.clock_error_s for trace in traces)
         try:
             self._path.write_text(trace_json(traces, plans))
@@ -85,7 +88,7 @@ class StepTrace(StepHook):
             return
         self._note(
             f"trace: {self._path}, clocks of the ranks agree within {error_ms:.2g} ms; open it with ui.perfetto.dev or "
-            f"chrome://tracing{describe_plan(plans)}"
+            f"chrome://tracing{of_plan}"
         )
 
 
