@@ -176,7 +176,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let long specs in tables wrap after commas, and only there."""
+    """Let long specs in tables wrap after commas, and options not after their hyphens."""
     return re.sub(r"<td[ >].*?</td>", lambda cell: _with_breaks(cell[0]), html, flags=re.DOTALL)
 
 
@@ -424,7 +424,11 @@ def _signature(name: str, member: Any) -> str:
 
 
 def _with_breaks(html: str) -> str:
-    return re.sub(r"<code>.*?</code>", lambda code: code[0].replace(",", ",<wbr>"), html)
+    def broken(code: re.Match[str]) -> str:
+        options = re.sub(r"-[-\w.]+", r'<span class="option">\g<0></span>', code[1])
+        return f"<code>{options.replace(',', ',<wbr>')}</code>"
+
+    return re.sub(r"<code>(.*?)</code>", broken, html)
 
 
 def _docstring(kind: Any) -> str:
