@@ -15,6 +15,7 @@ from acsgd.layers.composed import ComposedModel, Context, State
 from acsgd.layers.description import LOGITS, LayersError, ModelLayers
 from acsgd.layers.masks import masked
 from acsgd.layers.skeleton import fill_with_stand_ins, parameter_names, set_buffer, set_parameter, set_tied_parameter
+from acsgd.streams import seed_generators
 
 TOLERANCE = 1e-5
 """Largest difference of an output or a gradient, relative to its largest absolute value, or to 1."""
@@ -41,14 +42,14 @@ class Stages:
         blocks = [self.whole.get_submodule(path) for path in self.layers.blocks]
 
         def stub(index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            torch.manual_seed(index + 1)
+            seed_generators(index + 1)
             returned = forward(*args, **kwargs)
             if index == len(blocks) - 1:
-                torch.manual_seed(index + 2)
+                seed_generators(index + 2)
             return returned
 
         with torch.random.fork_rng(devices=[]), stubbed(blocks, stub), masked(self.whole, batch) as arguments:
-            torch.manual_seed(0)
+            seed_generators(0)
             return self.whole(**arguments, use_cache=False).logits
 
     def load(self, stage: range) -> dict[str, nn.Parameter]:
@@ -126,7 +127,7 @@ def _run_stages(
         context = stages.composed.context(batch, stage)
         state = received
         for index in stage:
-            torch.manual_seed(index)
+            seed_generators(index)
             try:
                 state = _run_layer(stages.composed, index, state, batch, context)
             except Exception as error:  # raised in transformers' code, by what the stage lacks
