@@ -1,5 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
+# Tests start many interpreters: each would compile all modules again, and each worker of pytest rewrite all tests.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup debian-venv demo test test-fast tests fast-tests soak lint types docs clean
 
@@ -7,7 +9,8 @@ help:
 	@echo "make demo    set up .venv, train a small model on this machine, export it, generate text with it"
 	@echo "make test    set up .venv, run lint, types, docs and all tests"
 	@echo "make test-fast  lint, types and the unit tests that take less than a second and start no processes, while you write code"
-	@echo "make soak    test with damaged input and injected faults for 10 minutes; SOAK=\"--seconds 3600 --seed 2\""
+	@echo "make soak    run the rows of tests that make test leaves out, then test with damaged input and injected faults"
+	@echo "             for 10 minutes; SOAK=\"--seconds 3600 --seed 2\""
 	@echo "make docs    build the documentation into site/; open site/index.html"
 	@echo "make setup   only make .venv and install what the project needs into it"
 	@echo "make clean   remove .venv and what runs have written"
@@ -49,7 +52,7 @@ test-fast: lint
 fast-tests: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit -m "not soak and not processes and not slow" --numprocesses 2 --dist loadgroup
 
-# Not part of `make test`, which runs a few cases: see docs/howto/soak.md.
+# Not part of `make test`, which runs a few rows and cases: see docs/howto/soak.md.
 soak: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --workers 2 $(SOAK)

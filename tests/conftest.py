@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -25,10 +26,15 @@ STARTS_PROCESSES = {
 }
 """Modules of which a test file imports a name if its tests start processes."""
 
-SLOW = {
-    tuple(line.split("::")) for line in Path(__file__).with_name("slow.txt").read_text().splitlines() if line[0] != "#"
-}
-"""Files of unit tests, and tests in other files as (file, test), that take long."""
+
+def _listed(name: str) -> set[tuple[str, ...]]:
+    """Read a list of files, tests and rows of tests: (file,), (file, test) or (file, test[row])."""
+    lines = Path(__file__).with_name(name).read_text().splitlines()
+    return {tuple(line.split("::", 1)) for line in lines if line[0] != "#"}
+
+
+SLOW = _listed("slow.txt")
+SOAK = _listed("soak.txt")
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are not selected are removed
@@ -38,14 +44,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     All others of `dist` and `run` may run anywhere, so that none of the workers is left with a long file at the end.
     """
     modules = {item.path.name: item.module for item in items}
-    for file, *tests in SLOW:
-        if file in modules and not all(hasattr(modules[file], test) for test in tests):
-            raise pytest.UsageError(f"tests/slow.txt: {file} has no {tests[0]}")
+    for file, *tests in SLOW | SOAK:
+        if file in modules and not all(hasattr(modules[file], test.partition("[")[0]) for test in tests):
+            raise pytest.UsageError(f"tests/slow.txt or tests/soak.txt: {file} has no {tests[0]}")
     for item in items:
         if _modules_used(item) & STARTS_PROCESSES:
             item.add_marker(pytest.mark.processes)
-        if {(item.path.name,), (item.path.name, item.name.partition("[")[0])} & SLOW:
+        names = {(item.path.name,), (item.path.name, item.name.partition("[")[0]), (item.path.name, item.name)}
+        if names & SLOW:
             item.add_marker(pytest.mark.slow)
+        if names & SOAK:
+            item.add_marker(pytest.mark.soak)
         file, _, name = item.nodeid.partition("::")
         shares = any(fixtures[-1].scope == "module" for fixtures in _fixtures_of(item).values())
         if item.get_closest_marker("xdist_group") is None:
@@ -66,6 +75,11 @@ def _fixtures_of(item: pytest.Item) -> dict[str, Sequence[pytest.FixtureDef[obje
     return found
 
 
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage visit the objects of all modules and tests, of which there are millions."""
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Give each test a time limit that a busy machine stretches, for which pytest-timeout looks after this."""
@@ -80,6 +94,16 @@ def _shared_layers(tmp_path_factory: pytest.TempPathFactory) -> None:
     base = tmp_path_factory.getbasetemp()
     os.environ[DIRECTORY] = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "layers")
     share_layers()
+
+
+@pytest.fixture(scope="module")
+def selected(request: pytest.FixtureRequest) -> Callable[[str], set[Any]]:
+    """Return a function that gives the values of a parameter in the tests of a module that are run, as by -m or -k.
+
+    So that a fixture runs what these tests need, and no more.
+    """
+    specs = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    return lambda parameter: {spec.params[parameter] for spec in specs if spec is not None and parameter in spec.params}
 
 
 @pytest.fixture

@@ -82,13 +82,24 @@ EQUAL_RUNS: dict[str, tuple[str, Script]] = {
 itself. In the last one, of 2 stages, process 3 keeps its state, and follows the others until process 2 has its own."""
 LOCAL = "local"
 RUNS = (*list(SCRIPTS)[1:], *OTHER_RUNS, *UPDATE_RUNS, *UPDATE_SCRIPTS)
+SOAK = {
+    *("source ends", "only the newcomer applies a step", "another one joins", "quantized:bits=4,exact_steps=1"),
+    *("cocktail_grad", "cocktail:random=0.5,topk=0.5", "diloco:inner=3,mix=0.3"),
+    *("updates, newcomer ends", "updates, only the newcomer is late"),
+}
+"""Runs whose parts are in others, too."""
+ROWS = [pytest.param(name, marks=[pytest.mark.soak] * (name in SOAK)) for name in RUNS]
 
 Runs = list[dict[str, Trained]]
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """What each process has done, by name of the run."""
+def runs(
+    tiny_model: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    selected: Callable[[str], set[str]],
+) -> Runs:
+    """What each process has done, by name of the run, for those that are selected."""
     path = tmp_path_factory.mktemp("views")
     config = make_config(tiny_model(n_layer=1), path, steps=STEPS, micro=2)
     config = dataclasses.replace(config, elastic=ElasticConfig(join_budget=0, snapshot="2"))
@@ -122,7 +133,9 @@ def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
         for script_name, script in {calm_of(name): calm, name: joins}.items():
             log = dataclasses.replace(config.log, dir=str(path / script_name))  # with streamed segments of its own
             scripts.setdefault(script_name, (dataclasses.replace(other, log=log), script))
-    return on_ranks(5, _train, path / "store", scripts)
+    names = selected("name") | {"updates, all others end"}
+    names |= {calm_of(name) for name in names}
+    return on_ranks(5, _train, path / "store", {name: each for name, each in scripts.items() if name in names})
 
 
 def _train(rank: int, world_size: int, path: Path, runs: dict[str, tuple[Config, Script]]) -> dict[str, Trained]:
@@ -156,7 +169,7 @@ def merged(runs: Runs, name: str, steps: int = STEPS) -> dict[int, float]:
     return losses
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ROWS)
 def test_the_losses_are_those_of_a_run_that_nobody_joins(runs: Runs, name: str) -> None:
     losses = merged(runs, name)
     if name in (*UPDATE_RUNS, *UPDATE_SCRIPTS):
@@ -168,7 +181,7 @@ def test_the_losses_are_those_of_a_run_that_nobody_joins(runs: Runs, name: str) 
     assert {step: losses[step] for step in calm} == pytest.approx(calm, rel=RELATIVE)
 
 
-@pytest.mark.parametrize("name", [*RUNS, *EQUAL_RUNS, LOCAL])
+@pytest.mark.parametrize("name", [*ROWS, *EQUAL_RUNS, LOCAL])
 def test_a_rank_joins_when_it_has_the_state_of_the_others_bit_for_bit(runs: Runs, name: str) -> None:
     """The state of ranks is compared in `merged`; with `local`, it is that of another rank some steps before."""
     newcomer = runs[2][name]

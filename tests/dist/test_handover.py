@@ -26,6 +26,9 @@ OTHERS = (
 )
 """Modes that do not, nor after step 6: a replica can complete these steps alone."""
 MODES = (*EXCHANGES, *OTHERS)
+SOAK = ("powersgd:rank=1", "cocktail:random=.5,topk=.5,moment_correction=false")
+"""Modes of OTHERS whose state is also handed over in `test_background_join`."""
+ROWS = [pytest.param(mode, marks=[pytest.mark.soak] * (mode in SOAK)) for mode in MODES]
 MEMBERS = (0, 1, 2)
 FROZEN = "transformer.w[tp]e.*,*.h.0.attn.*"
 """Parameters that are not trained."""
@@ -70,11 +73,15 @@ Runs = list[dict[str, Trained]]
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """All scripts with all modes, in the same processes: starting them takes longer than training."""
+def runs(
+    tiny_model: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    selected: Callable[[str], set[str]],
+) -> Runs:
+    """All scripts with all modes that are selected, in the same processes: starting them takes longer than training."""
     path, all_runs = tmp_path_factory.mktemp("views"), {}
     config = make_config(tiny_model(n_layer=1), path, steps=STEPS, micro=2)
-    for mode in MODES:
+    for mode in (each for each in MODES if each in selected("mode")):
         for name, script in scripts_of(mode).items():
             all_runs[f"{mode}, {name}"] = dataclasses.replace(config, dp=ReplicaConfig(mode)), script
     model = dataclasses.replace(config.model, freeze=FROZEN)
@@ -109,12 +116,12 @@ def losses_of(runs: Runs, mode: str, script: str) -> Mapping[int, float]:
     return losses
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ROWS)
 def test_a_view_of_the_same_replicas_changes_nothing_wherever_the_one_before_ended(runs: Runs, mode: str) -> None:
     assert losses_of(runs, mode, "interrupted") == pytest.approx(losses_of(runs, mode, "calm"), rel=RELATIVE)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ROWS)
 def test_replicas_whose_exchange_ended_differently_continue_from_the_same_weights(runs: Runs, mode: str) -> None:
     losses, calm = (losses_of(runs, mode, script) for script in ("one misses the exchange", "calm"))
     assert [losses[step] for step in range(1, 5)] == [calm[step] for step in range(1, 5)]
@@ -122,7 +129,7 @@ def test_replicas_whose_exchange_ended_differently_continue_from_the_same_weight
         assert losses == pytest.approx(calm, rel=RELATIVE)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ROWS)
 def test_replicas_that_are_left_and_that_join_have_the_same_weights(runs: Runs, mode: str) -> None:
     """3 replicas, of which one ends in the exchange after step 4; 2, of which one ends; 1; 3 again."""
     losses, calm = (losses_of(runs, mode, script) for script in ("members change", "calm"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 from collections.abc import Callable
@@ -47,10 +48,13 @@ def _modules_with(cache: Callable[[Config], LayersCache]) -> list[ModuleType]:
 
 class _SharedCache(LayersCache):
     def costs(self, *args: Any, **kwargs: Any) -> tuple[float, ...]:
-        """Keep the costs where they are estimated: a test without `main` keeps none, and each rank would estimate."""
-        costs = super().costs(*args, **kwargs)
-        self.keep_costs(*args, costs, **kwargs)
-        return costs
+        """Let one rank estimate and keep the costs: a test without `main` keeps none, and each would estimate them."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with self._costs_path(*args, **kwargs).with_suffix(".estimate").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            costs = super().costs(*args, **kwargs)
+            self.keep_costs(*args, costs, **kwargs)
+            return costs
 
 
 def _shared_cache(config: Config) -> LayersCache:

@@ -30,7 +30,7 @@ from acsgd.run.plan.job import Job, prepare
 from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.data import open_data
-from acsgd.streams import mix_seed
+from acsgd.streams import mix_seed, seed_generators
 from acsgd.train import train_step
 from tests.lib.cache import with_shared_cache
 from tests.lib.models import first_modules
@@ -225,7 +225,7 @@ def _seed_dropout(model: PreTrainedModel, config: Config) -> list[int]:
     for index, module in enumerate(first_modules(model)):
 
         def reseed(*_: object, index: int = index) -> None:
-            torch.manual_seed(mix_seed(config.data.seed, *place, index))
+            seed_generators(mix_seed(config.data.seed, *place, index))
 
         module.register_forward_pre_hook(reseed)
     return place

@@ -32,7 +32,7 @@ from acsgd.run.plan.job import Job, prepare
 from acsgd.run.session import Session
 from acsgd.run.setup.inputs import RunInputs, plan_activation_caches
 from acsgd.run.step.run import TrainingRun
-from acsgd.streams import mix_seed
+from acsgd.streams import mix_seed, seed_generators
 from tests.lib.model_types import VOCABULARY, small_config, task_of
 from tests.lib.patience import NO_LIMIT_S
 from tests.lib.ranks import on_ranks
@@ -328,7 +328,7 @@ def oracle(config: Config) -> Result:
     drawn, place = Drawn.whole(config), [0, 0]
 
     def reseed(index: int) -> None:
-        torch.manual_seed(mix_seed(config.data.seed, *place, index))
+        seed_generators(mix_seed(config.data.seed, *place, index))
 
     def before(step: int, micro: int, batch: Batch) -> None:
         place[:] = [step, micro]
