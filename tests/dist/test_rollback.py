@@ -26,8 +26,6 @@ from lib.ranks import on_ranks
 from acsgd.config.options import Config
 from acsgd.io.checkpoint.progress import RECENT
 
-TOPOLOGIES = [(2, 1), (1, 2)]
-"""Stages, replicas."""
 FACTOR = 1.2
 """Spike threshold."""
 SPIKES = (18, 19, 21)
@@ -60,7 +58,7 @@ def model(tiny_model: TinyModel) -> Path:
 
 @pytest.fixture(scope="module")
 def runs_of(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[int, int]], Runs]:
-    """Return a function that runs all plans on a topology, once."""
+    """Return a function that runs all plans on a topology, stages and replicas, once."""
 
     @cache
     def run_all(topology: tuple[int, int]) -> Runs:
@@ -89,7 +87,12 @@ def runs_of(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
     return run_all
 
 
-@pytest.fixture(params=TOPOLOGIES, ids=["two stages", "two replicas"])
+@pytest.fixture(
+    params=[
+        pytest.param((2, 1), id="two stages", marks=pytest.mark.soak),
+        pytest.param((1, 2), id="two replicas"),
+    ]
+)
 def runs(request: pytest.FixtureRequest, runs_of: Callable[[tuple[int, int]], Runs]) -> Runs:
     return runs_of(request.param)
 

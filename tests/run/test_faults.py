@@ -12,11 +12,8 @@ from tests.lib.scenes import SHAPES
 
 SELECTION = {
     "host dies, row sent to one only": ("1x3", "allreduce"),
-    "host dies in the update": ("1x3", "diloco"),
     "coordinator dies, view recorded": ("1x3", "allreduce"),
-    "all holders of a stage die": ("1x3", "allreduce"),
     "receiver of a copy dies": ("1x3", "allreduce"),
-    "host dies during evaluation": ("1x3", "allreduce"),
     "SIGTERM during a change": ("2x2", "allreduce"),
 }
 """Shape and mode of each."""

@@ -24,7 +24,7 @@ from acsgd.shards.disk import ShardDirectory
 from tests.lib.forked_torchrun import ForkedTorchrun, Host, Setup, forked_torchrun, nothing
 from tests.lib.forks import finish
 from tests.lib.injection import Pace
-from tests.lib.launched import TORCHRUN, TRAIN, running
+from tests.lib.launched import TRAIN
 from tests.lib.patience import stretched
 
 TinyModel = Callable[..., Path]
@@ -66,12 +66,13 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 def test_runs_of_two_and_of_four_are_the_run_of_one_and_their_exports_are_what_it_trained(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    """Two ranks under torchrun; four without it, since each interpreter takes seconds to start."""
+    """Two ranks under torchrun; four without it."""
     file = run_file(tmp_path, tiny_model())
     train_forked(1, file)
     flags = ["--pp.stages", "2", "--checkpoint.every", "4"]
     train_forked(4, file, *flags, "--log.dir", f"{tmp_path}/runs/four")
-    with running([*TORCHRUN, "2", TRAIN, str(file), *flags, "--log.dir", f"{tmp_path}/runs/two"], tmp_path) as run:
+    arguments = ["--standalone", "--nproc-per-node", 2, TRAIN, file, *flags, "--log.dir", tmp_path / "runs/two"]
+    with torchrun(tmp_path / "host", *arguments) as run:
         assert run.wait(LIMIT_S) == 0, run.stderr
     for name in ("two", "four"):
         assert_same_run(tmp_path, name)
