@@ -73,10 +73,7 @@ SAME: dict[str, tuple[str, dict[str, object], dict[str, object], dict[str, objec
 
 
 TOKENS = 5
-VIRTUAL = (
-    (f"prompt_tuning:tokens={TOKENS}", f"prefix_tuning:tokens={TOKENS}"),
-    (f"prompt_tuning:tokens={TOKENS},init=text,text=The statement", f"prefix_tuning:tokens={TOKENS}"),
-)
+VIRTUAL = (f"prefix_tuning:tokens={TOKENS}", f"prompt_tuning:tokens={TOKENS},init=text,text=The statement")
 """Virtual tokens for the first two models of SAME."""
 
 
@@ -142,9 +139,7 @@ def test_adapters_on_stages_and_replicas_are_peft_in_one_process(tiny_model: Tin
     ]
     dropout = with_adapter(configs[0], "lora:r=4,dropout=0.3", steps=3)
     compressed = with_adapter(configs[0], "lora:r=4", "cocktail_grad:topk=.25", steps=3)
-    virtual = [
-        with_adapter(config, spec, steps=5) for config, specs in zip(configs, VIRTUAL, strict=False) for spec in specs
-    ]
+    virtual = [with_adapter(config, spec, steps=5) for config, spec in zip(configs, VIRTUAL, strict=False)]
     by_rank = on_ranks(4, train_rank, tmp_path / "store", [*configs, dropout, compressed, *virtual])
 
     assert all(outcome.moved == [] and outcome.tied_bytes == 0 for outcomes in by_rank for outcome in outcomes)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,11 +46,7 @@ class Output:
 
 
 class Run(Output):
-    """A running command.
-
-    output: descriptor of its standard output and error, instead of files in `cwd`. A terminal becomes its controlling
-    terminal.
-    """
+    """A running command. output: descriptor of its standard output and error, instead of files in `cwd`."""
 
     def __init__(self, command: list[str], cwd: Path, *, output: int | None = None) -> None:
         super().__init__(cwd)
@@ -67,7 +61,6 @@ class Run(Output):
                 stdin=subprocess.DEVNULL,
                 stdout=out if output is None else output,
                 stderr=err if output is None else output,
-                preexec_fn=_take_terminal if output is not None and os.isatty(output) else None,
             )
 
     def wait(self, limit_s: float = MARGIN_S) -> int:
@@ -108,10 +101,3 @@ def running(command: list[str], cwd: Path, *, output: int | None = None) -> Iter
             run.process.poll()
             time.sleep(0.05)
         run.process.wait()
-
-
-def _take_terminal() -> None:
-    """Make standard output the controlling terminal of this process, and the signal of its end not ignored."""
-    os.setsid()
-    fcntl.ioctl(1, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -9,13 +9,15 @@ import pty
 import shutil
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 from acsgd.config.options import CheckpointConfig, Config
 from acsgd.config.run_file import to_toml
 from tests.lib.cache import shared_model, with_shared_cache
+from tests.lib.forked_torchrun import Host, forked_torchrun
 from tests.lib.forks import checkpoints_of, make_config, started
-from tests.lib.launched import MARGIN_S, TORCHRUN, TRAIN, running
+from tests.lib.launched import MARGIN_S, TRAIN, running
 
 
 def config_of(directory: Path, *, processes: int, steps: int) -> Config:
@@ -42,15 +44,26 @@ def warnings_of(config: Config, rank: int) -> list[str]:
     return [line.rpartition(" - ")[2] for line in lines if "| WARNING " in line]
 
 
+def print_to(terminal: str, takes_it: bool) -> None:
+    """Let this process print to a terminal. takes_it: which becomes its controlling terminal."""
+    descriptor = os.open(terminal, os.O_RDWR | (0 if takes_it else os.O_NOCTTY))
+    for number in (1, 2):
+        os.dup2(descriptor, number)
+    os.close(descriptor)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def test_a_run_whose_terminal_is_closed_saves_the_step_at_which_it_stops(tmp_path: Path) -> None:
     """torchrun gets the SIGHUP and forwards it; nothing can be printed any more."""
     config = config_of(tmp_path, processes=2, steps=100_000)
     screen, end = pty.openpty()
-    with running([*TORCHRUN, "2", TRAIN, "run.toml"], tmp_path, output=end) as run:
-        os.close(end)
+    agent, worker = (partial(print_to, os.ttyname(end), takes_it) for takes_it in (True, False))
+    arguments = ["--standalone", "--nproc-per-node", "2", TRAIN, "run.toml"]
+    with forked_torchrun(Host(arguments, {"OMP_NUM_THREADS": "1"}, tmp_path, agent=agent, worker=worker)) as run:
         run.wait_until(lambda: steps_of(config) >= 2, 120)
+        os.close(end)
         os.close(screen)
-        run.wait_until(lambda: not run.environments(), MARGIN_S)
+        run.wait_until(lambda: run.exit_code is not None and not run.pids(), MARGIN_S)
         assert max(checkpoints_of(config).steps()) == steps_of(config)
         assert warnings_of(config, 0) == [
             "standard output cannot be written (Input/output error): output is dropped until it can"
