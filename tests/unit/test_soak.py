@@ -19,8 +19,8 @@ from tests.soak.campaign import Campaign
 from tests.soak.leases import check_tenures
 from tests.soak.oracle import in_child, refusal
 
-CASES = {"wire": 40, "checkpoints": 4, "caches": 12, "configs": 12, "data": 40, "leases": 1, "views": 5}
-"""Number of cases of each area; together they take about fifteen seconds."""
+CASES = {"wire": 20, "checkpoints": 2, "caches": 6, "configs": 8, "data": 20, "leases": 1, "views": 3}
+"""Number of cases of each area; together they take a few seconds."""
 
 
 class Faulty:
