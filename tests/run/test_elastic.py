@@ -28,17 +28,18 @@ PACE = Pace(0.1)
 YEAR_S = 365 * 86400.0
 
 
-@pytest.fixture
-def run_file(tiny_model: TinyModel, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def run_file(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Half of the sequences are streamed."""
-    write_records(tmp_path / "a.jsonl")
-    path = tmp_path / "run.toml"
+    directory = tmp_path_factory.mktemp("elastic")
+    write_records(directory / "a.jsonl")
+    path = directory / "run.toml"
     path.write_text(
         f"""
         [model]
         name = "{tiny_model()}"
         [data]
-        sources = "stream:{tmp_path / "a.jsonl"}:0.5,demo:0.5"
+        sources = "stream:{directory / "a.jsonl"}:0.5,demo:0.5"
         window = 32
         sequence = 32
         batch = 4
@@ -56,10 +57,12 @@ def run_file(tiny_model: TinyModel, tmp_path: Path) -> Path:
     return path
 
 
-def assert_same_losses(hosts: Hosts, run_file: Path, tmp_path: Path, *flags: str) -> None:
+def assert_same_losses(hosts: Hosts, run_file: Path) -> None:
     """Check that each step was completed once, with the loss of one process that nothing disturbs."""
-    finish(parse([str(run_file), "--log.dir", str(tmp_path / "calm"), "--log.to", "jsonl", *flags]), 1)
-    calm = [json.loads(line) for line in (tmp_path / "calm/metrics.jsonl").read_text().splitlines()]
+    directory = run_file.parent / "calm"
+    if not directory.exists():
+        finish(parse([str(run_file), "--log.dir", str(directory), "--log.to", "jsonl"]), 1)
+    calm = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     steps = hosts.steps()
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     assert [line["tokens"] for line in steps] == [line["tokens"] for line in calm]
@@ -98,7 +101,7 @@ def test_a_run_of_which_hosts_end_join_and_leave_is_the_calm_run(run_file: Path,
         assert not a.pids() + c.pids()
         recoveries = [event["recovery_s"] for event in hosts.events()[1:]]
         assert len(recoveries) >= 3
-        assert_same_losses(hosts, run_file, tmp_path)
+        assert_same_losses(hosts, run_file)
 
 
 def test_hosts_with_disks_of_their_own_join_end_for_ever_and_start_again_without_one_of_them(
@@ -129,7 +132,7 @@ def test_hosts_with_disks_of_their_own_join_end_for_ever_and_start_again_without
         events = []
         for name in "db":
             hosts.run_dir = hosts.disk_of(name)
-            assert_same_losses(hosts, run_file, tmp_path)
+            assert_same_losses(hosts, run_file)
             events.append([line for line in hosts.lines() if "event" in line])
         assert events[0] == events[1]
         paths = [hosts.disk_of(name) / "checkpoints" / f"step-{STEPS:08d}" for name in "bd"]
@@ -151,7 +154,7 @@ def test_stages_on_hosts_that_hang_and_end(run_file: Path, tmp_path: Path) -> No
         assert a.wait(LIMIT_S) == 0
         assert hosts.hosts_that("left") == [hung]
         assert not a.errors
-        assert_same_losses(hosts, run_file, tmp_path)
+        assert_same_losses(hosts, run_file)
 
 
 def test_a_stage_whose_only_holder_ends_comes_from_the_snapshot_on_the_next_host(
@@ -170,7 +173,7 @@ def test_a_stage_whose_only_holder_ends_comes_from_the_snapshot_on_the_next_host
         assert view["from"] == "snapshot"
         assert view["after_step"] >= 5
         assert view["moved_bytes"] > 0
-        assert_same_losses(hosts, run_file, tmp_path)
+        assert_same_losses(hosts, run_file)
 
 
 def test_a_host_that_cannot_write_the_last_checkpoint_leaves_and_the_others_write_it(
