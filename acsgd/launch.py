@@ -77,9 +77,17 @@ def run_secret() -> str | None:
     return os.environ.get(_SECRET)
 
 
+_TORCHRUN = """\
+import signal
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C among the imports ends without a traceback
+from torch.distributed.run import main
+main()
+"""
+
+
 def start_torchrun(arguments: Sequence[str]) -> NoReturn:
     """Start torchrun in place of this process."""
-    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
+    os.execv(sys.executable, [sys.executable, "-c", _TORCHRUN, *arguments])
 
 
 def publish_daemon(socket: Path, *, interface: str | None) -> None:

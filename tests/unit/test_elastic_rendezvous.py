@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from lib.daemons import Worker, free_addresses
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
@@ -30,6 +31,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in ("ACSGD_DAEMON", "GLOO_SOCKET_IFNAME", "ACSGD_MESH"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     return monkeypatch
 
 
@@ -177,6 +179,22 @@ def test_torchrun_reports_other_programs_as_without_this_package(
     assert "Root Cause (first observed failure)" in capsys.readouterr().err
     show(ValueError("wrong"))
     assert capsys.readouterr().err.endswith("ValueError: wrong\n")
+
+
+def test_torchrun_of_an_elastic_run_ends_after_a_signal_with_one_sentence(
+    environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host, stop = handler(free_addresses(1)[0]), SignalException("", signal.SIGTERM)
+    show(stop)
+    assert capsys.readouterr().err.endswith("SignalException\n")  # as of other programs
+    try:
+        host.next_rendezvous()
+        capsys.readouterr()
+        with pytest.raises(SystemExit, match="143"):
+            show(stop)
+    finally:
+        host.shutdown()
+    assert capsys.readouterr().err == "\ntorchrun: SIGTERM: this host has left run run\n"
 
 
 def show(error: Exception) -> None:

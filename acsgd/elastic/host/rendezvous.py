@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from torch.distributed import HashStore
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
@@ -71,6 +72,7 @@ class AcsgdRendezvous(RendezvousHandler):
             except (OSError, ValueError) as error:
                 print_error(explain(error) or str(error))
                 raise SystemExit(2) from None
+            _shorten_stop(self._parameters.run_id)
         elif is_restart_forbidden(self._socket):
             raise SystemExit(2)
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("localhost", 0))
@@ -113,6 +115,20 @@ def _shorten_summary() -> None:
             print(text, file=sys.stderr)
         else:
             former(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _shorten_stop(run: str) -> None:
+    """Let torchrun of an elastic run end after a signal with a sentence and the exit code of a shell."""
+    former = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, SignalException):
+            former(kind, error, trace)
+            return
+        print(f"\ntorchrun: {error.sigval.name}: this host has left run {run}", file=sys.stderr)
+        raise SystemExit(128 + error.sigval)
 
     sys.excepthook = hook
 
