@@ -5,21 +5,18 @@ Each subcommand imports what it needs when it runs: --help does not load torch, 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from acsgd.__main__ import EVAL
+from acsgd.__main__ import EVAL, end_process
 from acsgd.__main__ import main as start
 from acsgd.commands.chaos import Chaos
 from acsgd.commands.data.command import DataCommand
@@ -32,8 +29,9 @@ from acsgd.commands.top import TopCommand
 from acsgd.commands.typed import as_typed
 from acsgd.config.run_file import parse_flags
 from acsgd.config.spec import suggest
-from acsgd.failures.report import print_error, report_startup_error
-from acsgd.failures.signals import STOP_SIGNALS
+from acsgd.errors import ReportedError
+from acsgd.failures.report import report_startup_error
+from acsgd.failures.signals import reporting_stop
 from acsgd.failures.stdio import protect_streams
 from acsgd.io.files.atomic import build_atomically, resumable_directory
 from acsgd.launch import Launch
@@ -302,8 +300,10 @@ def main() -> None:
         start(sys.argv[1:], prog="acsgd")
         return
     protect_streams()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends without a traceback
-    run(sys.argv[1:])
+    try:
+        run(sys.argv[1:])
+    except ReportedError as error:
+        end_process(error.exit_code)
 
 
 COMMANDS: dict[str, Any] = {
@@ -327,7 +327,7 @@ def run(argv: list[str]) -> None:
     """Run a subcommand other than train and eval. Raises SystemExit if it fails."""
     if not argv or argv[0] in ("-h", "--help"):
         tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="acsgd", args=["--help"])
-    with report_startup_error(Launch()):
+    with report_startup_error(Launch()), reporting_stop():
         name, *rest = argv
         if name not in COMMANDS:
             raise ValueError(f'acsgd has no command "{name}"{suggest(name, COMMANDS)}; all commands: acsgd --help')
@@ -364,42 +364,10 @@ def _create(target: Path, build: Callable[[Path], None], *, resumable: bool = Fa
     outcome = "nothing was written"
     if resumable:
         outcome = f"start the same command again to continue, or remove {resumable_directory(target)}"
-    with _stop_signals(outcome):
+    with reporting_stop(lambda: outcome):
         is_new = build_atomically(target, make, resumable=resumable)
     if not is_new:
         raise ValueError(f"{target} was created by another process meanwhile and is kept; nothing else was written")
-
-
-class _StopSignal(BaseException):
-    """A stop signal."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.exit_code = 128 + number
-
-
-@contextlib.contextmanager
-def _stop_signals(outcome: str) -> Iterator[None]:
-    """Raise the first stop signal as an exception, ignore later ones, which would interrupt the clean-up, and exit.
-
-    outcome: what the user reads besides the name of the signal.
-    """
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        for each in STOP_SIGNALS:
-            signal.signal(each, signal.SIG_IGN)
-        raise _StopSignal(number)
-
-    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # nohup
-    former = {number: signal.signal(number, stop) for number in {*STOP_SIGNALS} - ignored}
-    try:
-        yield
-    except _StopSignal as stopped:
-        print_error(f"{stopped}; {outcome}")
-        sys.exit(stopped.exit_code)
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -244,7 +244,8 @@ def _answering(board: FailureBoard, launch: Launch, context: RunContext, end: Ca
 
 def _end_by_signal(name: str, launch: Launch, context: RunContext, end: Callable[[int], None]) -> None:
     """End this process, since a stop signal ends all ranks during their set-up, or a command with nothing to save."""
-    when = "" if context.is_training else " before the first step, after which there is something to save"
+    has_steps = context.run_dir is not None and not context.is_training
+    when = " before the first step, after which there is something to save" if has_steps else ""
     text = f"stopped by {name}{when}; start the same command again"
     record_error(text, launch)
     forbid_restart()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 
+from acsgd.errors import ReportedError
 from acsgd.failures.processes import find_torchrun, has_proc, start_time
+from acsgd.failures.report import print_error
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 """Signals that stop a run after the current step. The Slurm scripts send SIGUSR1 before a job's time limit. SIGHUP:
@@ -24,23 +27,35 @@ WATCH_S = 0.5
 """Seconds between two checks whether torchrun is alive."""
 
 
+CLEAN_UP_S = 2.0
+"""Time for a command to clean up after a stop signal, seconds."""
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Handle a signal by nothing: the pipe gets its number; without a handler it would end the process."""
+
+
 class StopSignals:
     """Context manager that records stop signals instead of ending the process; a second Ctrl-C ends it.
 
-    end: ends the process with an exit code, from a thread, while the main thread may be waiting inside gloo.
+    end: ends the process with an exit code, from a thread, while the main thread may be waiting inside gloo. handle:
+    handler of the signals. One that gets another handler within the context is not recorded.
 
     After a SIGINT, a later SIGTERM ends the process as well, since torchrun forwards a second Ctrl-C as SIGTERM. The
     exit code is then 130. A SIGHUP that is ignored when the process starts (nohup) stays ignored. Must be entered in
     the main thread. On exit the former handlers are restored, unless an exception is raised: torchrun's SIGTERM must
     not interrupt the failure report.
 
-    Python runs handlers in the main thread only, and not while that thread waits inside gloo. So the handlers do
+    Python runs handlers in the main thread only, and not while that thread waits inside gloo. So by default they do
     nothing; Python's C-level handler writes the signal number to a pipe (signal.set_wakeup_fd), which a thread reads.
     (sigwait in a thread would require blocking the signals in all threads, including torch's.)
     """
 
-    def __init__(self, end: Callable[[int], None]) -> None:
+    def __init__(
+        self, end: Callable[[int], None], *, handle: Callable[[int, FrameType | None], None] = _do_nothing
+    ) -> None:
         self._end = end
+        self._handle = handle
         self._on_signal: Callable[[], None] = lambda: None
         self.received: str | None = None
         """Name of the first stop signal received, e.g. "SIGTERM"."""
@@ -55,7 +70,7 @@ class StopSignals:
         self._listener.start()
         self._former_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
-        self._former = {number: signal.signal(number, _do_nothing) for number in {*STOP_SIGNALS} - ignored}
+        self._former = {number: signal.signal(number, self._handle) for number in {*STOP_SIGNALS} - ignored}
         return self
 
     def __exit__(
@@ -63,11 +78,11 @@ class StopSignals:
     ) -> None:
         if kind is not None:
             return
-        for number, handler in self._former.items():
-            signal.signal(number, handler)
         signal.set_wakeup_fd(self._former_fd)
         os.close(self._writer)
-        self._listener.join()
+        self._listener.join()  # before the handlers change, by which it knows the signals that it records
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
 
     def on_signal(self, callback: Callable[[], None]) -> None:
         """Call a function at the first stop signal, in the thread that records it; now, if there was one."""
@@ -80,7 +95,8 @@ class StopSignals:
     def _listen(self, reader: int) -> None:
         while numbers := os.read(reader, 64):
             for number in numbers:
-                self._record(number, time.monotonic())
+                if signal.getsignal(number) is self._handle:
+                    self._record(number, time.monotonic())
         os.close(reader)
 
     def _record(self, number: int, now: float) -> None:
@@ -98,6 +114,36 @@ class StopSignals:
                 return
             self.received, callback = signal.Signals(number).name, self._on_signal
         callback()
+
+
+@contextlib.contextmanager
+def reporting_stop(outcome: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """Context of a command that a stop signal ends: a thread reports the signal at once, whatever the main thread does.
+
+    The main thread gets ReportedError, to clean up. A thread ends the process after CLEAN_UP_S if the context still
+    runs: the main thread may wait for a download, or inside native code. outcome: returns what the user reads besides
+    the name of the signal. Contexts may be nested; the innermost reports. Must be entered in the main thread.
+    """
+    has_ended, is_raised = threading.Event(), False
+
+    def raise_once(number: int, frame: FrameType | None) -> None:
+        nonlocal is_raised
+        if not is_raised:
+            is_raised = True
+            raise ReportedError(128 + number)
+
+    def report() -> None:
+        print_error("; ".join(filter(None, [f"stopped by {signals.received}", outcome()])))
+        if not has_ended.wait(CLEAN_UP_S):
+            os._exit(128 + signal.Signals[str(signals.received)])
+
+    signals = StopSignals(os._exit, handle=raise_once).__enter__()
+    signals.on_signal(report)
+    try:
+        yield
+    finally:
+        has_ended.set()
+        signals.__exit__(None, None, None)  # the handlers of the process are restored after errors, too
 
 
 def end_with_torchrun(parent: int, *, is_main: bool, end: Callable[[int], None]) -> None:
@@ -129,7 +175,3 @@ def end_with_torchrun(parent: int, *, is_main: bool, end: Callable[[int], None])
         end(1)
 
     threading.Thread(target=watch, name="torchrun watch", daemon=True).start()
-
-
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Handle a signal by nothing: the pipe gets its number; without a handler it would end the process."""

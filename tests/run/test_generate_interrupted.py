@@ -31,7 +31,7 @@ def test_an_interrupted_process_is_resumed_where_it_stopped(tiny_model: TinyMode
         lines = out.read_text().splitlines()
         assert 0 < len(lines) < RECORDS
         assert run.stderr.splitlines()[-1] == (
-            f"interrupted: {out} holds {len(lines)} of {RECORDS} records; the same command resumes"
+            f"error: stopped by SIGINT; {out} holds {len(lines)} of {RECORDS} records; the same command resumes"
         )
         assert run.stdout == ""
     code, printed = acsgd(*options)

@@ -58,7 +58,7 @@ RESERVED = {
     ),
     "torch.cuda": ("acsgd.streams", "acsgd.codecs", "acsgd.commands.doctor.host"),
     "os.environ": ("acsgd.launch",),
-    "os._exit": ("acsgd.__main__",),
+    "os._exit": ("acsgd.__main__", "acsgd.failures.signals"),
 }
 TORCH_FREE = (
     "acsgd.errors",

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FrameType
 
 import pytest
 from lib.patience import Patience
 
-from acsgd.failures.signals import REPEAT_S, STOP_SIGNALS, StopSignals
+from acsgd.errors import ReportedError
+from acsgd.failures.signals import REPEAT_S, STOP_SIGNALS, StopSignals, reporting_stop
 
 INT, TERM, USR1, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 
@@ -109,3 +114,48 @@ def test_after_an_exception_signals_stay_caught_for_the_failure_report() -> None
         signal.signal(number, handler)
     os.close(signal.set_wakeup_fd(-1))
     stop._listener.join()
+
+
+STUCK = """
+import os, signal, time
+from acsgd.failures import signals
+signals.CLEAN_UP_S = 0.1
+with signals.reporting_stop(), signals.reporting_stop(lambda: "2 of 3 are written"):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    finally:
+        time.sleep(60)
+"""
+
+
+def test_a_stop_signal_ends_a_command_that_cannot_clean_up() -> None:
+    ended = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (128 + TERM, "\nerror: stopped by SIGTERM; 2 of 3 are written\n")
+
+
+def fail() -> None:
+    raise ValueError
+
+
+def press(handler: Callable[[int, FrameType | None], None] | None = None) -> None:
+    """Send SIGINT to this process, which a command may handle itself, as a chat does, whose replies it ends."""
+    if handler is not None:
+        signal.signal(INT, handler)
+    signal.raise_signal(INT)
+
+
+@pytest.mark.parametrize(
+    ("command", "error", "printed"),
+    [
+        (fail, ValueError, ""),
+        (press, ReportedError, "\nerror: stopped by SIGINT\n"),
+        (partial(press, signal.default_int_handler), KeyboardInterrupt, ""),
+    ],
+)
+def test_a_command_reports_stop_signals_that_it_does_not_handle_itself(
+    command: Callable[[], None], error: type[BaseException], printed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(error), reporting_stop():
+        command()
+    assert capsys.readouterr().err == printed

@@ -6,14 +6,12 @@ import contextlib
 import importlib.util
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 
 import torch.distributed as dist
 
@@ -27,7 +25,7 @@ from acsgd.config.options import DataConfig
 from acsgd.config.run_file import parse_flags
 from acsgd.failures.failures import RunContext, report_failure
 from acsgd.failures.report import report_startup_error
-from acsgd.failures.signals import STOP_SIGNALS, StopSignals
+from acsgd.failures.signals import StopSignals, reporting_stop
 from acsgd.groups import clone_store, connect, open_store
 from acsgd.io.data.formats.formats import describe_unused
 from acsgd.io.data.held_out import HeldOut
@@ -66,27 +64,15 @@ def run_lm_eval(options: EvalOptions, model: RecordedModel) -> int:
 
 @contextlib.contextmanager
 def _exported(directory: Path) -> Iterator[Path]:
-    """Yield a Hugging Face directory of a model: its own, or one that exists while the context is open.
-
-    A stop signal leaves the context, too.
-    """
+    """Yield a Hugging Face directory of a model: its own, or one that exists while the context is open."""
     if not os.path.lexists(directory / MANIFEST):
         yield directory
         return
-    former = {number: signal.signal(number, _exit) for number in STOP_SIGNALS}
-    try:
-        with tempfile.TemporaryDirectory(prefix="acsgd-lm-eval-") as name:
-            exported = Path(name) / directory.name
-            exported.mkdir()
-            to_hf(directory, exported)
-            yield exported
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
+    with tempfile.TemporaryDirectory(prefix="acsgd-lm-eval-") as name:
+        exported = Path(name) / directory.name
+        exported.mkdir()
+        to_hf(directory, exported)
+        yield exported
 
 
 def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], None]) -> None:
@@ -97,7 +83,7 @@ def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], Non
     options = parse_flags(EvalOptions, argv, prog=prog, is_main=launch.rank == 0)
     options.check(launch.world_size)
     if options.generate or options.lm_eval is not None:
-        with report_startup_error(launch):
+        with report_startup_error(launch), reporting_stop():
             _run_alone(options, launch)
         return
     with report_startup_error(launch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -33,13 +32,11 @@ from acsgd.commands.generation.records import (
 from acsgd.commands.recorded import RecordedModel
 from acsgd.config.options import DataConfig
 from acsgd.errors import RunError, is_out_of_memory
+from acsgd.failures.signals import reporting_stop
 from acsgd.io.data.formats.formats import CHATS, read_options
 from acsgd.notes import print_note, report_if_slow
 from acsgd.shards.disk import FORMATS
 from acsgd.streams import open_streams
-
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit code after Ctrl-C."""
 
 
 def generate(options: GenerateOptions) -> None:
@@ -133,7 +130,11 @@ def _generate_file(generator: Generator, out: Path, records: Sequence[PromptReco
         if output.finished:
             print_note(f"{out} holds {output.finished} of {len(records)} records; resuming after them")
         progress = report_if_slow(print_note, lambda: f"generated {output.finished} of {len(records)} records")
-        with _interruptible(output, len(records)), progress:
+
+        def outcome() -> str:
+            return f"{out} holds {output.finished} of {len(records)} records; the same command resumes"
+
+        with reporting_stop(outcome), progress:
             for batch in batches(limits, generator.decoding.batch):
                 if batch.stop > output.finished:
                     _generate_batch(generator, records, prompts, batch, output)
@@ -192,19 +193,6 @@ def _weights_digest(model: nn.Module) -> str:
     for param in model.parameters():
         digest.update(param.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-@contextlib.contextmanager
-def _interruptible(output: OutputFile, total: int) -> Iterator[None]:
-    """End the process at Ctrl-C, with a sentence on how to resume."""
-    former = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    except KeyboardInterrupt:
-        print_note(f"\ninterrupted: {output.path} holds {output.finished} of {total} records; the same command resumes")
-        sys.exit(INTERRUPTED)
-    finally:
-        signal.signal(signal.SIGINT, former)
 
 
 @contextlib.contextmanager
