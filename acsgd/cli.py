@@ -34,7 +34,7 @@ from acsgd.failures.report import report_startup_error
 from acsgd.failures.signals import reporting_stop
 from acsgd.failures.stdio import protect_streams
 from acsgd.io.files.atomic import build_atomically, resumable_directory
-from acsgd.launch import Launch
+from acsgd.launch import Launch, refuse_several_processes
 from acsgd.notes import print_note, progress_bar
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -322,6 +322,9 @@ COMMANDS: dict[str, Any] = {
     "top": TopCommand,
 }
 
+ONE_PROCESS = ("convert", "generate", "data")
+"""Commands that write, and whose processes would not share the work."""
+
 
 def run(argv: list[str]) -> None:
     """Run a subcommand other than train and eval. Raises SystemExit if it fails."""
@@ -331,6 +334,8 @@ def run(argv: list[str]) -> None:
         name, *rest = argv
         if name not in COMMANDS:
             raise ValueError(f'acsgd has no command "{name}"{suggest(name, COMMANDS)}; all commands: acsgd --help')
+        if name in ONE_PROCESS:
+            refuse_several_processes(f"acsgd {name}")
         command = parse_flags(COMMANDS[name], rest, prog=f"acsgd {name}")
         command.run()
 

@@ -153,14 +153,23 @@ _LAUNCHERS = (
 """What starts several processes, and its variables for their number and for the number of this one."""
 
 
+def refuse_several_processes(command: str) -> None:
+    """Raise SystemExit with a sentence if this process is one of several, of which each would run the whole command."""
+    if _number("WORLD_SIZE", 1) > 1:
+        if _number("RANK", 0) == 0:
+            print(f"error: {command} runs in one process; start it without torchrun", file=sys.stderr)
+        raise SystemExit(2)
+    _refuse_tasks_of_a_job()
+
+
 def _refuse_tasks_of_a_job() -> None:
-    """Raise SystemExit if this process is one of several without ranks, each of which would train a separate model."""
+    """Raise SystemExit if this process is one of several without ranks, of which none would know of the others."""
     for name, size, rank in _LAUNCHERS:
         if "RANK" not in os.environ and _number(size, 1) > 1:
             if _number(rank, 0) == 0:
                 print(
-                    f"error: {name} has started {os.environ[size]} processes, each would train a separate model; "
-                    f"let {name} start torchrun, once per host (slurm/train.sbatch does), or start one process",
+                    f"error: {name} has started {os.environ[size]} processes, each would do everything alone; start "
+                    f"one or, to train or evaluate, let {name} start torchrun, once per host (slurm/train.sbatch does)",
                     file=sys.stderr,
                 )
             raise SystemExit(2)

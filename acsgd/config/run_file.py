@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import itertools
 import re
 import tomllib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from acsgd.config.options import FORMER_SWITCHES, REMOVED, RENAMED, Config
 from acsgd.config.other_tools import TRAIN, keys_of, normalized, other_value, refuse_others, typed_options
 from acsgd.config.spec import suggest
 from acsgd.errors import similar
+from acsgd.notes import print_note
 
 T = TypeVar("T")
 
@@ -45,13 +47,14 @@ def parse(argv: list[str], *, prog: str = "train.py", is_main: bool = True) -> C
     _refuse_former(argv)
     description = "Fine-tune a Hugging Face model over pipeline stages x replicas."
     return parse_flags(
-        Config, arguments + argv, prog=prog, shown=f"{prog} [RUN.toml]", description=description, is_main=is_main
+        Config, argv, arguments, prog=prog, shown=f"{prog} [RUN.toml]", description=description, is_main=is_main
     )
 
 
 def parse_flags(
     kind: type[T],
     argv: Sequence[str],
+    of_file: Sequence[str] = (),
     *,
     prog: str,
     shown: str | None = None,
@@ -60,23 +63,28 @@ def parse_flags(
 ) -> T:
     """Read the fields of a dataclass from flags.
 
-    prog, is_main: see `parse`; shown: name of the command with its first arguments, for its help; description:
-    default: the docstring. Raises ValueError for an invalid flag, in one sentence, SystemExit for --help.
+    of_file: flags that those of `argv` override; prog, is_main: see `parse`; shown: name of the command with its first
+    arguments, for its help; description: default: the docstring. Raises ValueError for an invalid flag, in one
+    sentence, SystemExit for --help.
     """
     printed = io.StringIO()
     try:
         help_to = contextlib.nullcontext() if is_main else contextlib.redirect_stdout(io.StringIO())
         with help_to, contextlib.redirect_stderr(printed):
-            return tyro.cli(kind, args=argv, prog=shown or prog, description=description)
+            options = tyro.cli(kind, args=[*of_file, *argv], prog=shown or prog, description=description)
     except SystemExit as end:
         if not end.code:
             raise
-        named, known = _with_subcommand(kind, argv, prog)
-        refuse_others(typed_options(argv), known, TRAIN if kind is Config else named)
-        meant = next(
-            filter(None, (other_value(each.key, text) for each in typed_options(argv) for text in each.values)), ""
-        )
-        raise ValueError(f"{_usage_error(printed.getvalue(), argv)}{meant}; all options: {named} --help") from None
+        shown_help = _help(kind, argv, prog)
+        known, given = _options_in(shown_help), typed_options(argv)
+        named = shown_help.partition("usage: ")[2].partition(" [-h]")[0]
+        refuse_others(given, {normalized(each) for each in known}, TRAIN if kind is Config else named)
+        meant = next(filter(None, (other_value(each.key, text) for each in given for text in each.values)), "")
+        text = _option_error(argv, known) or f"{_usage_error(printed.getvalue(), argv)}{meant}"
+        raise ValueError(f"{text}; all options: {named} --help") from None
+    for note in _repeated(argv) if is_main else ():
+        _note_once(note)
+    return options
 
 
 def to_toml(config: Config) -> str:
@@ -187,14 +195,44 @@ def _is_nested(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(each, (list, dict)) for each in value)
 
 
-def _with_subcommand(kind: type[Any], argv: Sequence[str], prog: str) -> tuple[str, set[str]]:
-    """Return the name of a command, with that of its subcommand if the first argument is one, and its options."""
+def _help(kind: type[Any], argv: Sequence[str], prog: str) -> str:
+    """Return the help of a command; of its subcommand, if the first argument is one."""
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        tyro.cli(kind, args=[*(each for each in argv[:1] if each[:1] != "-"), "--help"], prog=prog)
-    text = printed.getvalue()
-    options = {normalized(each) for each in re.findall(r"(?<=[\s,])--?[a-z][\w.-]*", text)}
-    return text.partition("usage: ")[2].partition(" [-h]")[0], options
+    for subcommand in (argv[:1], ()):
+        arguments = [*(each for each in subcommand if each[:1] != "-"), "--help"]
+        streams = contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO())
+        with streams[0], streams[1], contextlib.suppress(SystemExit):
+            tyro.cli(kind, args=arguments, prog=prog)
+        if printed.getvalue():
+            break
+    return printed.getvalue()
+
+
+def _options_in(shown_help: str) -> list[str]:
+    """Return the names of the options that a help lists."""
+    lines = [line.lstrip("│ ") for line in shown_help.splitlines()]
+    return [name for line in lines if line[:1] == "-" for name in re.findall(r"(?<![\w-])--?[a-z][\w.-]*", line)]
+
+
+def _option_error(argv: Sequence[str], options: Sequence[str]) -> str | None:
+    """Return what is wrong with the first option that does not exist, or is a switch with a value; None if none is."""
+    for argument in argv:
+        name, is_assigned, value = argument.partition("=")
+        known = "--" + name[2:].replace("_", "-")
+        if not re.match("--[A-Za-z]", name):
+            continue
+        if known not in options:
+            likely = " or ".join(_as_documented(each) for each in options if _is_meant(name, each))
+            return f"unrecognized option: {name}{f' (did you mean {likely}?)' if likely else ''}"
+        section, dot, key = known[2:].rpartition(".")
+        if is_assigned and (off := f"--{section}{dot}no-{key}") in options:
+            return f"{name} is a switch without a value ({value}); give {name} or {_as_documented(off)}"
+    return None
+
+
+def _as_documented(flag: str) -> str:
+    """Return the name of an option as the documentation has it: those of runs with underscores, others with dashes."""
+    return "--" + flag[2:].replace("-", "_") if "." in flag else flag.replace("_", "-")
 
 
 def _usage_error(printed: str, argv: Sequence[str]) -> str:
@@ -210,13 +248,8 @@ def _usage_error(printed: str, argv: Sequence[str]) -> str:
     error, *others = filled if printed.startswith("╭") else filled[1:]
     if error[0].startswith("Missing from"):  # each option or argument is followed by its description
         names = [text.removesuffix(" (required)") for text in error if _ARGUMENT.match(text)]
-        options = [name.partition(" ")[0] for name in names if name[:2] == "--"]
-        flags = [argument.partition("=")[0] for argument in argv if argument[:2] == "--"]
-        wrong = next(
-            ((flag, each) for each in options for flag in flags if flag != each and _is_meant(flag, each)), None
-        )
-        hint = f" (did you mean {wrong[1]} by {wrong[0]}?)" if wrong else ""
-        return f"required {'options' if options else 'arguments'} are missing: {', '.join(names)}{hint}"
+        is_option = any(name[:1] == "-" for name in names)
+        return f"required {'options' if is_option else 'arguments'} are missing: {', '.join(names)}"
     unknown = error[0].removeprefix("Unrecognized options: ").partition(",")[0]
     place = argv.index(unknown) if unknown in argv and unknown[:1] != "-" else 0
     if place > 1 and argv[place - 2][:2] == "--" and "=" not in argv[place - 2]:
@@ -225,20 +258,44 @@ def _usage_error(printed: str, argv: Sequence[str]) -> str:
             f"{unknown} belongs to no option; write commas without spaces between several values, "
             f'{option} {value.removesuffix(",")},{unknown}, or a text in quotes, {option} "{value} {unknown}"'
         )
-    found = [text.split()[0].strip(",") for section in others if section[0].startswith("Perhaps") for text in section]
-    suggested = [name for name in dict.fromkeys(found) if name[:2] == "--" and _is_meant(unknown, name)]
-    hint = f" (did you mean {' or '.join(suggested)}?)" if suggested else ""
-    hint += next((f"; {' '.join(each)}" for each in others if each[0].startswith("Available")), "").lower()
+    hint = next((f"; {' '.join(each)}" for each in others if each[0].startswith("Available")), "").lower()
     text = " ".join(error).partition(" Got errors: ")[0].removesuffix(".")
     text = re.sub(r"'(?:\w+\.)?(\w+)'(?=\. Expected)", lambda argument: argument[1].upper(), text)  # as in the help
-    text = re.sub(r"--[\w.-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), text)  # as in the documentation
+    text = text.removesuffix(". Expected 1 values")
+    choices = re.search(r"Expected one of (\(.*\))", text)
+    if choices:  # tyro has no order of those of an option that may be left out
+        named = sorted({*re.findall(r"'([^']*)'", choices[1])} - {"None"})
+        text = f"{text[: choices.start(1)]}{', '.join(named)}"
+    text = re.sub(r"--[\w.-]+", lambda flag: _as_documented(flag[0]), text)
+    if parsing := re.match(r"Error parsing (\S+): (?=.*(int\b|float\b))", text, re.IGNORECASE):
+        option, kind = parsing.groups()
+        names = option.split("/")
+        value = next((each.values[0] for each in typed_options(argv) if _as_documented(each.name) in names), "")
+        text = f"{option} {_shown(value)} is not {'an integer' if kind.lower() == 'int' else 'a number'}"
     if len(text) > MAX_USAGE:  # tyro has broken a long value into lines
         text = f"{text[: MAX_USAGE // 2]}...{text[-MAX_USAGE // 2 :]}"
     return text[:1].lower() + text[1:] + hint
 
 
-_ARGUMENT = re.compile(r"--|[A-Z]+( |$)")
+_ARGUMENT = re.compile(r"-|\{|[A-Z]+( |$)")
 """Beginning of an option, or the placeholder of an argument."""
+
+
+def _repeated(argv: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence on each option that is given again, with another value, which then holds."""
+    given = dict[str, tuple[str, list[str]]]()
+    for each in typed_options(argv):
+        typed = each.key, [*each.values]
+        option = re.sub(r"^((?:\w+\.)?)no_", r"\1", each.key)  # a switch and its opposite
+        if given.get(option, typed) != typed:
+            yield f"{each.name} is given more than once; the last one holds"
+        given[option] = typed
+
+
+@functools.cache
+def _note_once(text: str) -> None:
+    """Print a note that this process has not printed: a command line may be read twice."""
+    print_note(text)
 
 
 def _is_meant(unknown: str, option: str) -> bool:

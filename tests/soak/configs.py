@@ -157,7 +157,7 @@ NAMES = [
     *OPTIONS,
     *FILES,
     *PATHS,
-    "unrecognized options",
+    "unrecognized option",
     "belongs to no option",
     *(f"[{section.name}]" for section in dataclasses.fields(Config)),
 ]

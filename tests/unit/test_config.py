@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from acsgd.config import options as config_module
+from acsgd.config import run_file as run_file_module
 from acsgd.config.checks import check
 from acsgd.config.options import FORMER_SWITCHES, REMOVED, RENAMED, Config
 from acsgd.config.ranges import ranges_of
@@ -227,16 +228,16 @@ def test_a_checkpoint_interval_is_steps_or_minutes(
 
 
 USAGE = [
-    ("--data.btach 3", "unrecognized options: --data.btach, 3 (did you mean --data.batch?); all options: train.py"),
+    ("--data.btach 3", "unrecognized option: --data.btach (did you mean --data.batch?); all options: train.py"),
     (
         "--model.dtype fp8",
-        "invalid choice 'fp8' for argument '--model.dtype'. Expected one of ('fp32', 'bf16', 'fp16')",
+        "invalid choice 'fp8' for argument '--model.dtype'. Expected one of bf16, fp16, fp32",
     ),
-    ("--data.batch x", "error parsing --data.batch: invalid literal for int() with base 10: 'x'; all options: train"),
-    ("--data.batch", "missing value for argument '--data.batch'. Expected 1 values"),
+    ("--data.batch x", "--data.batch 'x' is not an integer; all options: train"),
+    ("--data.batch", "missing value for argument '--data.batch'; all options"),
     ("--optim.betas 1", "missing value for argument '--optim.betas'. Expected 2 values"),
-    ("--pp.layers a", "error parsing --pp.layers: "),
-    ("--data.batch 1e99", "error parsing --data.batch: invalid literal"),
+    ("--pp.layers a", "--pp.layers 'a' is not an integer"),
+    ("--data.batch 1e99", "--data.batch '1e99' is not an integer"),
     ("unexpected", "unrecognized options: unexpected; all options: train.py --help"),
 ]
 """Flags, and the beginning of the message."""
@@ -344,6 +345,16 @@ def test_a_former_switch_is_refused_with_what_to_give(flags: str, tmp_path: Path
         for flag in (f"--{option}{flags}", f"--{section}.no-{key}"):
             with pytest.raises(ValueError, match=rf"^--.*{key} is no longer a switch; give {re.escape(instead)}, or"):
                 parse(flag.split())
+
+
+def test_an_option_that_is_given_again_is_noted(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file_module._note_once.cache_clear()
+    flags = "--data.batch=3 --optim.steps 5 --optim.steps=5 --data.isolate --data.batch 7 --data.no-isolate"
+    config = parse([str(run_file), *flags.split()])
+    assert config.data.batch == 7
+    assert capsys.readouterr().err == "".join(
+        f"{name} is given more than once; the last one holds\n" for name in ("--data.batch", "--data.no-isolate")
+    )
 
 
 def test_a_usage_error_that_quotes_a_long_value_is_short() -> None:

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 
 # From the bottom to the top: a package imports only packages of floors below its own.
 FLOORS = """
-    errors
-    launch notes streams config
+    errors notes
+    launch streams config
     codecs comm layers metrics
     io.files model_classes topology
     groups mesh

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import pytest
 
-from acsgd.launch import Launch
+from acsgd.launch import Launch, refuse_several_processes
 from acsgd.topology import Axis, Topology
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "none"}
@@ -31,16 +32,26 @@ def test_an_environment_that_torchrun_did_not_make_is_refused_in_one_sentence(
     assert capsys.readouterr().err == "error: RANK=x in the environment is not a number; start with torchrun\n"
 
 
-@pytest.mark.parametrize(("size", "rank"), [("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), ("PMI_SIZE", "PMI_RANK")])
+@pytest.mark.parametrize(
+    ("size", "rank", "start"),
+    [
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", Launch.from_env),
+        ("PMI_SIZE", "PMI_RANK", lambda: refuse_several_processes("acsgd generate")),
+    ],
+)
 def test_processes_of_a_job_without_torchrun_are_refused_once(
-    size: str, rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    size: str,
+    rank: str,
+    start: Callable[[], object],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     for tasks, number, errors in (("1", "0", 0), ("4", "0", 1), ("4", "3", 0)):
         monkeypatch.setenv(size, tasks)
         monkeypatch.setenv(rank, number)
         with pytest.raises(SystemExit, match="2") if tasks == "4" else contextlib.nullcontext():
-            Launch.from_env()
+            start()
         assert capsys.readouterr().err.count("has started 4 processes, each would") == errors
     monkeypatch.setenv("RANK", "3")  # started by torchrun, which srun has started
     assert Launch.from_env().rank == 3

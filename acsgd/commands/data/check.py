@@ -183,7 +183,7 @@ class _Texts:
 def _print(report: SourceReport, console: Console) -> None:
     learned = f", {report.targets:,} of them learned" if report.labels is None else ""
     lines = [
-        f'{report.name}: format "{report.counts.format}"',
+        f"{report.name}: {report.counts.describe_format()}",
         f"{report.counts.records:,} records, {report.documents:,} documents, {report.tokens:,} tokens{learned}",
     ]
     if unread := report.counts.unread_summary():

@@ -76,9 +76,9 @@ def show_records(data: DataConfig, model: str, number: int, typed: Callable[[str
     masked = "dimmed" if console.is_terminal else "in ⟦⟧"
     for source in sources:
         counts, encoder, finder, ends = RecordCounts(), DocumentEncoder(tokenizer), EndFinder(tokenizer), TextEnds()
-        for index, (where, example) in enumerate(islice(read_each(source, tokenizer, counts), number)):
-            if not index:
-                console.print(Text(f'format "{counts.format}"; masked tokens are {masked}', style="bold"))
+        records = list(islice(read_each(source, tokenizer, counts), number))
+        console.print(Text(f"{counts.describe_format()}; masked tokens are {masked}", style="bold"))
+        for where, example in records:
             if isinstance(example, BadRecord):
                 console.print(Text(f"\n{where} {example.reason}; {typed(example.remedy)}", style="red"))
                 continue
@@ -93,6 +93,8 @@ def show_records(data: DataConfig, model: str, number: int, typed: Callable[[str
         formats |= {counts.format} - {""}
         if unread := counts.unread_summary():
             console.print(Text(f"\n{unread}", style="bold"))
+        if not counts.format:
+            continue
         known = ends_of(read_generation_config(find_model(model, option="--model", weights=False)), tokenizer)
         console.print(Text("\n".join(["", ends.describe(tokenizer), *ends.notes(tokenizer, known)])))
     for sentence in describe_unused(data, formats):

@@ -94,6 +94,10 @@ class RecordCounts:
         first = self.first
         return f"skipped {self.skipped} of {self.records} records; the first, {first.where}, {first.reason}"
 
+    def describe_format(self) -> str:
+        """Return a clause that names the format."""
+        return f'format "{self.format}"' if self.format else "no record has a known format"
+
     def unread_summary(self) -> str | None:
         """Return a clause that names the fields without effect, None if there are none."""
         names = [f'"{name}" ({count:,})' for name, count in self.unread.most_common(MAX_FIELDS)]
