@@ -5,12 +5,11 @@ What a template is given is what `apply_chat_template` of transformers would be 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
-from typing import Any, ClassVar, NamedTuple, TypeGuard
+from typing import Any, ClassVar, NamedTuple
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -25,38 +24,37 @@ from acsgd.io.data.formats.base import (
     names_of,
     string_of,
 )
-from acsgd.io.data.sources.base import ReadOptions, SourceRecord
+from acsgd.io.data.formats.messages import (
+    ASSISTANT,
+    FLAGS,
+    FUNCTION_CALL,
+    FUNCTIONS,
+    ROLES,
+    SPEAKERS,
+    SYSTEM,
+    TOOL_CALLS,
+    USER,
+    ChatMessage,
+    arguments_of,
+    calls_in,
+    check_learnable,
+    has_name,
+    is_answer,
+    is_list,
+    learned_flag,
+    map_arguments,
+    map_strings,
+    messages_in,
+    parsed,
+    texts_of,
+)
+from acsgd.io.data.sources.base import SourceRecord
 from acsgd.io.data.sources.text import excerpt
 from acsgd.shards.chat_template import names
 
-ChatMessage = dict[str, Any]
-
-SYSTEM, USER, ASSISTANT, TOOL, DEVELOPER = "system", "user", "assistant", "tool", "developer"
-ROLES = {**{role: role for role in (SYSTEM, USER, ASSISTANT, TOOL, DEVELOPER)}, "function": TOOL}
-SPEAKERS = {
-    **ROLES,
-    "human": USER,
-    "gpt": ASSISTANT,
-    "chatgpt": ASSISTANT,
-    "bot": ASSISTANT,
-    "observation": TOOL,
-    "function_call": ASSISTANT,
-}
-"""Roles and the speakers of ShareGPT, and what they are for chat templates."""
-NAMES = {"from": "role", "value": "content"}
-"""Fields of a message of ShareGPT, and what chat templates call them."""
-FUNCTION_CALL = "function_call"
-"""Speaker of ShareGPT whose text is a tool call, or a list of them: {"name": ..., "arguments": {...}}."""
-FUNCTIONS = "functions"
-"""Tools as OpenAI had them before "tools". A message calls one with FUNCTION_CALL in place of TOOL_CALLS."""
-FLAGS = ("weight", "train", "training", "loss")
-"""Fields of a message that say whether it is learned: 1 or true, 0 or false. They are those of OpenAI, axolotl and
-ms-swift."""
 SPANS = "train_detail"
 """Field of a message of axolotl with the spans of its text that are learned."""
-UNDESIRABLE = ("label", "kto_tag")
-"""Fields of a record that are false if its answer is one to avoid. They are those of TRL and LLaMA-Factory."""
-TOOLS, TOOL_CALLS, VARIABLES = "tools", "tool_calls", "chat_template_kwargs"
+TOOLS, VARIABLES = "tools", "chat_template_kwargs"
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Tag with which a chat template marks what the assistant writes."""
 NOTHING = "(?!)"
@@ -94,7 +92,7 @@ class Messages(Format):
 
     def detect(self, fields: Mapping[str, Any]) -> bool:
         """Return whether there is a list of such objects."""
-        turns = _messages_in(fields.get(self.required[0]))
+        turns = messages_in(fields.get(self.required[0]))
         return turns is not None and all(isinstance(each, Mapping) and "role" in each for each in turns)
 
     def unread(self, fields: Mapping[str, Any]) -> Iterator[str]:
@@ -106,11 +104,11 @@ class Messages(Format):
         yield from (f"{VARIABLES}.{name}" for name in chat.variables if name != TOOLS and not names(template, name))
         known = ("role", "content", TOOL_CALLS, FUNCTION_CALL)
         for place, turn, _ in self._turns(fields):
-            flags = [name for name in FLAGS if _is_answer(turn["role"]) or not turn.get(name)]
+            flags = [name for name in FLAGS if is_answer(turn["role"]) or not turn.get(name)]
             others = [name for name, value in turn.items() if has_value(value) and name not in (*known, *flags)]
             yield from (f"{place}.{name}" for name in others if not has_effect(name))
             content = turn.get("content")
-            parts = [part for part in content if isinstance(part, Mapping)] if _is_list(content) else []
+            parts = [part for part in content if isinstance(part, Mapping)] if is_list(content) else []
             rest = {name for part in parts for name, value in part.items() if has_value(value)} - {"type", "text"}
             yield from (f"{place}.content.{name}" for name in rest if not names(template, name))
 
@@ -152,7 +150,7 @@ class Messages(Format):
     def _control_token(self, chat: ChatRecord) -> str | None:
         """Return a special token that a text of a chat contains, None if there is none."""
         found: list[str] = []
-        _map_strings([chat.messages, chat.variables], lambda text: found.extend(self._special_tokens.findall(text)))
+        map_strings([chat.messages, chat.variables], lambda text: found.extend(self._special_tokens.findall(text)))
         return found[0] if found else None
 
     def _plain(self, chat: ChatRecord, text: str) -> tuple[TextSpan, ...]:
@@ -160,7 +158,7 @@ class Messages(Format):
 
         The template writes the chat again, with placeholders of the same length in the messages.
         """
-        messages, variables = _map_strings([chat.messages, chat.variables], self._masked)
+        messages, variables = map_strings([chat.messages, chat.variables], self._masked)
         try:
             [found] = self._rendered([messages], variables)
         except FormatError:
@@ -188,7 +186,7 @@ class Messages(Format):
         Raises FormatError.
         """
         [field] = self.required
-        if not (turns := _messages_in(fields.get(field))):
+        if not (turns := messages_in(fields.get(field))):
             raise FormatError(
                 f'has no list of messages under "{field}"; its fields: {names_of(fields)}',
                 f'write {{"{field}": [{{"role": ..., "content": ...}}]}}',
@@ -199,11 +197,11 @@ class Messages(Format):
         """Return the chat of a record. Raises FormatError."""
         template, messages, answers = self._template(fields), list[ChatMessage](), list[int]()
         system, turns = string_of(fields, SYSTEM, default=""), self._turns(fields)
-        variables = _parsed(fields.get(VARIABLES), dict, f'"{VARIABLES}"') or {}
-        check_desirable(fields, self.options)
-        if tools := _parsed(fields.get(TOOLS), list, f'"{TOOLS}"'):
+        variables = parsed(fields.get(VARIABLES), dict, f'"{VARIABLES}"') or {}
+        check_learnable(fields, self.options)
+        if tools := parsed(fields.get(TOOLS), list, f'"{TOOLS}"'):
             variables[TOOLS] = tools
-        elif functions := _parsed(fields.get(FUNCTIONS), list, f'"{FUNCTIONS}"'):
+        elif functions := parsed(fields.get(FUNCTIONS), list, f'"{FUNCTIONS}"'):
             variables[TOOLS] = [{"type": "function", "function": function} for function in functions]
         if system:
             messages.append({"role": SYSTEM, "content": system})
@@ -211,9 +209,9 @@ class Messages(Format):
             message, is_learned = self._message(turn, f"message {number}", template, is_learned=is_learned)
             if system and message["role"] == SYSTEM:
                 raise FormatError(f'has two system prompts, "{SYSTEM}" and message {number}', "remove one of them")
-            answers += [len(messages)] * (is_learned and _is_answer(message["role"]))
+            answers += [len(messages)] * (is_learned and is_answer(message["role"]))
             messages.append(message)
-        if not any(_is_answer(message["role"]) for message in messages):
+        if not any(is_answer(message["role"]) for message in messages):
             raise FormatError("has no message of the assistant", "write an answer, or remove the record")
         return ChatRecord(self._with_arguments(messages, variables), answers, variables)
 
@@ -232,13 +230,13 @@ class Messages(Format):
         writes_call = names(template, FUNCTION_CALL)
         turn = {name: value for name, value in turn.items() if name != FUNCTION_CALL}
         if speaker == FUNCTION_CALL != role:
-            turn |= {"content": None, TOOL_CALLS: _calls_in(turn.get("content"), place)}
+            turn |= {"content": None, TOOL_CALLS: calls_in(turn.get("content"), place)}
         elif call is not None:
-            calls = _calls_in(call, place)
+            calls = calls_in(call, place)
             turn |= {FUNCTION_CALL: call} if writes_call else {TOOL_CALLS: calls}
         if has_value(turn.get(SPANS)) and not names(template, SPANS):
             raise FormatError(f'has "{SPANS}" in {place}: parts of an answer cannot be left out', "give whole answers")
-        is_learned = _is_learned(turn, place, default=is_learned)
+        is_learned = learned_flag(turn, place, default=is_learned)
         content, read = turn.get("content"), ("role", "content", *FLAGS)
         # without nulls, which tables of rows add
         rest = {name: value for name, value in turn.items() if name not in read and value is not None}
@@ -249,11 +247,11 @@ class Messages(Format):
                 "give a model whose template does, or remove the record",
             )
         has_calls |= FUNCTION_CALL in rest
-        if _is_list(content):
-            content = content if ITERATES_CONTENT.search(template) else "".join(_texts(content, place))
+        if is_list(content):
+            content = content if ITERATES_CONTENT.search(template) else "".join(texts_of(content, place))
         elif not isinstance(content, str) and not (has_calls and is_null(content)):
             raise FormatError(f'has no string under "content" in {place}', 'write "content": "..."')
-        if _is_answer(role) and is_learned and not has_calls and isinstance(content, str) and not content.strip():
+        if is_answer(role) and is_learned and not has_calls and isinstance(content, str) and not content.strip():
             raise FormatError(f"has an empty answer in {place}", "write an answer, or remove the record")
         if content is None and not TESTS_CONTENT.search(template):
             content = ""
@@ -261,16 +259,16 @@ class Messages(Format):
 
     def _with_arguments(self, messages: list[ChatMessage], variables: Mapping[str, Any]) -> list[ChatMessage]:
         """Return messages with arguments that are JSON text as objects, unless the template writes text as it is."""
-        if not any(isinstance(each, str) for message in messages for each in _arguments(message)):
+        if not any(isinstance(each, str) for message in messages for each in arguments_of(message)):
             return messages
-        probes = [_map_arguments(message, lambda _: PROBE) for message in messages]
+        probes = [map_arguments(message, lambda _: PROBE) for message in messages]
         try:
             if PROBE in self._rendered([probes], variables)[0]:
                 return messages
         except FormatError:
             pass
         return [
-            _map_arguments(message, lambda text: _parsed(text, dict, "the arguments of a tool call"))
+            map_arguments(message, lambda text: parsed(text, dict, "the arguments of a tool call"))
             for message in messages
         ]
 
@@ -287,7 +285,7 @@ class Messages(Format):
         except Exception as error:  # templates raise errors of every class
             raise _refused(error) from None
         [text], [spans] = rendered
-        answers = [number for number, message in enumerate(chat.messages) if _is_answer(message["role"])]
+        answers = [number for number, message in enumerate(chat.messages) if is_answer(message["role"])]
         if answers != chat.answers:
             if len(spans) != len(answers):
                 raise FormatError(
@@ -339,67 +337,15 @@ class PromptMessages(Messages):
 
     def detect(self, fields: Mapping[str, Any]) -> bool:
         """Return whether one of them is a list."""
-        return any(_is_list(fields.get(name)) for name in self.required)
+        return any(is_list(fields.get(name)) for name in self.required)
 
     def _turns(self, fields: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
         turns = []
         for name, role in zip(self.required, (USER, ASSISTANT), strict=True):
             value = fields.get(name)
-            part = _messages_in(value) if _is_list(value) else [{"role": role, "content": string_of(fields, name)}]
+            part = messages_in(value) if is_list(value) else [{"role": role, "content": string_of(fields, name)}]
             turns += [(name, turn, name == "completion") for turn in part or ()]
         return turns
-
-
-def check_desirable(fields: Mapping[str, Any], options: ReadOptions) -> None:
-    """Raise FormatError if a record says that its answer is one to avoid, unless its format is given."""
-    name = next((name for name in UNDESIRABLE if fields.get(name) is False), None)
-    if name is not None and options.format == "auto":
-        raise FormatError(
-            f'has "{name}": false, which says that its answer is one to avoid',
-            "remove it or the record or, if it says something else, give --data.format",
-        )
-
-
-def _messages_in(value: Any) -> list[Any] | None:
-    """Return the messages of a list, or of one that is JSON text, with the fields that chat templates know."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        with contextlib.suppress(ValueError):
-            value = json.loads(value)
-    if not _is_list(value):
-        return None
-    return [
-        {NAMES.get(name, name): field for name, field in each.items()}
-        if isinstance(each, Mapping) and "from" in each and "role" not in each
-        else each
-        for each in value
-    ]
-
-
-def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def _calls_in(value: Any, place: str) -> list[dict[str, Any]]:
-    """Return the tool calls of a value, which may be JSON text. Raises FormatError."""
-    found = value
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            found = json.loads(value)
-    calls = found if isinstance(found, list) else [found]
-    if not calls or not all(isinstance(call, dict) and _has_name(call) and "arguments" in call for call in calls):
-        raise FormatError(
-            f"has no tool call in {place} ({excerpt(repr(value))})", 'write {"name": "...", "arguments": {...}}'
-        )
-    return [{"type": "function", "function": call} for call in calls]
-
-
-def _has_name(call: Mapping[str, Any]) -> bool:
-    return isinstance(name := call.get("name"), str) and bool(name)
-
-
-def _is_answer(role: Any) -> bool:
-    """Return whether messages of a role, or speaker, are those of the assistant."""
-    return SPEAKERS.get(role) == ASSISTANT
 
 
 @lru_cache(maxsize=256)
@@ -408,82 +354,15 @@ def _quotes(template: str, role: str) -> bool:
     return f"'{role}'" in template.replace('"', "'")
 
 
-def _is_learned(turn: Mapping[str, Any], place: str, *, default: bool) -> bool:
-    """Return what the flag of a message says, `default` if it has none. Raises FormatError."""
-    flags = {name: turn[name] for name in FLAGS if not is_null(turn.get(name))}
-    if any(flag not in (0, 1) for flag in flags.values()) or len({*flags.values()}) > 1:
-        found = ", ".join(f'"{name}": {json.dumps(flag, default=str)}' for name, flag in flags.items())
-        raise FormatError(f"has {found} in {place}", "an answer is learned (1, true) or not (0, false)")
-    return bool(next(iter(flags.values()), default))
-
-
-def _texts(parts: Sequence[Any], place: str) -> Iterator[str]:
-    """Yield the texts of the parts of a message. Raises FormatError if one is no text."""
-    for part in parts:
-        text = part.get("text") if isinstance(part, Mapping) else part
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else part
-            raise FormatError(f"has a part in {place} that is no text ({excerpt(repr(kind))})", "remove the record")
-        yield text
-
-
-def _parsed(value: Any, kind: type, name: str) -> Any:
-    """Return a value of a kind, which may be given as JSON text, as tables do; None if there is none.
-
-    Raises FormatError.
-    """
-    if not has_value(value):
-        return None
-    found = value
-    if isinstance(value, str):
-        try:
-            found = json.loads(value)
-        except ValueError:
-            found = None
-    if not isinstance(found, kind):
-        what = "list" if kind is list else "object"
-        raise FormatError(f"has no JSON {what} under {name}: {excerpt(str(value))}", "correct it, or remove the record")
-    return found
-
-
-def _arguments(message: ChatMessage) -> Iterator[Any]:
-    """Yield the arguments of each tool call of a message."""
-    _map_arguments(message, (found := list[Any]()).append)
-    yield from found
-
-
-def _map_arguments(message: ChatMessage, change: Callable[[Any], Any]) -> ChatMessage:
-    """Return a message with changed arguments of its tool calls."""
-
-    def changed(call: Any) -> Any:
-        if not isinstance(call, Mapping):
-            return call
-        if isinstance(call.get("function"), Mapping):
-            return {**call, "function": changed(call["function"])}
-        return {**call, "arguments": change(call["arguments"])} if "arguments" in call else call
-
-    calls = message.get(TOOL_CALLS)
-    return {**message, TOOL_CALLS: [changed(call) for call in calls]} if _is_list(calls) else message
-
-
-def _map_strings(value: Any, change: Callable[[str], Any]) -> Any:
-    """Return a JSON value with changed strings."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {name: _map_strings(each, change) for name, each in value.items()}
-    return [_map_strings(each, change) for each in value] if isinstance(value, list | tuple) else value
-
-
 def _check_written(messages: Sequence[ChatMessage], text: str) -> None:
     """Raise FormatError if the template leaves out what somebody else than the assistant says."""
     for number, message in enumerate(messages, start=1):
         content = message["content"]
         calls = [call.get("function") for call in message.get(TOOL_CALLS) or () if isinstance(call, Mapping)]
         if has_value(call := message.get(FUNCTION_CALL)):
-            calls += [each["function"] for each in _calls_in(call, f"message {number}")]
+            calls += [each["function"] for each in calls_in(call, f"message {number}")]
         called = [call for call in calls if isinstance(call, Mapping) and "name" in call]
-        if not all(map(_has_name, called)):
+        if not all(map(has_name, called)):
             raise FormatError(
                 f"has a tool call without a name in message {number}", "name the tool, or remove the record"
             )
@@ -492,7 +371,7 @@ def _check_written(messages: Sequence[ChatMessage], text: str) -> None:
                 f'has a call of the tool "{missing}" in message {number}, which the chat template does not write',
                 "give a model whose template does, or remove the record",
             )
-        if _is_answer(message["role"]) or not isinstance(content, str) or content.strip() in text:
+        if is_answer(message["role"]) or not isinstance(content, str) or content.strip() in text:
             continue
         # templates may change white space, or write JSON
         if json.dumps(content, ensure_ascii=False)[1:-1] not in text and "".join(content.split()) not in "".join(

@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from acsgd.io.data.formats.base import Example, Format, FormatError, TextSegment, has_value, string_of
-from acsgd.io.data.formats.chat import PromptMessages, check_desirable
+from acsgd.io.data.formats.chat import PromptMessages
+from acsgd.io.data.formats.messages import check_learnable
 from acsgd.io.data.sources.base import TEXT, SourceRecord
 
 DESCRIBED = "Below is an instruction that describes a task"
@@ -38,7 +39,7 @@ class _PromptFormat(Format):
     def example(self, record: SourceRecord) -> Example:
         """Return the prompts, and the answers as targets."""
         fields = record.fields
-        check_desirable(fields, self.options)
+        check_learnable(fields, self.options)
         prompt, answer = self._prompt(fields), string_of(fields, self.answer)
         if not answer.strip():
             raise FormatError(f'has an empty answer under "{self.answer}"', "write an answer, or remove the record")
