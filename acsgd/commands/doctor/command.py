@@ -64,6 +64,7 @@ class DoctorCommand:
                 links += [link] if link else []
             self._print(diagnoses, links)
             if self.listen is not None:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)  # which is no error here
                 print(f"answering other hosts on port {self.listen}, until Ctrl-C", file=sys.stderr, flush=True)
                 signal.pause()
         sys.exit(any(each.level == "error" for each in diagnoses))
