@@ -22,6 +22,7 @@ from acsgd.commands.chaos import Chaos
 from acsgd.commands.data.command import DataCommand
 from acsgd.commands.doctor.command import DoctorCommand
 from acsgd.commands.evaluation.options import EvalOptions
+from acsgd.commands.fetch import FetchCommand
 from acsgd.commands.generation.options import GenerateOptions
 from acsgd.commands.invite import HostCommand, JoinCommand, NetCommand
 from acsgd.commands.report.command import ReportCommand
@@ -320,6 +321,7 @@ COMMANDS: dict[str, Any] = {
     "net": NetCommand,
     "report": ReportCommand,
     "top": TopCommand,
+    "fetch": FetchCommand,
 }
 
 ONE_PROCESS = ("convert", "generate", "data")

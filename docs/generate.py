@@ -149,6 +149,7 @@ def commands() -> str:
         "acsgd net": lambda: cli.run(["net", "--help"]),
         "acsgd report": lambda: cli.run(["report", "--help"]),
         "acsgd top": lambda: cli.run(["top", "--help"]),
+        "acsgd fetch": lambda: cli.run(["fetch", "--help"]),
         "acsgd doctor": lambda: cli.run(["doctor", "--help"]),
         "acsgd chaos": lambda: cli.run(["chaos", "--help"]),
     }

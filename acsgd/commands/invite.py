@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -63,6 +64,44 @@ class Invitation:
     """Options of the run, TOML."""
     version: str
     """Version of acsgd that made it."""
+
+    @property
+    def has_mesh(self) -> bool:
+        """Whether the run has a mesh."""
+        from acsgd.mesh.mesh import is_public  # imports cryptography
+
+        return self.mesh == "true" or (self.mesh == "auto" and is_public(self.endpoints))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this host has taken it before. The secret may have been replaced since."""
+        path = _private(f"{self.run}.invitation")
+        return path.exists() and path.read_text() == self.encode() and _secret_file(self.run).exists()
+
+    def current_secret(self) -> str:
+        """Return the secret of the run, as far as this host knows."""
+        return _secret_file(self.run).read_text().strip() if self.is_known else self.secret
+
+    @classmethod
+    def open(cls, text: str) -> Self:
+        """Return the invitation that is given as text, or in a file.
+
+        Raises ValueError if it is damaged, or of another version.
+        """
+        invitation = cls._of_file(Path(text)) if os.path.isfile(text) else cls.decode(text)
+        if invitation.version != VERSION:
+            raise ValueError(f"the run has acsgd {invitation.version}, this host {VERSION}; install the same version")
+        return invitation
+
+    @classmethod
+    def _of_file(cls, path: Path) -> Self:
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            text = ""
+        if not text.strip():
+            raise ValueError(f"{path} holds no invitation; give what acsgd host printed after acsgd join")
+        return cls.decode(text)
 
     def encode(self) -> str:
         """Return the invitation as text of one line."""
@@ -167,7 +206,9 @@ class HostCommand(WorkerOptions):
             options=_options(dataclasses.replace(config, elastic=dataclasses.replace(config.elastic, force=False))),
             version=VERSION,
         )
-        print(f"Others join with\n\n    acsgd join {invitation.encode()}\n", flush=True)
+        text = invitation.encode()
+        _write_privately(_private(f"{run}.invitation"), text)  # for acsgd fetch
+        print(f"Others join with\n\n    acsgd join {text}\n", flush=True)
         place = [f"announce={self.announce}", f"listen={join_address(address, self.port)}"] if self.announce else []
         own = dataclasses.replace(invitation, options=_options(config))  # elastic.force is of this host, and this start
         _start(own, self.nproc, self.restarts, place)
@@ -192,23 +233,17 @@ class JoinCommand(WorkerOptions):
         if self.announce not in (None, "none"):
             check_announced(self.announce)
         is_text = not os.path.isfile(self.invitation)
-        invitation = Invitation.decode(self.invitation) if is_text else _read(Path(self.invitation))
-        if invitation.version != VERSION:
-            raise ValueError(f"the run has acsgd {invitation.version}, this host {VERSION}; install the same version")
-        from acsgd.mesh.mesh import is_public  # imports cryptography
-
-        has_mesh = invitation.mesh == "true" or (invitation.mesh == "auto" and is_public(invitation.endpoints))
-        if self.announce is not None and not has_mesh:
+        invitation = Invitation.open(self.invitation)
+        if self.announce is not None and not invitation.has_mesh:
             raise ValueError(
                 f"--announce {self.announce} is of a mesh, which the run does not have; remove it, or start the run "
                 "with acsgd host --mesh true"
             )
         place = [f"announce={self.announce}"] if self.announce is not None else []
-        path, text = _private(f"{invitation.run}.invitation"), invitation.encode()
-        if not path.exists() or path.read_text() != text or not _secret_file(invitation.run).exists():
+        path = _private(f"{invitation.run}.invitation")
+        if not invitation.is_known:
             _write_privately(_secret_file(invitation.run), invitation.secret)
-            _write_privately(path, text)
-        # else the secret of this invitation may have been replaced since
+            _write_privately(path, invitation.encode())
         if not is_text:
             _start(invitation, self.nproc, self.restarts, place)
         # again, without the secret on the command line, which other users of this host can see
@@ -248,6 +283,16 @@ def _start(invitation: Invitation, nproc: str, restarts: int, place: Sequence[st
     arguments += ["--rdzv-id", invitation.run, "-m", "acsgd", str(run_file)]
     print_note(f"torchrun {shlex.join(arguments)}")
     start_torchrun(arguments)
+
+
+def known_invitations() -> list[Invitation]:
+    """Return the invitations of this version that this user has printed or taken on this host, the newest first."""
+    paths = sorted(PRIVATE.expanduser().glob("*.invitation"), key=lambda path: path.stat().st_mtime, reverse=True)
+    found = []
+    for path in paths:
+        with contextlib.suppress(ValueError, OSError):
+            found.append(Invitation.open(str(path)))
+    return found
 
 
 def _secret_of(config: Config) -> tuple[str, str]:
@@ -290,17 +335,6 @@ def _with_directories(config: Config) -> Config:
     if checkpoint.dir is not None:
         checkpoint = dataclasses.replace(checkpoint, dir=str(Path(checkpoint.dir).expanduser().resolve()))
     return dataclasses.replace(config, log=log, checkpoint=checkpoint)
-
-
-def _read(path: Path) -> Invitation:
-    """Return the invitation in a file. Raises ValueError."""
-    try:
-        text = path.read_text()
-    except UnicodeDecodeError:
-        text = ""
-    if not text.strip():
-        raise ValueError(f"{path} holds no invitation; give what acsgd host printed after acsgd join")
-    return Invitation.decode(text)
 
 
 def _private(name: str) -> Path:

@@ -10,10 +10,10 @@ import torch
 import transformers
 
 from acsgd.config.options import Config
-from acsgd.elastic.membership.messages import Setup
+from acsgd.elastic.membership.messages import Setup, SharedFiles
 from acsgd.pp.schedules.actions import Placement
 from acsgd.pp.wire.delta import Delta
-from acsgd.run.initial_weights import base_checksums
+from acsgd.run.initial_weights import base_checksums, base_directory
 from acsgd.run.plan.job import Job
 from acsgd.run.plan.layout import Cut, divide, layers_by_rank
 from acsgd.run.plan.limits import check_memory
@@ -73,6 +73,11 @@ def setup_of(job: Job, inputs: RunInputs) -> Setup:
         hang_s=elastic.hang,
         force=elastic.force,
         parts=digests,
+        files=SharedFiles(
+            str(job.paths.checkpoints.path.resolve()),
+            str(base_directory(job).resolve()),
+            job.config.checkpoint.bytes_per_s,
+        ),
     )
 
 

@@ -78,8 +78,24 @@ def _open_base(job: Job) -> WeightSource:
     """Return the initial weights of the model without its adapter."""
     if job.config.model.init == "scratch":
         return RandomWeights(job.model.task.model_class, job.model.config, job.model.derived, seed=job.config.data.seed)
-    if (job.model.directory / MANIFEST).is_file():
-        return ShardDirectory(job.model.directory)
+    path, task = base_directory(job), job.model.task.model_class.name
+    if path == job.model.directory:
+        return ShardDirectory(path)
+
+    def convert(target: Path) -> None:
+        target.mkdir(exist_ok=True)
+        from_hf(job.model.directory, target, task=task, layers=job.model.derived)
+
+    return open_cached(path, convert, CachedModel, resumable=True, reports_wait=job.is_first_on_host)
+
+
+def base_directory(job: Job) -> Path:
+    """Return the directory of the model's layer shards, which may not be there yet; that of the model if it has none.
+
+    It has none if model.init is "scratch".
+    """
+    if job.config.model.init == "scratch" or (job.model.directory / MANIFEST).is_file():
+        return job.model.directory
     files = sorted(
         path
         for path in job.model.directory.iterdir()
@@ -88,13 +104,7 @@ def _open_base(job: Job) -> WeightSource:
     state = repr([(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in files])
     task = job.model.task.model_class.name
     name = f"{job.model.directory.name}-{task}-{VERSION}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
-
-    def convert(target: Path) -> None:
-        target.mkdir(exist_ok=True)
-        from_hf(job.model.directory, target, task=task, layers=job.model.derived)
-
-    path = job.paths.cache / "models" / name
-    return open_cached(path, convert, CachedModel, resumable=True, reports_wait=job.is_first_on_host)
+    return job.paths.cache / "models" / name
 
 
 class CachedModel(ShardDirectory):

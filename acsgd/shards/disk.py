@@ -17,6 +17,7 @@ byte: the manifest has those of all files, and its last field is its own.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatch
@@ -250,8 +251,7 @@ class ShardDirectory:
         path = self.path / entry.file
         if entry.file not in self._verified:
             if entry.file in self.manifest.hosts and not os.path.lexists(path):
-                hosts = " and ".join(self.manifest.hosts[entry.file])
-                raise CorruptFileError(path, f"is on {hosts}, not on this host; copy it into this directory")
+                raise CorruptFileError(self.path, self.describe_elsewhere())
             verify_file(path, entry)
             self._verified.add(entry.file)
         return path
@@ -261,6 +261,15 @@ class ShardDirectory:
         """Hosts of the files that are not in this directory, but in those of hosts with disks of their own."""
         hosts = self.manifest.hosts
         return {file: hosts[file] for file in hosts if not os.path.lexists(self.path / file)}
+
+    def describe_elsewhere(self) -> str:
+        """Return which files are on other hosts, and what to type, as a clause."""
+        elsewhere = self.elsewhere
+        hosts = dict.fromkeys(host for each in elsewhere.values() for host in each)
+        return (
+            f"lacks {first_names(sorted(elsewhere))}, which {'is' if len(elsewhere) == 1 else 'are'} on "
+            f"{' and '.join(hosts)}, not on this host: acsgd fetch {shlex.quote(str(self.path))}"
+        )
 
     def corrupt_files(self) -> Iterator[CorruptFileError]:
         """Verify every file of this host and yield an error for each corrupt one."""

@@ -22,6 +22,7 @@ from acsgd.elastic.membership.messages import (
     Hello,
     Run,
     Setup,
+    SharedFiles,
     Stop,
     Stopped,
     ToWorker,
@@ -34,6 +35,7 @@ from lib.patience import stretched
 
 SILENCE_S = stretched(0.4)
 TIMING = Timing(heartbeat_s=0.02, silence_s=SILENCE_S, settle_s=0.01, last_call_s=0.1, endpoints_s=0.1)
+NO_FILES = SharedFiles()
 
 
 COMPLETE = pytest.mark.filterwarnings(
@@ -57,13 +59,19 @@ class Worker:
     """A client that answers a daemon as a worker does, without training."""
 
     def __init__(
-        self, path: Path, run_dir: Path, silence_s: float = SILENCE_S, force: bool = False, **parts: str
+        self,
+        path: Path,
+        run_dir: Path,
+        silence_s: float = SILENCE_S,
+        force: bool = False,
+        files: SharedFiles = NO_FILES,
+        **parts: str,
     ) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(str(path))
         self._messages = SimpleQueue[ToWorker]()
         self._state = WorkerState()
-        setup = Setup((((0,),),), str(run_dir), 1, None, silence_s, 5.0, force, parts)
+        setup = Setup((((0,),),), str(run_dir), 1, None, silence_s, 5.0, force, parts, files)
         self.send(Hello("0", 1, 2**30, setup, self._state))
         threading.Thread(target=self._listen, daemon=True).start()
 

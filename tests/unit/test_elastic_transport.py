@@ -15,7 +15,7 @@ from lib.patience import stretched
 from acsgd.comm.addresses import listen
 from acsgd.elastic.host import transport
 from acsgd.elastic.host.transport import Connections
-from acsgd.elastic.membership.messages import PROTOCOL, Decided, Host, View
+from acsgd.elastic.membership.messages import PROTOCOL, Decided, Host, SharedFiles, View
 from acsgd.elastic.membership.plan import Plan
 
 ME = Host("127.0.0.1:1", "me")
@@ -93,6 +93,7 @@ def _connections(**given: Any) -> Connections:
         sender=lambda: ME,
         is_in_view=lambda: True,
         on_message=lambda sender, message: None,
+        files=lambda: (SharedFiles(), ()),
         on_rejected=lambda rejection: None,
         connect_timeout_s=TIMEOUT_S,
         **options,

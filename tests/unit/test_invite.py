@@ -130,7 +130,7 @@ def test_a_secret_that_was_replaced_stays_until_another_invitation_comes(run_dir
 
 def test_only_the_host_itself_gets_elastic_force(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     invited: list[Invitation] = []
-    monkeypatch.setattr(Invitation, "encode", lambda self: invited.append(self))
+    monkeypatch.setattr(Invitation, "encode", lambda self: invited.append(self) or "")
     (run_dir / "run.toml").write_text(f"{RUN_FILE}[elastic]\nforce = true\n")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

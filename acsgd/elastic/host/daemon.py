@@ -33,6 +33,7 @@ from acsgd.elastic.membership.messages import (
     DiskVote,
     Host,
     Refused,
+    SharedFiles,
     View,
     ViewRequest,
     VoteRequest,
@@ -115,6 +116,7 @@ class Daemon:
             sender=lambda: self._me,
             is_in_view=lambda: self._membership is not None and self._membership.view is not None,
             on_message=self._on_message,
+            files=self._shared_files,
             on_refused=self._on_refused,
             on_rejected=self._on_rejected,
             connect_timeout_s=self._timing.silence_s / 2,
@@ -297,6 +299,11 @@ class Daemon:
             self._join()
 
     # Other hosts.
+
+    def _shared_files(self) -> tuple[SharedFiles, set[str]]:
+        """Return the files of the run on this host, and the addresses of the daemons that it knows."""
+        known = self._membership.view.hosts if self._membership and self._membership.view else self._hosts.values()
+        return self._workers.files, {host.address for host in known} | {self._me.address}
 
     def _on_message(self, sender: Host, message: DaemonMessage) -> None:
         self._hosts[sender.disk] = sender

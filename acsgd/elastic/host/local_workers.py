@@ -24,6 +24,7 @@ from acsgd.elastic.membership.messages import (
     Leave,
     Run,
     Setup,
+    SharedFiles,
     Stop,
     Stopped,
     Tick,
@@ -141,6 +142,11 @@ class LocalWorkers:
     def setup(self) -> Setup:
         """Setup of the workers, of which there is at least one."""
         return next(iter(self._workers.values())).hello.setup
+
+    @property
+    def files(self) -> SharedFiles:
+        """Files of the run that other members can get; none before workers are connected."""
+        return self.setup.files if self._workers else SharedFiles()
 
     @property
     def are_complete(self) -> bool:

@@ -6,11 +6,22 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from acsgd.comm.addresses import LOOPBACK, split_address
-from acsgd.elastic.membership.messages import MAX_BYTES, PROTOCOL, DaemonMessage, Host, SignatureError, seal, unseal
+from acsgd.elastic.host.files import FileRequest, FileService
+from acsgd.elastic.membership.messages import (
+    MAX_BYTES,
+    PROTOCOL,
+    DaemonMessage,
+    Host,
+    SharedFiles,
+    SignatureError,
+    seal,
+    unseal,
+)
+from acsgd.io.files.fields import from_json
 from acsgd.mesh.identity import is_virtual
 from acsgd.mesh.ports import is_own_connection
 
@@ -56,9 +67,9 @@ class Connections:
     connection with a wrong signature is closed.
 
     sender: returns this host; is_in_view: returns whether this host is in a view; on_message: called with each message
-    and its sender; on_refused: called with an address at which no process listens, and the id of the host that was
-    expected there; on_rejected: called with each rejection; has_ended: returns whether the process at an address that
-    refuses connections has ended.
+    and its sender; files: returns the files that members get, and the addresses of known daemons; on_refused: called
+    with an address at which no process listens, and the id of the host that was expected there; on_rejected: called
+    with each rejection; has_ended: returns whether the process at an address that refuses connections has ended.
     """
 
     def __init__(
@@ -69,6 +80,7 @@ class Connections:
         sender: Callable[[], Host],
         is_in_view: Callable[[], bool],
         on_message: Callable[[Host, DaemonMessage], None],
+        files: Callable[[], tuple[SharedFiles, Collection[str]]],
         on_refused: Callable[[str, str | None], None],
         on_rejected: Callable[[Rejection], None],
         connect_timeout_s: float,
@@ -79,6 +91,8 @@ class Connections:
         self._sender = sender
         self._is_in_view = is_in_view
         self._on_message = on_message
+        self._files = files
+        self._file_service = FileService()
         self._on_refused = on_refused
         self._on_rejected = on_rejected
         self._connect_timeout_s = connect_timeout_s
@@ -187,12 +201,22 @@ class Connections:
                 if envelope.connection != name or envelope.number <= number:
                     raise ValueError("it was sent before")
                 number = envelope.number
-                self._on_message(envelope.sender, envelope.message())
+                if envelope.kind == FileRequest.__name__:
+                    await self._send_file(from_json(FileRequest, envelope.body), writer)
+                else:
+                    self._on_message(envelope.sender, envelope.message())
         except asyncio.CancelledError:
             pass  # the daemon ends
-        except (OSError, ValueError) as error:  # a port that is open to others gets garbage
+        except (OSError, TimeoutError, ValueError) as error:  # a port that is open to others gets garbage
             log.info("closed a connection from %s: %s", writer.get_extra_info("peername"), error)
             if isinstance(error, SignatureError):
                 writer.write(REFUSED)
         finally:
             writer.close()
+
+    async def _send_file(self, request: FileRequest, writer: asyncio.StreamWriter) -> None:
+        """Answer a request of a member for a file. Raises OSError, TimeoutError."""
+        shared, hosts = self._files()
+        answer, content = await self._file_service.answer(request, shared, hosts)
+        writer.write(seal(self._secret, self._run, self._sender(), request.nonce, 1, answer))
+        await self._file_service.send(writer, answer, content, shared.rate)

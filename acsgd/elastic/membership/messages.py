@@ -21,7 +21,7 @@ from acsgd.io.files.fields import Natural, from_json
 
 MAX_BYTES = 1 << 20
 """Maximum length of a message, bytes."""
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of the protocol between daemons: a new one whenever messages change."""
 
 
@@ -235,8 +235,8 @@ class SignatureError(ValueError):
     """A message was not signed with the secret of the run."""
 
 
-def seal(secret: bytes, run: str, sender: Host, connection: str, number: int, message: DaemonMessage) -> bytes:
-    """Return the line of a message."""
+def seal(secret: bytes, run: str, sender: Host, connection: str, number: int, message: Any) -> bytes:
+    """Return the line of a message, a dataclass."""
     envelope = Envelope(run, sender, connection, number, type(message).__name__, asdict(message))
     text = json.dumps(asdict(envelope)).encode()
     return _signature(secret, text) + b" " + text + b"\n"
@@ -255,6 +255,18 @@ def _signature(secret: bytes, text: bytes) -> bytes:
 
 
 # Between a daemon and the workers of its host, over a Unix socket that only this user can open.
+
+
+@dataclass(frozen=True)
+class SharedFiles:
+    """Where the files of a run are on a host that other members can get. Default: none."""
+
+    checkpoints: str = ""
+    """Directory of its checkpoints."""
+    model: str = ""
+    """Directory of the layer shards that the run starts from, or of config and tokenizer of new weights."""
+    rate: float | None = None
+    """Maximum number of bytes per second that the host sends; None = no limit."""
 
 
 @dataclass(frozen=True)
@@ -285,6 +297,7 @@ class Setup:
     """elastic.min_replicas, max_replicas, silence, hang and force."""
     parts: dict[str, str]
     """What must be equal on all hosts, as a short text for each: options, model, data, versions."""
+    files: SharedFiles = SharedFiles()
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,7 @@ def as_tables(reports: list[CheckpointReport]) -> Group:
         for report in reports
         for file, hosts in report.elsewhere.items()
     ]
+    elsewhere += [Text(f"to get them: acsgd fetch {report.path}") for report in reports if report.elsewhere]
     verdict = errors or [Text("all files on this host are valid" if elsewhere else "all files are valid")]
     if len(reports) > 1:
         return Group(_checkpoints_table(reports), *elsewhere, *verdict)

@@ -1,0 +1,163 @@
+"""The command `acsgd fetch`: one whole checkpoint of a run whose hosts have disks of their own, on this host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from acsgd.commands.invite import Invitation, known_invitations
+from acsgd.config.ranges import COUNT
+from acsgd.notes import print_note, progress_bar
+
+if TYPE_CHECKING:  # import torch, which takes seconds
+    from acsgd.commands.members import ListedSource
+    from acsgd.shards.manifest import Manifest, StoredFile
+
+
+@dataclass(frozen=True)
+class FetchCommand:
+    """Collect one whole checkpoint of an elastic run on this host, from the hosts that have parts of it.
+
+    The files that this host has stay; the others come from running hosts, and from directories given with --from. All
+    are verified. An interrupted fetch continues when the same command is started again.
+    """
+
+    run_name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run directory or checkpoint of this host, as acsgd inspect takes; or an invitation, or a file with one."""
+    step: Annotated[int, COUNT] | None = None
+    """Which checkpoint. Default: the newest one that is complete."""
+    best: bool = False
+    """Take the checkpoint with the best evaluation instead."""
+    state: bool = False
+    """Whether the state of all replicas is taken, too, with which a run resumes."""
+    to: Path | None = None
+    """Directory of the checkpoint to create. Default: where this host has it as a member of the run."""
+    from_: Annotated[tuple[Path, ...], tyro.conf.arg(name="from")] = ()
+    """Run directories, or directories of checkpoints, of hosts that have ended: mounted here, or copied."""
+
+    def run(self) -> None:
+        """Run the command. Raises ValueError if the checkpoint cannot be completed."""
+        from acsgd.commands.members import DirectoryFetch
+
+        if self.best and self.step is not None:
+            raise ValueError("--best and --step are two checkpoints; give one of them")
+        checkpoints, step, invitation = self._find()
+        if step is not None and (self.best or self.step not in (None, step)):
+            raise ValueError(
+                f"{self.run_name} is one checkpoint already; give its run directory, or no --step or --best"
+            )
+        with self._sources(checkpoints, invitation) as sources:
+            name, sha256 = self._choose(sources, step or self.step)
+            fetched = DirectoryFetch(sources, name, sha256)
+            manifest, raw = fetched.manifest()
+            target, wanted = self.to or checkpoints / name, _files(manifest, has_state=self.state)
+            with progress_bar() as report:
+                fetched.collect(target, wanted, raw, report)
+        print(
+            f"{target} has all {len(wanted)} files of step {manifest.step}"
+            + ("" if len(wanted) == len(manifest.files) else ", without the state of replicas (--state)")
+            + f", {sum(file.bytes for file in wanted) / 1e6:.1f} MB, verified"
+        )
+
+    def _find(self) -> tuple[Path, int | None, Invitation | None]:
+        """Return the directory of the run's checkpoints, the step if RUN is that of a checkpoint, and an invitation."""
+        from acsgd.io.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, step_of
+
+        path = Path(self.run_name)
+        if not path.is_dir():
+            invitation = Invitation.open(self.run_name)
+            return _checkpoints_of(invitation), None, invitation
+        step = step_of(path.resolve())
+        if step is not None:
+            path = path.resolve().parent
+        elif not CheckpointDirectory(path).steps():
+            path = path / CHECKPOINTS
+        known = [each for each in known_invitations() if _checkpoints_of(each).resolve() == path.resolve()]
+        if not known and not self.from_:
+            raise ValueError(
+                f"this host knows no invitation to the run of {self.run_name}: type acsgd fetch INVITATION "
+                f"--to {self.to or path / 'step-XXXXXXXX'} with what acsgd host printed, or give --from with the "
+                "directories of its other hosts, mounted or copied"
+            )
+        return path, step, known[0] if known else None
+
+    @contextlib.contextmanager
+    def _sources(self, checkpoints: Path, invitation: Invitation | None) -> Iterator[list[ListedSource]]:
+        from acsgd.commands.members import ListedSource, open_members
+        from acsgd.elastic.host.files import LocalFiles
+        from acsgd.elastic.membership.messages import SharedFiles
+        from acsgd.io.checkpoint.directory import checkpoints_of
+
+        directories = [checkpoints] if checkpoints.is_dir() else []
+        for path in self.from_:
+            if not path.is_dir() or not (found := checkpoints_of(path)):
+                raise ValueError(f"--from {path} is no run directory and no directory of checkpoints")
+            directories.append(found[0].parent)
+        local = [LocalFiles(SharedFiles(str(path))) for path in directories]
+        sources = [ListedSource(each, each.list()) for each in local]
+        with contextlib.ExitStack() as stack:
+            if invitation is not None:
+                try:
+                    sources += stack.enter_context(open_members(invitation))
+                except ValueError as error:
+                    if not self.from_:
+                        raise
+                    print_note(str(error))
+            yield sources
+
+    def _choose(self, sources: Sequence[ListedSource], step: int | None) -> tuple[str, str]:
+        """Return name and manifest of the checkpoint to collect. Raises ValueError if none is complete."""
+        from acsgd.commands.members import DirectoryFetch
+        from acsgd.elastic.host.files import MODEL
+        from acsgd.io.checkpoint.directory import CheckpointDirectory
+
+        counts = Counter(
+            (name, held.sha256)
+            for each in sources
+            for name, held in each.listing.directories.items()
+            if name != MODEL and held.sha256
+        )
+        name = None if step is None else CheckpointDirectory(Path()).of(step).name
+        if self.best and (name := next((each.listing.best for each in sources if each.listing.best), None)) is None:
+            raise ValueError("no host has a best checkpoint: the run has no checkpoint.best, or no evaluation yet")
+        found = [each for each in counts if name in (None, each[0])]
+        if not found:
+            have = ", ".join(sorted({each for each, _ in counts})) or "none"
+            raise ValueError(f"no host has {name or 'a checkpoint'}; checkpoints there: {have}")
+        problems = []
+        for candidate in sorted(found, key=lambda each: (each[0], counts[each]), reverse=True):
+            fetched = DirectoryFetch(sources, *candidate)
+            try:
+                manifest, _ = fetched.manifest()
+            except ValueError as error:
+                problems.append(str(error))
+                continue
+            if not (missing := fetched.missing(_files(manifest, has_state=self.state))):
+                for problem in problems:
+                    print_note(problem)
+                return candidate
+            hosts = " and ".join(manifest.hosts.get(missing[0], ())) or "a host that does not answer"
+            problems.append(f"{candidate[0]} lacks {len(missing)} files, the first one is {missing[0]} of {hosts}")
+        raise ValueError(f"no checkpoint is complete: {'; '.join(problems)}; start these hosts, or give --from")
+
+
+def _files(manifest: Manifest, *, has_state: bool) -> list[StoredFile]:
+    """Return the files that are taken: without the state of replicas, if that may be elsewhere."""
+    states = {file.file for files in manifest.replicas.values() for file in files}
+    return [file for file in manifest.files if has_state or file.file not in states or file.file not in manifest.hosts]
+
+
+def _checkpoints_of(invitation: Invitation) -> Path:
+    """Return the directory of checkpoints of a run's hosts."""
+    from acsgd.io.checkpoint.directory import CHECKPOINTS
+
+    options = tomllib.loads(invitation.options)
+    return Path(options.get("checkpoint", {}).get("dir") or os.path.join(options["log"]["dir"], CHECKPOINTS))

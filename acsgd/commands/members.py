@@ -1,0 +1,273 @@
+"""Files that this host gets from members of a run: connections to them, and directories that are collected from them.
+
+Each file is verified against the manifest, which all hosts have, and is in place or absent. What was received of a file
+is kept, so that the next attempt continues it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from acsgd.commands.invite import Invitation
+from acsgd.elastic.host.files import (
+    TIMEOUT_S,
+    FileSource,
+    HeldFiles,
+    Listing,
+    RemoteFiles,
+    check_taken,
+)
+from acsgd.errors import CorruptFileError, explain
+from acsgd.io.files.atomic import build_atomically, fsync_directory
+from acsgd.io.files.checksum import new_file_checksum
+from acsgd.mesh.mesh import Mesh, MeshOptions
+from acsgd.notes import print_note
+from acsgd.shards.disk import flush, verify_file
+from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
+
+CONNECT_S = 20.0
+"""Time for a host to answer first, seconds: a new host of a mesh has to find the others."""
+RETRY_S = 0.2
+"""Time between two attempts to connect, seconds."""
+
+
+@dataclass(frozen=True)
+class ListedSource:
+    """A source with what it holds."""
+
+    source: FileSource
+    listing: Listing
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    def held(self, directory: str, sha256: str) -> set[StoredFile]:
+        """Return which files of a directory with a manifest it holds."""
+        found = self.listing.directories.get(directory, HeldFiles(()))
+        return {*found.files} if found.sha256 == sha256 else set()
+
+
+@contextlib.contextmanager
+def open_members(invitation: Invitation) -> Iterator[list[ListedSource]]:
+    """Connect to the hosts of a running run. Raises ValueError if none answers, or if this host is a stranger."""
+    secret = invitation.current_secret().encode()
+    with contextlib.ExitStack() as stack:
+        endpoints: Sequence[str] = invitation.endpoints
+        if invitation.has_mesh:
+            endpoints = _enter_mesh(stack, invitation, secret)
+            secret = invitation.run.encode()  # by which daemons sign in a mesh
+        found: dict[str, ListedSource] = {}
+        problems: list[str] = []
+        awaited = [*endpoints]
+        while awaited:
+            address = awaited.pop(0)
+            try:
+                remote = _connect(address, invitation.run, secret)
+                stack.callback(remote.close)
+                found[address] = ListedSource(remote, remote.list())
+            except (OSError, ValueError) as error:
+                problems.append(f"{address}: {explain_short(error)}")
+                continue
+            awaited += [each for each in found[address].listing.hosts if each not in (*found, *awaited)]
+        if not found:
+            raise ValueError(f"no host of run {invitation.run} answers ({'; '.join(problems)}); start one of them")
+        for problem in problems:
+            print_note(f"a host does not answer and is left out: {problem}")
+        yield [*found.values()]
+
+
+def explain_short(error: OSError | ValueError) -> str:
+    """Return what has failed, without a file name, which a connection has not."""
+    return str(error.strerror or error) if isinstance(error, OSError) else str(error)
+
+
+def _enter_mesh(stack: contextlib.ExitStack, invitation: Invitation, secret: bytes) -> list[str]:
+    """Take part in the mesh of a run as a host without a port; return the daemons at the endpoints."""
+    rejections: list[str] = []
+    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="acsgd-")))
+    options = MeshOptions(invitation.run, secret, None, invitation.endpoints, listener=None, announced=None)
+    mesh = Mesh(
+        options,
+        directory / "files",  # not as hosts name it: `acsgd net rotate` is for hosts that stay
+        on_rejected=lambda address, problem: rejections.append(f"{address} {problem}"),
+        on_note=print_note,
+    )
+    mesh.start()
+    stack.callback(mesh.stop)
+    until = time.monotonic() + CONNECT_S
+    while not mesh.daemons and not rejections and time.monotonic() < until:
+        time.sleep(RETRY_S)
+    if not mesh.daemons:
+        problem = rejections[0] if rejections else f"{', '.join(invitation.endpoints)}: none answers"
+        raise ValueError(f"no host of run {invitation.run} can be reached ({problem})")
+    return mesh.daemons
+
+
+def _connect(address: str, run: str, secret: bytes) -> RemoteFiles:
+    """Connect to a daemon. In a mesh, its port may not be open on this host yet. Raises OSError, ValueError."""
+    until = time.monotonic() + CONNECT_S / 4
+    while True:
+        try:
+            return RemoteFiles(address, run, secret, timeout_s=TIMEOUT_S)
+        except ConnectionRefusedError:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(RETRY_S)
+
+
+class _Interrupted(BaseException):
+    """Files could not be collected; what is there is kept. No Exception, after which `build_atomically` removes it."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+@dataclass(frozen=True)
+class DirectoryFetch:
+    """Collects one directory from several sources. sha256: of its manifest; empty for a model without one.
+
+    Raises ValueError if no source has the manifest, or if it lists what is not taken from another host.
+    """
+
+    sources: Sequence[ListedSource]
+    directory: str
+    sha256: str
+
+    def manifest(self) -> tuple[Manifest, bytes]:
+        """Return the manifest, parsed and as it is. Raises ValueError if no source has it."""
+        problems = []
+        for each in self.sources:
+            if each.listing.directories.get(self.directory, HeldFiles(())).sha256 != self.sha256:
+                continue
+            try:
+                raw = b"".join(each.source.read(self.directory, MANIFEST, 0))
+                if hashlib.sha256(raw).hexdigest() != self.sha256:
+                    raise ValueError("its manifest has changed")
+                with tempfile.TemporaryDirectory(prefix="acsgd-") as path:
+                    (Path(path) / MANIFEST).write_bytes(raw)
+                    return Manifest.read(Path(path)), raw
+            except CorruptFileError as error:
+                problems.append(f"{each.name}: its manifest {error.problem}")
+            except (OSError, ValueError) as error:
+                problems.append(f"{each.name}: {explain_short(error)}")
+        raise ValueError(f"{self.directory} cannot be listed: {'; '.join(problems)}")
+
+    def missing(self, wanted: Sequence[StoredFile]) -> list[str]:
+        """Return the names of files that no source holds."""
+        held = set[StoredFile]().union(*(each.held(self.directory, self.sha256) for each in self.sources))
+        return [file.file for file in wanted if file not in held]
+
+    def collect(
+        self, target: Path, wanted: Sequence[StoredFile], manifest: bytes, report: Callable[[int, int], None]
+    ) -> None:
+        """Let a directory have some files, and the manifest if there is one. It appears when it is complete.
+
+        A directory that exists is completed, if it has the same manifest. Raises ValueError, OSError.
+        """
+        for file in wanted:
+            check_taken(file.file)
+        if os.path.lexists(target):
+            own = (target / MANIFEST).read_bytes() if (target / MANIFEST).is_file() else None
+            if own != manifest:
+                raise ValueError(f"{target} exists and holds something else; it is kept: give another directory, --to")
+            self._get_all(target, wanted, report)
+            return
+
+        def build(path: Path) -> None:
+            try:
+                path.mkdir(exist_ok=True)
+                self._get_all(path, wanted, report)
+                names = {file.file for file in wanted}
+                for leftover in path.iterdir():  # of another attempt, for other files
+                    if leftover.name not in names:
+                        leftover.unlink()
+                if manifest:
+                    (path / MANIFEST).write_bytes(manifest)
+            except Exception as error:
+                raise _Interrupted(error) from error
+
+        try:
+            is_new = build_atomically(target, build, resumable=True)
+        except _Interrupted as interrupted:
+            raise interrupted.error from None
+        if not is_new:
+            raise ValueError(f"{target} was created by another process meanwhile and is kept")
+
+    def _get_all(self, path: Path, wanted: Sequence[StoredFile], report: Callable[[int, int], None]) -> None:
+        needed = [file for file in wanted if not _is_valid(path, file)]
+        begun = sum(min(_size(_partial(path, file)), file.bytes) for file in needed)
+        total, free = sum(file.bytes for file in needed), shutil.disk_usage(path).free
+        if total - begun > free:
+            raise ValueError(
+                f"{path.parent} has {free / 1e9:.2f} GB free, and {(total - begun) / 1e9:.2f} GB are to be received; "
+                "free space there, or give a directory on another disk, --to"
+            )
+        done = 0
+        for file in needed:
+            self._get(path, file, lambda size, before=done: report(before + size, total))  # type: ignore[misc]
+            done += file.bytes
+        fsync_directory(path)
+
+    def _get(self, path: Path, file: StoredFile, report: Callable[[int], None]) -> None:
+        """Get a file from the first source that has it and does not fail."""
+        partial, problems = _partial(path, file), []
+        for each in self.sources:
+            if file not in each.held(self.directory, self.sha256):
+                continue
+            try:
+                self._receive(each.source, partial, file, report)
+            except (OSError, ValueError) as error:
+                problems.append(f"{each.name}: {explain(error) or error}")
+                continue
+            partial.replace(path / file.file)
+            return
+        raise ValueError(f"{file.file} could not be received ({'; '.join(problems)}); type the same command again")
+
+    def _receive(self, source: FileSource, partial: Path, file: StoredFile, report: Callable[[int], None]) -> None:
+        """Complete a file, and verify it; remove it if it is corrupt. Raises OSError, ValueError."""
+        if _size(partial) > file.bytes:
+            partial.unlink()
+        digest, size = new_file_checksum(), 0
+        with partial.open("a+b") as content:
+            content.seek(0)
+            while part := content.read(1 << 20):
+                digest.update(part)
+                size += len(part)
+            if size < file.bytes:
+                for part in source.read(self.directory, file.file, size):
+                    if (size := size + len(part)) > file.bytes:
+                        break
+                    digest.update(part)
+                    content.write(part)
+                    report(size)
+        if size < file.bytes:
+            raise ConnectionError("the file has ended too soon")
+        if size > file.bytes or digest.hexdigest() != file.checksum:
+            partial.unlink()
+            raise ValueError(f"{file.file} is not what its manifest says")
+        flush(partial)
+
+
+def _partial(path: Path, file: StoredFile) -> Path:
+    return path / f".{file.file}.partial"
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _is_valid(path: Path, file: StoredFile) -> bool:
+    try:
+        verify_file(path / file.file, file)
+    except CorruptFileError:
+        return False
+    return True

@@ -1,0 +1,299 @@
+"""Files of a run that members get from each other outside of training: checkpoints, and the model it starts from.
+
+A member requests a file on a connection to the daemon of another host, see `transport`: the answer is a signed line,
+and then the bytes of the file. Nothing is served but what the manifest of a directory lists, or the config and the
+tokenizer of a model; nothing is taken that a program could execute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Annotated, Protocol
+
+from acsgd.comm.addresses import split_address
+from acsgd.elastic.membership.messages import PROTOCOL, Host, SharedFiles, seal, unseal
+from acsgd.errors import CorruptFileError, explain
+from acsgd.io.checkpoint.directory import CheckpointDirectory, step_of
+from acsgd.io.files.checksum import file_checksum
+from acsgd.io.files.fields import Natural, from_json
+from acsgd.shards.disk import model_files
+from acsgd.shards.files import check_file_name, unusable
+from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
+
+MODEL = "model"
+"""Name of the directory of the model, beside those of checkpoints, step-XXXXXXXX."""
+KINDS = (".safetensors", ".json", ".txt", ".model", ".spm", ".jinja", ".bpe")
+"""Ends of the names of files that are taken from another host: none is code, and none is unpickled."""
+CHUNK_BYTES = 1 << 20
+TIMEOUT_S = 60.0
+"""Time for a part of CHUNK_BYTES, or for an answer, seconds."""
+MAX_ANSWER = 1 << 20
+"""Maximum length of the line of an answer, bytes."""
+MAX_LISTING = 1 << 28
+"""Maximum size of a listing, or of a manifest, bytes."""
+
+
+@dataclass(frozen=True)
+class FileRequest:
+    """Request to a daemon for a file from some byte on; without a directory, for its `Listing`."""
+
+    nonce: str
+    """Random text that the answer repeats, so that one that was recorded is refused."""
+    directory: str = ""
+    file: str = ""
+    offset: Natural = 0
+
+
+@dataclass(frozen=True)
+class FileAnswer:
+    """What comes before the bytes."""
+
+    bytes: Natural = 0
+    """Number of bytes that follow."""
+    sha256: str = ""
+    """Of a listing or a manifest; empty for other files, of which the manifest has the checksum."""
+    problem: str | None = None
+    """Why nothing follows."""
+
+
+def _check_directory(name: str) -> None:
+    check_file_name(name)
+    if name != MODEL and step_of(Path(name)) is None:
+        raise ValueError(f"{name!r:.50} is no directory of a checkpoint")
+
+
+def check_taken(name: str) -> None:
+    """Raise ValueError for the name of a file that is not taken from another host."""
+    check_file_name(name)
+    if not name.endswith(KINDS):
+        raise ValueError(
+            f"{name!r:.70} is not taken from another host: it is not one of {', '.join(KINDS)}, of which none can "
+            "be executed; copy it yourself if you trust it"
+        )
+
+
+@dataclass(frozen=True)
+class HeldFiles:
+    """What a host holds of one directory."""
+
+    files: tuple[StoredFile, ...]
+    sha256: str = ""
+    """Of its manifest; empty without one."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a host holds of a run."""
+
+    directories: dict[Annotated[str, _check_directory], HeldFiles] = field(default_factory=dict)
+    best: str | None = None
+    """Name of the checkpoint with the best evaluation; None if there is none."""
+    hosts: tuple[str, ...] = ()
+    """Addresses of the daemons that it knows."""
+
+
+class FileSource(Protocol):
+    """Where files come from: another host, or a directory on this one."""
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+        ...
+
+    def list(self) -> Listing:
+        """Return what it holds. Raises OSError, ValueError."""
+        ...
+
+    def read(self, directory: str, file: str, offset: int) -> Iterator[bytes]:
+        """Yield the bytes of a file from an offset on. Raises OSError, ValueError."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalFiles:
+    """The files of a run that this host sees."""
+
+    shared: SharedFiles
+
+    @property
+    def name(self) -> str:
+        return self.shared.checkpoints
+
+    def list(self) -> Listing:
+        checkpoints = CheckpointDirectory(Path(self.shared.checkpoints))
+        steps = checkpoints.steps() if self.shared.checkpoints else []
+        directories = {checkpoints.of(step).name: checkpoints.of(step) for step in steps}
+        if self.shared.model:
+            directories[MODEL] = Path(self.shared.model)
+        held = {}
+        for name, path in directories.items():
+            with contextlib.suppress(ValueError, CorruptFileError, OSError):  # being removed, or no use to others
+                held[name] = _held(path)
+        best = checkpoints.best() if steps else None
+        return Listing(held, best.name if best is not None else None)
+
+    def read(self, directory: str, file: str, offset: int) -> Iterator[bytes]:
+        with self.open(directory, file) as content:
+            content.seek(offset)
+            while part := content.read(CHUNK_BYTES):
+                yield part
+
+    def open(self, directory: str, file: str) -> IO[bytes]:
+        """Open a file that a member may have. Raises OSError, ValueError."""
+        _check_directory(directory)
+        check_taken(file)
+        root = self.shared.model if directory == MODEL else self.shared.checkpoints
+        path = Path(root) if directory == MODEL else Path(root) / directory
+        if not root or not path.is_dir():
+            raise ValueError(f"there is no directory {directory}")
+        if file != MANIFEST and file not in {stored.file for stored in _listed(path)}:
+            raise ValueError(f"{directory} has no file {file!r:.70}")
+        if (problem := unusable(path / file)) is not None:
+            raise ValueError(f"{path / file} {problem}")
+        return (path / file).open("rb")
+
+
+def _listed(path: Path) -> list[StoredFile]:
+    """Return the files of a directory of shards, or config and tokenizer of a model."""
+    if (path / MANIFEST).is_file():
+        return Manifest.read(path).files
+    found = [file for file in model_files(path) if file.name.endswith(KINDS)]
+    return [StoredFile(file.name, file.stat().st_size, file_checksum(file)) for file in found]
+
+
+def _held(path: Path) -> HeldFiles:
+    raw = (path / MANIFEST).read_bytes() if (path / MANIFEST).is_file() else b""
+    files = [stored for stored in _listed(path) if _size(path / stored.file) == stored.bytes]
+    return HeldFiles(tuple(files), hashlib.sha256(raw).hexdigest() if raw else "")
+
+
+def _size(path: Path) -> int | None:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return None
+
+
+class FileService:
+    """Answers the requests of members, one part at a time, so that the daemon is never busy for long."""
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+        """When the bytes sent so far are within the rate, a time.monotonic()."""
+
+    async def answer(
+        self, request: FileRequest, shared: SharedFiles, hosts: Collection[str]
+    ) -> tuple[FileAnswer, IO[bytes] | bytes]:
+        """Return an answer and what follows it. hosts: addresses of the daemons that this one knows."""
+        try:
+            return await asyncio.to_thread(_answer, request, LocalFiles(shared), tuple(hosts))
+        except (OSError, ValueError, CorruptFileError) as error:
+            return FileAnswer(problem=(isinstance(error, OSError) and explain(error)) or str(error)), b""
+
+    async def send(
+        self, writer: asyncio.StreamWriter, answer: FileAnswer, content: IO[bytes] | bytes, rate: float | None
+    ) -> None:
+        """Send what follows an answer. Raises OSError, TimeoutError."""
+        left = answer.bytes
+        if isinstance(content, bytes):
+            writer.write(content)
+            left = 0
+        else:
+            with content:
+                while left:
+                    part = await asyncio.to_thread(content.read, min(left, CHUNK_BYTES))
+                    if not part:
+                        raise OSError("the file has become shorter")
+                    left -= len(part)
+                    await asyncio.sleep(self._free_at - time.monotonic())
+                    self._free_at = max(time.monotonic(), self._free_at) + (len(part) / rate if rate else 0.0)
+                    writer.write(part)
+                    async with asyncio.timeout(TIMEOUT_S):
+                        await writer.drain()
+        async with asyncio.timeout(TIMEOUT_S):
+            await writer.drain()
+
+
+def _answer(request: FileRequest, files: LocalFiles, hosts: tuple[str, ...]) -> tuple[FileAnswer, IO[bytes] | bytes]:
+    if not request.directory:
+        listing = files.list()
+        content = json.dumps(asdict(Listing(listing.directories, listing.best, hosts))).encode()
+    else:
+        opened = files.open(request.directory, request.file)
+        if request.file != MANIFEST:
+            size = os.fstat(opened.fileno()).st_size
+            opened.seek(offset := min(request.offset, size))
+            return FileAnswer(size - offset), opened
+        with opened:
+            content = opened.read()
+    return FileAnswer(len(content), hashlib.sha256(content).hexdigest()), content
+
+
+class RemoteFiles:
+    """The files of a run on another host. Connects to its daemon. Raises OSError, ValueError."""
+
+    def __init__(self, address: str, run: str, secret: bytes, *, timeout_s: float = TIMEOUT_S) -> None:
+        self.name = address
+        self._run, self._secret, self._number = run, secret, 0
+        self._connection = socket.create_connection(split_address(address), timeout_s)
+        self._file = self._connection.makefile("rb")
+        match self._file.readline(MAX_ANSWER).decode(errors="replace").split():
+            case ["acsgd", protocol, _, name] if protocol == str(PROTOCOL):
+                self._greeting = name
+            case ["acsgd", *_]:
+                self.close()
+                raise ValueError(f"{address} has another version of acsgd: install the same version on all hosts")
+            case _:
+                self.close()
+                raise ValueError(f"{address} is no daemon of acsgd, or has just ended")
+
+    def close(self) -> None:
+        """End the connection."""
+        self._file.close()
+        self._connection.close()
+
+    def list(self) -> Listing:
+        return from_json(Listing, json.loads(b"".join(self._request(FileRequest(secrets.token_hex(16))))))
+
+    def read(self, directory: str, file: str, offset: int) -> Iterator[bytes]:
+        return self._request(FileRequest(secrets.token_hex(16), directory, file, offset))
+
+    def _request(self, request: FileRequest) -> Iterator[bytes]:
+        self._number += 1
+        me = Host("", "")
+        self._connection.sendall(seal(self._secret, self._run, me, self._greeting, self._number, request))
+        line = self._file.readline(MAX_ANSWER)
+        if not line.endswith(b"\n"):
+            raise ConnectionError(f"{self.name} has ended the connection")
+        envelope = unseal(self._secret, line)  # also for a daemon of another run, which answers "refused"
+        if envelope.kind != FileAnswer.__name__ or envelope.connection != request.nonce:
+            raise ValueError(f"{self.name} has sent something else than an answer")
+        answer: FileAnswer = from_json(FileAnswer, envelope.body)
+        if answer.problem is not None:
+            raise ValueError(f"{self.name}: {answer.problem}")
+        if not answer.sha256:
+            yield from self._parts(answer.bytes)
+            return
+        if answer.bytes > MAX_LISTING:
+            raise ValueError(f"{self.name} lists too much")
+        content = b"".join(self._parts(answer.bytes))
+        if hashlib.sha256(content).hexdigest() != answer.sha256:
+            raise ValueError(f"{self.name}: what was received is not what was sent")
+        yield content
+
+    def _parts(self, left: int) -> Iterator[bytes]:
+        while left:
+            part = self._file.read(min(left, CHUNK_BYTES))
+            if not part:
+                raise ConnectionError(f"{self.name} has ended the connection")
+            left -= len(part)
+            yield part

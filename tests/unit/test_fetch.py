@@ -1,0 +1,224 @@
+"""What a host gets from members is a whole, verified checkpoint, or nothing; strangers get nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from lib import commands, daemons
+from lib.saved import SMALL, small_run, train_alone
+
+from acsgd.commands.invite import VERSION, Invitation
+from acsgd.elastic.host.files import FileRequest, LocalFiles, RemoteFiles
+from acsgd.elastic.membership.messages import SharedFiles
+from acsgd.io.checkpoint.inspect import inspect
+from acsgd.io.files.checksum import file_checksum
+from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
+
+TinyModel = Callable[..., Path]
+STEP = "step-00000002"
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of checkpoints of which each of two hosts holds a part."""
+    path = train_alone(small_run(tiny_model("gpt2", **SMALL), tmp_path_factory.mktemp("run") / "run", best="eval_loss"))
+    for step in ("step-00000001", STEP):
+        manifest = Manifest.read(path / step)
+        hosts = {file.file: [f"host{number % 2}"] for number, file in enumerate(manifest.files)}
+        dataclasses.replace(manifest, hosts=hosts).write(path / step)
+    return path
+
+
+@pytest.fixture
+def parts(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The directories of checkpoints of the two hosts."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for number in range(2):
+        shutil.copytree(whole, tmp_path / f"host{number}/run/checkpoints", symlinks=True)
+        for step in (tmp_path / f"host{number}/run/checkpoints").glob("step-*"):
+            for file, hosts in Manifest.read(step).hosts.items():
+                if hosts != [f"host{number}"]:
+                    (step / file).unlink()
+    return [tmp_path / f"host{number}/run/checkpoints" for number in range(2)]
+
+
+@pytest.fixture
+def invitation(parts: list[Path], tmp_path: Path) -> Iterator[Path]:
+    """A file with the invitation of a run with these hosts, which are running; it names only the first one."""
+    addresses = daemons.free_addresses(2)
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for number, part in enumerate(parts):
+            path = stack.enter_context(daemons.host(addresses, number, tmp_path, min_hosts=2, secret="secret"))
+            workers.append(daemons.Worker(path, part.parent, files=SharedFiles(str(part))))
+        for worker in workers:
+            worker.next_view(2)
+        options = f'[log]\ndir = "{tmp_path / "member/run"}"\n'
+        text = Invitation("run", "secret", tuple(addresses[:1]), "1:8", "false", options, VERSION).encode()
+        (tmp_path / "invitation").write_text(text)
+        yield tmp_path / "invitation"
+
+
+def assert_equal(path: Path, whole: Path) -> None:
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == {
+        file.name: file.read_bytes() for file in whole.iterdir()
+    }
+    [report] = inspect(path)
+    assert not report.errors
+    assert not report.elsewhere
+
+
+def test_a_checkpoint_is_collected_from_all_running_hosts(invitation: Path, whole: Path, tmp_path: Path) -> None:
+    assert commands.acsgd("fetch", invitation) == (0, "")
+    target = tmp_path / "member/run/checkpoints" / STEP
+    assert_equal(target, whole / STEP)
+    assert [path.name for path in target.parent.iterdir()] == [STEP]
+    best = (whole / "best").resolve().name
+    assert commands.acsgd("fetch", invitation, "--best", "--to", tmp_path / "best") == (0, "")
+    assert_equal(tmp_path / "best", whole / best)
+
+
+def test_a_host_completes_its_own_part_in_place(
+    invitation: Path, parts: list[Path], whole: Path, tmp_path: Path
+) -> None:
+    """Its files stay, also where other hosts have the same; what it has is not sent."""
+    before = {file: file.stat().st_ino for file in (parts[0] / STEP).iterdir()}
+    message = commands.acsgd("convert", "to-hf", parts[0].parent, tmp_path / "hf")[1]
+    assert f"not on this host: acsgd fetch {parts[0] / STEP}" in message
+    assert "host1" in message
+    assert "this host knows no invitation to the run" in commands.acsgd("fetch", parts[0] / STEP)[1]
+    own = Invitation.decode(invitation.read_text())
+    own = dataclasses.replace(own, options=f'[log]\ndir = "{parts[0].parent}"\n')
+    (tmp_path / ".acsgd").mkdir(mode=0o700)
+    (tmp_path / ".acsgd/run.invitation").write_text(own.encode())
+    for _ in range(2):
+        assert commands.acsgd("fetch", parts[0] / STEP) == (0, "")
+        assert_equal(parts[0] / STEP, whole / STEP)
+        assert {file: file.stat().st_ino for file in before} == before
+    assert commands.acsgd("convert", "to-hf", parts[0] / STEP, tmp_path / "hf")[0] == 0
+
+
+def test_hosts_that_have_ended_are_read_from_their_directories(parts: list[Path], whole: Path, tmp_path: Path) -> None:
+    assert commands.acsgd("fetch", parts[0].parent, "--step", 1, "--from", parts[1].parent) == (0, "")
+    assert_equal(parts[0] / "step-00000001", whole / "step-00000001")
+    (parts[1] / STEP / "head.safetensors").unlink(missing_ok=True)
+    (parts[0] / STEP / "head.safetensors").unlink(missing_ok=True)
+    code, message = commands.acsgd("fetch", parts[0].parent, "--step", 2, "--from", parts[1], "--to", tmp_path / "to")
+    assert code == 2
+    assert f"{STEP} lacks 1 files, the first one is head.safetensors of host" in message
+    assert commands.acsgd("fetch", parts[0].parent, "--from", parts[1], "--to", tmp_path / "to")[0] == 0
+    assert_equal(tmp_path / "to", whole / "step-00000001")
+    code, message = commands.acsgd("fetch", parts[0], "--from", parts[1], "--step", 7)
+    assert code == 2
+    assert "no host has step-00000007; checkpoints there: step-00000001, step-00000002" in message
+
+
+def test_an_interrupted_fetch_continues_where_it_was(
+    invitation: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, asked = RemoteFiles.read, list[tuple[str, int]]()
+
+    def break_off(self: RemoteFiles, directory: str, file: str, offset: int) -> Iterator[bytes]:
+        for part in read(self, directory, file, offset):
+            yield part
+            if file != MANIFEST:
+                raise ConnectionResetError("reset")
+
+    def note(self: RemoteFiles, directory: str, file: str, offset: int) -> Iterator[bytes]:
+        asked.append((file, offset))
+        return read(self, directory, file, offset)
+
+    monkeypatch.setattr("acsgd.elastic.host.files.CHUNK_BYTES", 512)
+    monkeypatch.setattr(RemoteFiles, "read", break_off)
+    code, message = commands.acsgd("fetch", invitation, "--to", tmp_path / "to")
+    assert code == 2
+    assert "type the same command again" in message
+    assert not (tmp_path / "to").exists()
+    monkeypatch.setattr(RemoteFiles, "read", note)
+    assert commands.acsgd("fetch", invitation, "--to", tmp_path / "to") == (0, "")
+    assert_equal(tmp_path / "to", whole / STEP)
+    assert 512 in [offset for _, offset in asked]
+
+
+def test_another_directory_is_never_overwritten_and_room_is_checked_first(
+    invitation: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(whole / "step-00000001", tmp_path / "to")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/file").touch()
+    for name in ("to", "other"):
+        code, message = commands.acsgd("fetch", invitation, "--to", tmp_path / name)
+        assert (code, "exists and holds something else; it is kept" in message) == (2, True)
+    assert_equal(tmp_path / "to", whole / "step-00000001")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 1000))  # type: ignore[attr-defined]
+    code, message = commands.acsgd("fetch", invitation, "--to", tmp_path / "new")
+    assert (code, "GB are to be received" in message) == (2, True)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_stranger_gets_no_file_and_a_member_none_but_those_of_the_run(invitation: Path, parts: list[Path]) -> None:
+    address = Invitation.decode(invitation.read_text()).endpoints[0]
+    for run, secret in (("run", b"other"), ("other", b"secret")):
+        stranger = RemoteFiles(address, run, secret)
+        with contextlib.closing(stranger), pytest.raises(ValueError, match="signature"):
+            stranger.list()
+    (parts[0].parent / "config.toml").write_text("private")
+    (parts[0] / STEP / "private.txt").write_text("private")
+    (parts[0] / STEP / "run.py").write_text("private")
+    with contextlib.closing(RemoteFiles(address, "run", b"secret")) as member:
+        for directory, file in (
+            (STEP, "../../config.toml"),
+            (STEP, "private.txt"),
+            (STEP, "run.py"),
+            ("..", "config.toml"),
+            (f"../checkpoints/{STEP}", MANIFEST),
+            ("model", MANIFEST),
+            ("step-1", MANIFEST),
+        ):
+            with pytest.raises(ValueError, match=r"no file|file name|directory|taken"):
+                b"".join(member.read(directory, file, 0))
+        assert b"".join(member.read(STEP, MANIFEST, 0)) == (parts[0] / STEP / MANIFEST).read_bytes()
+
+
+def test_an_answer_that_was_recorded_is_refused(invitation: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = Invitation.decode(invitation.read_text()).endpoints[0]
+    with contextlib.closing(RemoteFiles(address, "run", b"secret")) as member:
+        monkeypatch.setattr("acsgd.elastic.host.files.seal", lambda *args: seal(*args[:-1], FileRequest("earlier")))
+        from acsgd.elastic.membership.messages import seal
+
+        with pytest.raises(ValueError, match="something else than an answer"):
+            member.list()
+
+
+@pytest.mark.parametrize("name", ["model.py", "weights.bin", "optimizer.pt", "a.pkl", "tokenizer.so"])
+def test_nothing_that_could_be_executed_is_taken_from_a_peer(name: str, parts: list[Path], tmp_path: Path) -> None:
+    """Not even if its manifest lists it."""
+    step = parts[1] / STEP
+    (step / name).write_text("import os")
+    manifest = Manifest.read(step)
+    file = StoredFile(name, 9, file_checksum(step / name))
+    dataclasses.replace(manifest, model_files=[*manifest.model_files, file], hosts={}).write(step)
+    for each in manifest.files:  # it holds all that it lists
+        if not (step / each.file).exists():
+            shutil.copyfile(parts[0] / STEP / each.file, step / each.file)
+    code, message = commands.acsgd("fetch", parts[1].parent, "--step", 2, "--from", parts[1], "--to", tmp_path / "to")
+    assert code == 2
+    assert f"'{name}' is not taken from another host" in message
+    assert not (tmp_path / "to").exists()
+
+
+def test_a_file_that_is_not_what_the_manifest_says_is_refused(parts: list[Path], tmp_path: Path) -> None:
+    [file, *_] = [file for file in Manifest.read(parts[1] / STEP).files if (parts[1] / STEP / file.file).exists()]
+    raw = (parts[1] / STEP / file.file).read_bytes()
+    (parts[1] / STEP / file.file).write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    code, message = commands.acsgd("fetch", parts[0].parent, "--step", 2, "--from", parts[1], "--to", tmp_path / "to")
+    assert code == 2
+    assert f"{file.file} is not what its manifest says" in message
+    assert not (tmp_path / "to").exists()
+    assert LocalFiles(SharedFiles(str(parts[0]))).list().best == ShardDirectory(parts[0] / "best").path.resolve().name
