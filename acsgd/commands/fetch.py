@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from acsgd.commands.invite import Invitation, known_invitations
+from acsgd.commands.invitation import Invitation, known_invitations
 from acsgd.config.ranges import COUNT
 from acsgd.notes import print_note, progress_bar
 
@@ -116,14 +116,10 @@ class FetchCommand:
     def _choose(self, sources: Sequence[ListedSource], step: int | None) -> tuple[str, str]:
         """Return name and manifest of the checkpoint to collect. Raises ValueError if none is complete."""
         from acsgd.commands.members import DirectoryFetch
-        from acsgd.elastic.host.files import MODEL
         from acsgd.io.checkpoint.directory import CheckpointDirectory
 
         counts = Counter(
-            (name, held.sha256)
-            for each in sources
-            for name, held in each.listing.directories.items()
-            if name != MODEL and held.sha256
+            (name, held.sha256) for each in sources for name, held in each.listing.directories.items() if held.sha256
         )
         name = None if step is None else CheckpointDirectory(Path()).of(step).name
         if self.best and (name := next((each.listing.best for each in sources if each.listing.best), None)) is None:

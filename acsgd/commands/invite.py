@@ -7,133 +7,36 @@ of the host until torchrun starts; one in a file is not.
 
 from __future__ import annotations
 
-import base64
-import binascii
-import contextlib
 import dataclasses
 import hashlib
-import importlib.metadata
-import json
 import os
 import re
 import secrets
 import shlex
 import sys
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Self
+from typing import Annotated, Literal, NoReturn
 
 import tyro
 
 from acsgd.comm.addresses import DEFAULT_PORT, check_announced, join_address, listen, own_address
+from acsgd.commands.invitation import (
+    VERSION,
+    Invitation,
+    private_file,
+    secret_file,
+    write_privately,
+)
 from acsgd.config.options import Config
 from acsgd.config.ranges import COUNT_OR_NONE, PORT, out_of_range
 from acsgd.config.run_file import parse, to_toml
 from acsgd.launch import start_torchrun
 from acsgd.notes import print_note
 
-VERSION = importlib.metadata.version("acsgd")
-PREFIX = "acsgd1-"
-"""Beginning of an invitation, with the version of its format."""
-PRIVATE = Path("~/.acsgd")
-"""Directory with the secrets and invitations of this user's runs."""
-MAX_BYTES = 2**20
-"""Maximum size of what an invitation holds."""
 DEVICES = ("auto", "cpu", "gpu", "xpu")
 """Values of --nproc-per-node of torchrun that are no numbers: one process per processor, or device of a kind."""
-SHOWN = 20
-"""Number of characters of a wrong invitation that are shown; it may hold a secret."""
-
-
-@dataclass(frozen=True)
-class Invitation:
-    """What a host needs to join a run. Whoever has it can join: it holds the secret of the run."""
-
-    run: str
-    """Id of the run, --rdzv-id."""
-    secret: str
-    endpoints: tuple[str, ...]
-    """Addresses host:port of hosts that a newcomer contacts first."""
-    hosts: str
-    """Lowest and highest number of hosts, --nnodes."""
-    mesh: str
-    """"true", "false", or "auto": as the addresses want; see --rdzv-conf."""
-    options: str
-    """Options of the run, TOML."""
-    version: str
-    """Version of acsgd that made it."""
-
-    @property
-    def has_mesh(self) -> bool:
-        """Whether the run has a mesh."""
-        from acsgd.mesh.mesh import is_public  # imports cryptography
-
-        return self.mesh == "true" or (self.mesh == "auto" and is_public(self.endpoints))
-
-    @property
-    def is_known(self) -> bool:
-        """Whether this host has taken it before. The secret may have been replaced since."""
-        path = _private(f"{self.run}.invitation")
-        return path.exists() and path.read_text() == self.encode() and _secret_file(self.run).exists()
-
-    def current_secret(self) -> str:
-        """Return the secret of the run, as far as this host knows."""
-        return _secret_file(self.run).read_text().strip() if self.is_known else self.secret
-
-    @classmethod
-    def open(cls, text: str) -> Self:
-        """Return the invitation that is given as text, or in a file.
-
-        Raises ValueError if it is damaged, or of another version.
-        """
-        invitation = cls._of_file(Path(text)) if os.path.isfile(text) else cls.decode(text)
-        if invitation.version != VERSION:
-            raise ValueError(f"the run has acsgd {invitation.version}, this host {VERSION}; install the same version")
-        return invitation
-
-    @classmethod
-    def _of_file(cls, path: Path) -> Self:
-        try:
-            text = path.read_text()
-        except UnicodeDecodeError:
-            text = ""
-        if not text.strip():
-            raise ValueError(f"{path} holds no invitation; give what acsgd host printed after acsgd join")
-        return cls.decode(text)
-
-    def encode(self) -> str:
-        """Return the invitation as text of one line."""
-        content = zlib.compress(json.dumps(dataclasses.asdict(self)).encode(), 9)
-        return PREFIX + base64.urlsafe_b64encode(_checksum(content) + content).decode().rstrip("=")
-
-    @classmethod
-    def decode(cls, text: str) -> Self:
-        """Return the invitation of a text. Raises ValueError if it is damaged or of another format."""
-        text = "".join(text.split())  # mail and chat programs break lines
-        if not text.startswith(PREFIX):
-            if text.startswith("acsgd"):
-                raise ValueError(
-                    f"the invitation {text[:SHOWN]}... is of another version of acsgd than {VERSION}; "
-                    "install the same version on all hosts"
-                )
-            shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-            raise ValueError(
-                f'"{shown}" is neither an invitation nor a file with one; copy all that acsgd host printed after acsgd '
-                "join"
-            )
-        try:
-            data = base64.urlsafe_b64decode(text[len(PREFIX) :] + "=" * (-(len(text) - len(PREFIX)) % 4))
-            check, content = data[:4], data[4:]
-            if _checksum(content) != check:
-                raise ValueError
-            fields: dict[str, Any] = json.loads(zlib.decompressobj().decompress(content, MAX_BYTES))
-            if not re.fullmatch(r"\w[\w.-]*", fields["run"]):  # names files
-                raise ValueError
-            return cls(**{**fields, "endpoints": tuple(fields["endpoints"])})
-        except (ValueError, KeyError, TypeError, zlib.error, binascii.Error):
-            raise ValueError("the invitation is damaged or not whole; copy all that acsgd host printed") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +110,7 @@ class HostCommand(WorkerOptions):
             version=VERSION,
         )
         text = invitation.encode()
-        _write_privately(_private(f"{run}.invitation"), text)  # for acsgd fetch
+        write_privately(private_file(f"{run}.invitation"), text)  # for acsgd fetch
         print(f"Others join with\n\n    acsgd join {text}\n", flush=True)
         place = [f"announce={self.announce}", f"listen={join_address(address, self.port)}"] if self.announce else []
         own = dataclasses.replace(invitation, options=_options(config))  # elastic.force is of this host, and this start
@@ -218,7 +121,7 @@ class HostCommand(WorkerOptions):
 class JoinCommand(WorkerOptions):
     """Join an elastic run with the invitation that `acsgd host` printed. Ctrl-C leaves it again.
 
-    Starts torchrun in place of this process.
+    Gets model and data that this host lacks from hosts of the run. Starts torchrun in place of this process.
     """
 
     invitation: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="INVITATION")]
@@ -240,11 +143,16 @@ class JoinCommand(WorkerOptions):
                 "with acsgd host --mesh true"
             )
         place = [f"announce={self.announce}"] if self.announce is not None else []
-        path = _private(f"{invitation.run}.invitation")
+        path = private_file(f"{invitation.run}.invitation")
         if not invitation.is_known:
-            _write_privately(_secret_file(invitation.run), invitation.secret)
-            _write_privately(path, invitation.encode())
+            write_privately(secret_file(invitation.run), invitation.secret)
+            write_privately(path, invitation.encode())
         if not is_text:
+            from acsgd.commands.members import get_inputs  # imports torch
+
+            run_file = private_file(f"{invitation.run}.toml")
+            write_privately(run_file, invitation.options)
+            get_inputs(invitation, parse([str(run_file)], prog="acsgd join", is_main=False))
             _start(invitation, self.nproc, self.restarts, place)
         # again, without the secret on the command line, which other users of this host can see
         arguments = ["join", str(path), "--nproc", self.nproc, "--restarts", str(self.restarts)]
@@ -274,41 +182,27 @@ class NetCommand:
 
 def _start(invitation: Invitation, nproc: str, restarts: int, place: Sequence[str]) -> NoReturn:
     """Start torchrun in place of this process. place: settings of --rdzv-conf for where this host is in a mesh."""
-    run_file = _private(f"{invitation.run}.toml")
-    _write_privately(run_file, invitation.options)
+    run_file = private_file(f"{invitation.run}.toml")
+    write_privately(run_file, invitation.options)
     arguments = ["--nnodes", invitation.hosts, "--nproc-per-node", nproc, "--max-restarts", str(restarts)]
     arguments += ["--rdzv-backend", "acsgd", "--rdzv-endpoint", ",".join(invitation.endpoints)]
     settings = [*([] if invitation.mesh == "auto" else [f"mesh={invitation.mesh}"]), *place]
-    arguments += ["--rdzv-conf", ",".join([*settings, f"secret={_secret_file(invitation.run)}"])]
+    arguments += ["--rdzv-conf", ",".join([*settings, f"secret={secret_file(invitation.run)}"])]
     arguments += ["--rdzv-id", invitation.run, "-m", "acsgd", str(run_file)]
     print_note(f"torchrun {shlex.join(arguments)}")
     start_torchrun(arguments)
 
 
-def known_invitations() -> list[Invitation]:
-    """Return the invitations of this version that this user has printed or taken on this host, the newest first."""
-    paths = sorted(PRIVATE.expanduser().glob("*.invitation"), key=lambda path: path.stat().st_mtime, reverse=True)
-    found = []
-    for path in paths:
-        with contextlib.suppress(ValueError, OSError):
-            found.append(Invitation.open(str(path)))
-    return found
-
-
 def _secret_of(config: Config) -> tuple[str, str]:
     """Return id and secret of the run in a run directory; new ones the first time."""
     name = Path(config.log.dir).name
-    path = _private(f"{name}-{hashlib.sha256(config.log.dir.encode()).hexdigest()[:8]}.run")
+    path = private_file(f"{name}-{hashlib.sha256(config.log.dir.encode()).hexdigest()[:8]}.run")
     if not path.exists():
-        _write_privately(path, f"{name}-{secrets.token_hex(4)}")
-    file = _secret_file(run := path.read_text())
+        write_privately(path, f"{name}-{secrets.token_hex(4)}")
+    file = secret_file(run := path.read_text())
     if not file.exists():
-        _write_privately(file, secrets.token_hex(16))
+        write_privately(file, secrets.token_hex(16))
     return run, file.read_text().strip()
-
-
-def _secret_file(run: str) -> Path:
-    return _private(f"{run}.secret")
 
 
 def _options(config: Config) -> str:
@@ -335,21 +229,3 @@ def _with_directories(config: Config) -> Config:
     if checkpoint.dir is not None:
         checkpoint = dataclasses.replace(checkpoint, dir=str(Path(checkpoint.dir).expanduser().resolve()))
     return dataclasses.replace(config, log=log, checkpoint=checkpoint)
-
-
-def _private(name: str) -> Path:
-    """Return the path of a file of this user, in a directory that no other user can read."""
-    directory = PRIVATE.expanduser()
-    directory.mkdir(mode=0o700, exist_ok=True)
-    return directory / name
-
-
-def _write_privately(path: Path, text: str) -> None:
-    """Write a file that only this user can read."""
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-
-
-def _checksum(content: bytes) -> bytes:
-    return zlib.crc32(content).to_bytes(4, "big")

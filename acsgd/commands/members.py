@@ -16,8 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from acsgd.commands.invite import Invitation
+from acsgd.commands.invitation import Invitation
+from acsgd.config.options import Config
 from acsgd.elastic.host.files import (
+    DATA,
+    MODEL,
     TIMEOUT_S,
     FileSource,
     HeldFiles,
@@ -26,10 +29,11 @@ from acsgd.elastic.host.files import (
     check_taken,
 )
 from acsgd.errors import CorruptFileError, explain
+from acsgd.io.data.sources.sources import files_of
 from acsgd.io.files.atomic import build_atomically, fsync_directory
 from acsgd.io.files.checksum import new_file_checksum
 from acsgd.mesh.mesh import Mesh, MeshOptions
-from acsgd.notes import print_note
+from acsgd.notes import print_note, progress_bar
 from acsgd.shards.disk import flush, verify_file
 from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
 
@@ -83,6 +87,78 @@ def open_members(invitation: Invitation) -> Iterator[list[ListedSource]]:
         for problem in problems:
             print_note(f"a host does not answer and is left out: {problem}")
         yield [*found.values()]
+
+
+def get_inputs(invitation: Invitation, config: Config) -> None:
+    """Get the model, its tokenizer and the files of data that this host lacks from members, to where it looks for them.
+
+    A model of the Hub, if it cannot be downloaded, goes into a directory of its name. Raises ValueError if no member
+    has what is missing.
+    """
+    model = Path(config.model.name)
+    has_model, numbers = (
+        _has_model(config),
+        [
+            (number, Path(name).expanduser())
+            for number, name in enumerate(files_of(config.data))
+            if not os.path.lexists(Path(name).expanduser())
+        ],
+    )
+    if has_model and not numbers:
+        return
+    lacks = ", ".join([*([] if has_model else [str(model)]), *(str(path) for _, path in numbers)])
+    print_note(f"this host lacks {lacks}; looking for a host of run {invitation.run} that has it")
+    with open_members(invitation) as members, progress_bar() as report:
+        if not has_model:
+            fetched = _fetch_of(members, MODEL)
+            wanted, raw = fetched.files(), b""
+            if fetched.sha256:
+                _, raw = fetched.manifest()
+            elif config.model.init == "pretrained":
+                raise ValueError(f"no host has layer shards of {model} to send: copy the model to this host")
+            fetched.collect(model, wanted, raw, report)
+            print_note(f"{model}: {_megabytes(wanted)} MB, verified")
+        if numbers:
+            fetched = _fetch_of(members, DATA)
+            by_number = {int(file.file.partition(".")[0]): file for file in fetched.files()}
+            for number, path in numbers:
+                if number not in by_number:
+                    raise ValueError(f"no host has {path} to send: copy it to this host")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                fetched.get(path, by_number[number], report)
+                print_note(f"{path}: {_megabytes([by_number[number]])} MB, verified")
+
+
+def _has_model(config: Config) -> bool:
+    """Return whether a model is on this host, or can be downloaded."""
+    if os.path.isdir(config.model.name):
+        return True
+    from acsgd.shards.hub import find_model  # imports transformers, which takes seconds
+
+    try:
+        find_model(config.model.name, option="model.name", weights=config.model.init == "pretrained")
+    except ValueError:
+        return False
+    return True
+
+
+def _fetch_of(members: Sequence[ListedSource], directory: str) -> DirectoryFetch:
+    """Return how model or data are collected: as the first member has them, from all that have the same."""
+    found, problems = [], []
+    for each in members:
+        try:
+            found.append(ListedSource(each.source, Listing({directory: each.source.held(directory)})))
+        except (OSError, ValueError) as error:
+            problems.append(f"{each.name}: {explain_short(error)}")
+    if not found:
+        raise ValueError(
+            f"no host can send the {directory} of the run ({'; '.join(problems)}); try again when it trains"
+        )
+    return DirectoryFetch(found, directory, found[0].listing.directories[directory].sha256)
+
+
+def _megabytes(files: Sequence[StoredFile]) -> str:
+    return f"{sum(file.bytes for file in files) / 1e6:.1f}"
 
 
 def explain_short(error: OSError | ValueError) -> str:
@@ -161,6 +237,17 @@ class DirectoryFetch:
                 problems.append(f"{each.name}: {explain_short(error)}")
         raise ValueError(f"{self.directory} cannot be listed: {'; '.join(problems)}")
 
+    def files(self) -> tuple[StoredFile, ...]:
+        """Return the files that the first source has."""
+        return self.sources[0].listing.directories[self.directory].files
+
+    def get(self, target: Path, file: StoredFile, report: Callable[[int, int], None]) -> None:
+        """Let there be a file of some name. Raises ValueError, OSError."""
+        check_taken(file.file)
+        partial = target.parent / f".{target.name}.partial"
+        _check_room(target.parent, file.bytes - _size(partial))
+        self._get(partial, target, file, lambda size: report(size, file.bytes))
+
     def missing(self, wanted: Sequence[StoredFile]) -> list[str]:
         """Return the names of files that no source holds."""
         held = set[StoredFile]().union(*(each.held(self.directory, self.sha256) for each in self.sources))
@@ -205,21 +292,22 @@ class DirectoryFetch:
     def _get_all(self, path: Path, wanted: Sequence[StoredFile], report: Callable[[int, int], None]) -> None:
         needed = [file for file in wanted if not _is_valid(path, file)]
         begun = sum(min(_size(_partial(path, file)), file.bytes) for file in needed)
-        total, free = sum(file.bytes for file in needed), shutil.disk_usage(path).free
-        if total - begun > free:
-            raise ValueError(
-                f"{path.parent} has {free / 1e9:.2f} GB free, and {(total - begun) / 1e9:.2f} GB are to be received; "
-                "free space there, or give a directory on another disk, --to"
-            )
+        total = sum(file.bytes for file in needed)
+        _check_room(path.parent, total - begun)
         done = 0
         for file in needed:
-            self._get(path, file, lambda size, before=done: report(before + size, total))  # type: ignore[misc]
+            self._get(
+                _partial(path, file),
+                path / file.file,
+                file,
+                lambda size, before=done: report(before + size, total),  # type: ignore[misc]
+            )
             done += file.bytes
         fsync_directory(path)
 
-    def _get(self, path: Path, file: StoredFile, report: Callable[[int], None]) -> None:
+    def _get(self, partial: Path, target: Path, file: StoredFile, report: Callable[[int], None]) -> None:
         """Get a file from the first source that has it and does not fail."""
-        partial, problems = _partial(path, file), []
+        problems = []
         for each in self.sources:
             if file not in each.held(self.directory, self.sha256):
                 continue
@@ -228,7 +316,7 @@ class DirectoryFetch:
             except (OSError, ValueError) as error:
                 problems.append(f"{each.name}: {explain(error) or error}")
                 continue
-            partial.replace(path / file.file)
+            partial.replace(target)
             return
         raise ValueError(f"{file.file} could not be received ({'; '.join(problems)}); type the same command again")
 
@@ -255,6 +343,14 @@ class DirectoryFetch:
             partial.unlink()
             raise ValueError(f"{file.file} is not what its manifest says")
         flush(partial)
+
+
+def _check_room(directory: Path, size: int) -> None:
+    if size > (free := shutil.disk_usage(directory).free):
+        raise ValueError(
+            f"{directory} has {free / 1e9:.2f} GB free, and {size / 1e9:.2f} GB are to be received; free space there, "
+            "or use a directory on another disk"
+        )
 
 
 def _partial(path: Path, file: StoredFile) -> Path:

@@ -11,6 +11,7 @@ import transformers
 
 from acsgd.config.options import Config
 from acsgd.elastic.membership.messages import Setup, SharedFiles
+from acsgd.io.data.sources.sources import files_of
 from acsgd.pp.schedules.actions import Placement
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.initial_weights import base_checksums, base_directory
@@ -76,6 +77,7 @@ def setup_of(job: Job, inputs: RunInputs) -> Setup:
         files=SharedFiles(
             str(job.paths.checkpoints.path.resolve()),
             str(base_directory(job).resolve()),
+            tuple(str(Path(name).expanduser().resolve()) for name in files_of(job.config.data)),
             job.config.checkpoint.bytes_per_s,
         ),
     )

@@ -12,11 +12,14 @@ import pytest
 from lib import commands, daemons
 from lib.saved import SMALL, small_run, train_alone
 
-from acsgd.commands.invite import VERSION, Invitation
+from acsgd.commands import members
+from acsgd.commands.invitation import VERSION, Invitation
+from acsgd.config.options import Config, DataConfig, ModelConfig, OptimConfig
 from acsgd.elastic.host.files import FileRequest, LocalFiles, RemoteFiles
 from acsgd.elastic.membership.messages import SharedFiles
 from acsgd.io.checkpoint.inspect import inspect
 from acsgd.io.files.checksum import file_checksum
+from acsgd.shards.convert import from_hf
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
 
@@ -65,10 +68,14 @@ def invitation(parts: list[Path], tmp_path: Path) -> Iterator[Path]:
         yield tmp_path / "invitation"
 
 
-def assert_equal(path: Path, whole: Path) -> None:
+def assert_files(path: Path, whole: Path) -> None:
     assert {file.name: file.read_bytes() for file in path.iterdir()} == {
         file.name: file.read_bytes() for file in whole.iterdir()
     }
+
+
+def assert_equal(path: Path, whole: Path) -> None:
+    assert_files(path, whole)
     [report] = inspect(path)
     assert not report.errors
     assert not report.elsewhere
@@ -222,3 +229,61 @@ def test_a_file_that_is_not_what_the_manifest_says_is_refused(parts: list[Path],
     assert f"{file.file} is not what its manifest says" in message
     assert not (tmp_path / "to").exists()
     assert LocalFiles(SharedFiles(str(parts[0]))).list().best == ShardDirectory(parts[0] / "best").path.resolve().name
+
+
+@pytest.fixture
+def inputs(tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Invitation]:
+    """The invitation of a run on a host that has its inputs: layer shards of a model, and a file of data."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "first/shards").mkdir(parents=True)
+    from_hf(tiny_model("gpt2", **SMALL), tmp_path / "first/shards")
+    (tmp_path / "first/notes.jsonl").write_text('{"text": "one"}\n' * 1000)
+    addresses = daemons.free_addresses(1)
+    with daemons.host(addresses, 0, tmp_path, secret="secret") as path:
+        shared = SharedFiles(model=str(tmp_path / "first/shards"), data=(str(tmp_path / "first/notes.jsonl"),))
+        daemons.Worker(path, tmp_path / "first/run", files=shared).next_view(1)
+        (tmp_path / "second").mkdir()
+        monkeypatch.chdir(tmp_path / "second")
+        yield Invitation("run", "secret", tuple(addresses), "1:8", "false", "", VERSION)
+
+
+INPUTS = Config(
+    model=ModelConfig("models/gpt"),
+    data=DataConfig(sources="texts/notes.jsonl:0.5,demo", sequence=8, batch=2),
+    optim=OptimConfig(lr=1.0, steps=1),
+)
+
+
+def test_a_host_that_joins_gets_model_and_data_where_its_run_file_names_them(
+    inputs: Invitation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file is that of the first host; what is there already is not touched, and nobody is asked."""
+    members.get_inputs(inputs, INPUTS)
+    assert_files(Path("models/gpt"), tmp_path / "first/shards")
+    assert Path("texts/notes.jsonl").read_bytes() == (tmp_path / "first/notes.jsonl").read_bytes()
+    assert sorted(path.name for path in Path().rglob("*") if path.is_dir()) == ["gpt", "models", "texts"]
+    monkeypatch.delattr(members, "open_members")
+    members.get_inputs(inputs, INPUTS)
+
+
+def test_a_model_with_new_weights_needs_config_and_tokenizer_alone(
+    inputs: Invitation, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    shards, model = tmp_path / "first/shards", tiny_model("gpt2", **SMALL)
+    shutil.rmtree(shards)
+    shutil.copytree(model, shards)
+    (shards / "tokenizer_code.py").write_text("import os")  # is listed by no host, and so not taken
+    with pytest.raises(ValueError, match="no host has layer shards of models/gpt to send: copy the model to this host"):
+        members.get_inputs(inputs, INPUTS)
+    members.get_inputs(inputs, dataclasses.replace(INPUTS, model=ModelConfig("models/gpt", init="scratch")))
+    names = {path.name for path in Path("models/gpt").iterdir()}
+    assert {"config.json", "tokenizer.json"} <= names
+    assert not [name for name in names if name.endswith((".safetensors", ".py"))]
+
+
+def test_a_host_without_its_inputs_is_told_so_if_no_member_has_them(inputs: Invitation, tmp_path: Path) -> None:
+    (tmp_path / "first/notes.jsonl").unlink()
+    with pytest.raises(ValueError, match="no host can send the data of the run"):
+        members.get_inputs(inputs, INPUTS)
+    with pytest.raises(ValueError, match="no host of run run answers"):
+        members.get_inputs(dataclasses.replace(inputs, endpoints=("127.0.0.1:1",), mesh="false"), INPUTS)

@@ -11,13 +11,10 @@ from typing import NoReturn
 
 import pytest
 
-from acsgd.commands.invite import VERSION, Invitation
+from acsgd.commands.invitation import VERSION, Invitation
 from acsgd.config.run_file import parse
 from tests.lib import commands
 
-INVITATION = Invitation(
-    "run-1", "s3cret", ("10.0.0.1:29400", "[fd00::1]:29400"), "1:8", "auto", "[optim]\nlr = 0.1\n", "0.1.0"
-)
 RUN_FILE = """
 [model]
 name = "m"
@@ -31,6 +28,7 @@ steps = 3
 [log]
 dir = "runs/x"
 """
+INVITATION = Invitation("run-1", "s3cret", ("10.0.0.1:29400", "[fd00::1]:29400"), "1:8", "auto", RUN_FILE, "0.1.0")
 
 
 STARTED: list[tuple[object, ...]] = []
@@ -42,6 +40,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
+    (tmp_path / "m").mkdir()  # else acsgd join gets the model from members
     (tmp_path / "run.toml").write_text(RUN_FILE)
 
     def start(*arguments: object) -> NoReturn:

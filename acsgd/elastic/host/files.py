@@ -24,19 +24,23 @@ from acsgd.comm.addresses import split_address
 from acsgd.elastic.membership.messages import PROTOCOL, Host, SharedFiles, seal, unseal
 from acsgd.errors import CorruptFileError, explain
 from acsgd.io.checkpoint.directory import CheckpointDirectory, step_of
+from acsgd.io.data.sources.files import READERS
 from acsgd.io.files.checksum import file_checksum
 from acsgd.io.files.fields import Natural, from_json
 from acsgd.shards.disk import model_files
 from acsgd.shards.files import check_file_name, unusable
 from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
 
-MODEL = "model"
-"""Name of the directory of the model, beside those of checkpoints, step-XXXXXXXX."""
-KINDS = (".safetensors", ".json", ".txt", ".model", ".spm", ".jinja", ".bpe")
+MODEL, DATA = "model", "data"
+"""Names of the directories of the model and of the data, beside those of checkpoints, step-XXXXXXXX. A file of data is
+named by its number in `SharedFiles.data` and its ending, "0.jsonl", so that no path travels."""
+KINDS = (".safetensors", ".json", ".txt", ".model", ".spm", ".jinja", ".bpe", *READERS)
 """Ends of the names of files that are taken from another host: none is code, and none is unpickled."""
 CHUNK_BYTES = 1 << 20
 TIMEOUT_S = 60.0
 """Time for a part of CHUNK_BYTES, or for an answer, seconds."""
+HELD_S = 600.0
+"""Time in which a host reads the files of model and data, to list them, seconds."""
 MAX_ANSWER = 1 << 20
 """Maximum length of the line of an answer, bytes."""
 MAX_LISTING = 1 << 28
@@ -45,7 +49,8 @@ MAX_LISTING = 1 << 28
 
 @dataclass(frozen=True)
 class FileRequest:
-    """Request to a daemon for a file from some byte on; without a directory, for its `Listing`."""
+    """Request to a daemon for a file from some byte on; without a file, for the `HeldFiles` of a directory; without a
+    directory, for its `Listing` of checkpoints."""
 
     nonce: str
     """Random text that the answer repeats, so that one that was recorded is refused."""
@@ -68,7 +73,7 @@ class FileAnswer:
 
 def _check_directory(name: str) -> None:
     check_file_name(name)
-    if name != MODEL and step_of(Path(name)) is None:
+    if name not in (MODEL, DATA) and step_of(Path(name)) is None:
         raise ValueError(f"{name!r:.50} is no directory of a checkpoint")
 
 
@@ -114,6 +119,10 @@ class FileSource(Protocol):
         """Return what it holds. Raises OSError, ValueError."""
         ...
 
+    def held(self, directory: str) -> HeldFiles:
+        """Return what it holds of the model or of the data. Raises OSError, ValueError."""
+        ...
+
     def read(self, directory: str, file: str, offset: int) -> Iterator[bytes]:
         """Yield the bytes of a file from an offset on. Raises OSError, ValueError."""
         ...
@@ -132,13 +141,10 @@ class LocalFiles:
     def list(self) -> Listing:
         checkpoints = CheckpointDirectory(Path(self.shared.checkpoints))
         steps = checkpoints.steps() if self.shared.checkpoints else []
-        directories = {checkpoints.of(step).name: checkpoints.of(step) for step in steps}
-        if self.shared.model:
-            directories[MODEL] = Path(self.shared.model)
         held = {}
-        for name, path in directories.items():
+        for path in map(checkpoints.of, steps):
             with contextlib.suppress(ValueError, CorruptFileError, OSError):  # being removed, or no use to others
-                held[name] = _held(path)
+                held[path.name] = _held(path)
         best = checkpoints.best() if steps else None
         return Listing(held, best.name if best is not None else None)
 
@@ -148,10 +154,29 @@ class LocalFiles:
             while part := content.read(CHUNK_BYTES):
                 yield part
 
+    def held(self, directory: str) -> HeldFiles:
+        if directory == DATA:
+            paths = self._data.items()
+            return HeldFiles(tuple(StoredFile(name, path.stat().st_size, file_checksum(path)) for name, path in paths))
+        if directory != MODEL or not self.shared.model:
+            raise ValueError(f"there is no directory {directory!r:.50}")
+        return _held(Path(self.shared.model))
+
+    @property
+    def _data(self) -> dict[str, Path]:
+        """The files of data by their names for others."""
+        return {
+            f"{number}{''.join(Path(path).suffixes[-2:])}": Path(path) for number, path in enumerate(self.shared.data)
+        }
+
     def open(self, directory: str, file: str) -> IO[bytes]:
         """Open a file that a member may have. Raises OSError, ValueError."""
         _check_directory(directory)
         check_taken(file)
+        if directory == DATA:
+            if file not in self._data:
+                raise ValueError(f"there is no file {file!r:.70} of data")
+            return self._data[file].open("rb")
         root = self.shared.model if directory == MODEL else self.shared.checkpoints
         path = Path(root) if directory == MODEL else Path(root) / directory
         if not root or not path.is_dir():
@@ -227,6 +252,8 @@ def _answer(request: FileRequest, files: LocalFiles, hosts: tuple[str, ...]) -> 
     if not request.directory:
         listing = files.list()
         content = json.dumps(asdict(Listing(listing.directories, listing.best, hosts))).encode()
+    elif not request.file:
+        content = json.dumps(asdict(files.held(request.directory))).encode()
     else:
         opened = files.open(request.directory, request.file)
         if request.file != MANIFEST:
@@ -263,6 +290,13 @@ class RemoteFiles:
 
     def list(self) -> Listing:
         return from_json(Listing, json.loads(b"".join(self._request(FileRequest(secrets.token_hex(16))))))
+
+    def held(self, directory: str) -> HeldFiles:
+        """Return what it holds of the model or of the data. Its host reads all of it. Raises OSError, ValueError."""
+        self._connection.settimeout(HELD_S)
+        content = b"".join(self._request(FileRequest(secrets.token_hex(16), directory)))
+        self._connection.settimeout(TIMEOUT_S)
+        return from_json(HeldFiles, json.loads(content))
 
     def read(self, directory: str, file: str, offset: int) -> Iterator[bytes]:
         return self._request(FileRequest(secrets.token_hex(16), directory, file, offset))

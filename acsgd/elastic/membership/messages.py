@@ -265,6 +265,8 @@ class SharedFiles:
     """Directory of its checkpoints."""
     model: str = ""
     """Directory of the layer shards that the run starts from, or of config and tokenizer of new weights."""
+    data: tuple[str, ...] = ()
+    """Files of the sources that the run file names one by one, in its order."""
     rate: float | None = None
     """Maximum number of bytes per second that the host sends; None = no limit."""
 

@@ -18,9 +18,10 @@ from fnmatch import fnmatchcase
 from glob import has_magic
 from typing import NamedTuple, NoReturn
 
+from acsgd.config.options import DataConfig
 from acsgd.config.spec import suggest
 from acsgd.io.data.sources.base import TEXT, NamedSource, ReadOptions, RecordCounts, Source, SourceRecord
-from acsgd.io.data.sources.files import READERS, Files, readable_endings, refuse_missing
+from acsgd.io.data.sources.files import READERS, Files, readable_endings, reader_of, refuse_missing
 from acsgd.io.data.sources.glue import Glue
 from acsgd.io.data.sources.hub import HubDataset
 from acsgd.io.data.sources.natural_instructions import NaturalInstructions
@@ -98,6 +99,14 @@ def parse_sources(
     weights = [1.0 if part.weight is None else part.weight for part in parts]
     total = math.fsum(weights)
     return tuple(WeightedSource(part.source, weight / total) for part, weight in zip(parts, weights, strict=True))
+
+
+def files_of(data: DataConfig) -> list[str]:
+    """Return the files that sources name one by one, whether they exist or not; no directories and patterns."""
+    specs = (data.sources, data.eval_sources or "")
+    parts = [part.strip() for spec in specs for part in spec.split(",")]
+    names = [part if _kind(part) else part.rpartition(":")[0] for part in parts]
+    return [name for name in names if name and _kind(name) is Files and reader_of(name) and not has_magic(name)]
 
 
 def check_weights(sources: Sequence[WeightedSource], unit: str) -> None:
