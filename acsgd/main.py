@@ -35,7 +35,7 @@ from acsgd.launch import Launch
 from acsgd.notes import print_note
 from acsgd.run.lock.lock import RunLock, leases_of
 from acsgd.run.plan.job import prepare
-from acsgd.run.setup.directories import find_run_disks, open_disks
+from acsgd.run.setup.directories import check_room, find_run_disks, open_disks
 from acsgd.run.setup.inputs import open_inputs
 from acsgd.train import train
 
@@ -87,7 +87,7 @@ def run(
     lock = stack.enter_context(RunLock(leases_of(job, disks.log, disks.checkpoints)))
     context.cleanup = lock.release  # before the first lease is acquired: from then on, any rank may fail
     lock.acquire(groups, config.run.timeout)
-    for note in open_disks(job, groups, disks):
+    for note in [*check_room(job, groups, disks.checkpoints), *open_disks(job, groups, disks)]:
         if launch.rank == 0:
             print_note(note)
     if launch.rank == 0 and not launch.is_one_host and disks.checkpoints.is_shared:

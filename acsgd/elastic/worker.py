@@ -72,7 +72,7 @@ from acsgd.run.plan.job import Job, prepare
 from acsgd.run.plan.model import RunModel
 from acsgd.run.report import StepSummary
 from acsgd.run.session import Session
-from acsgd.run.setup.directories import RunDisks, open_disks, share_metrics
+from acsgd.run.setup.directories import RunDisks, check_room, open_disks, share_metrics
 from acsgd.run.setup.inputs import RunInputs, open_inputs
 from acsgd.run.setup.resume import Start, start
 from acsgd.run.step.checkpointing import Checkpointing
@@ -246,7 +246,8 @@ class ElasticWorker:
             disks = find_view_disks(job, groups, view)
             lock = self._lock.of(job, groups, view, job.config.run.timeout, disks)
             step = None if view.plan.from_disk else view.plan.step
-            notes = open_disks(job, groups, disks, step=step, are_known=disks == self._disks)
+            notes = check_room(job, groups, disks.checkpoints) if step is None else []
+            notes += open_disks(job, groups, disks, step=step, are_known=disks == self._disks)
             inputs = self._open_inputs(job, groups, disks)
             stack.callback(inputs.reader.close, wait=False)
             job = replace(job, config=job.config.with_steps(inputs.steps))

@@ -26,10 +26,12 @@ from acsgd.io.checkpoint import copies
 from acsgd.io.checkpoint.copies import Disks
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.files.atomic import missing_operations, rename
+from acsgd.optim.adamw import AdamW
 from acsgd.run.lock.lease import Lease
 from acsgd.run.plan.job import Job
+from acsgd.run.plan.limits import ParameterCount
 from acsgd.run.setup import directories
-from acsgd.run.setup.directories import RunDisks, find_run_disks, open_disks
+from acsgd.run.setup.directories import RunDisks, check_room, find_run_disks, open_disks
 from acsgd.shards.manifest import MANIFEST
 from acsgd.topology import Topology
 
@@ -153,6 +155,38 @@ def test_a_host_that_cannot_write_ends_the_start_of_a_run_but_no_view_that_train
     assert all(f"{tmp_path / 'b'}: " in str(each) for each in found)
     for each in on_ranks(of_ranks, partial(find_view_disks, view=view_of("xx"))):
         assert cast(RunDisks, each).log == Disks(((0, 1),), ("host0:1",))
+
+
+@pytest.mark.parametrize(
+    ("keep", "every", "copies", "fits"),
+    [(2, "1", 2, True), (3, "1", 2, False), (4, "1", 1, True), (3, "5", 2, True), (9, None, 2, True)],
+)
+def test_a_run_does_not_start_if_a_host_has_no_room_for_the_checkpoints_it_keeps(
+    keep: int, every: str | None, copies: int, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10 steps of 1,000 parameters with AdamW, on two hosts, of which the second has 40,000 bytes free."""
+
+    def usage(path: Path) -> Any:
+        return SimpleNamespace(free=40_000 if "b" in path.name else 10**9)
+
+    def check(job: Job, groups: Groups) -> list[str]:
+        checkpoint = CheckpointConfig(keep=keep, every=every, copies=copies)
+        config = SimpleNamespace(checkpoint=checkpoint, optim=SimpleNamespace(steps=10))
+        model = SimpleNamespace(parameters=ParameterCount(1000, 0))
+        plugins = SimpleNamespace(optimizer=AdamW())
+        fields = {**vars(job), "config": config, "model": model, "plugins": plugins}
+        return check_room(cast(Job, SimpleNamespace(**fields)), groups, Disks(((0,), (1,)), ("a", "b")))
+
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    results = on_ranks([tmp_path / "a", tmp_path / "b"], check)
+    if fits:
+        assert results == [[], []]
+        return
+    assert [type(result) for result in results] == [RunError, RefusedError]
+    assert "checkpoints of b has 0.00 GB for checkpoints, and 4 of at least 0.00 GB each" in str(results[1])
+    assert "lower checkpoint.keep to 2, free space" in str(results[1])
 
 
 def test_checkpoints_of_hosts_that_were_away_are_set_aside_with_a_sentence(

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -32,6 +33,7 @@ from acsgd.io.telemetry.json_lines import METRICS, JsonLinesSink, StepLines
 from acsgd.io.telemetry.metrics import FILE
 from acsgd.run.plan.job import Job
 from acsgd.shards.manifest import StoredFile
+from acsgd.shards.weights import weight_shape
 
 PROBE = ".shared."
 """Start of the name of a file that each rank tries to be the first to write; the id of the run follows."""
@@ -134,6 +136,49 @@ def open_disks(
     if step is None:
         _check_all(problems, groups, failure)
     return [*notes, *others, *(f"{failure}: {problem}" for problem in problems if problem)]
+
+
+def check_room(job: Job, groups: Groups, disks: Disks) -> list[str]:
+    """Check that each disk has room for the checkpoints that its hosts keep. A collective call.
+
+    If one has not, raises RefusedError there, RunError elsewhere; with checkpoint.on_error=continue, returns sentences.
+    """
+    found: list[str] = []
+    if disks.is_leader(job.topology.rank):
+        with recorded(found, job.paths.checkpoints.path):
+            found.append(_lack_of_room(job, disks))
+    problems = groups.all_gather_text("comparing room for checkpoints", "".join(found), timeout_s=job.disk_timeout_s)
+    if job.config.checkpoint.on_error == "stop":
+        _check_all(problems, groups, "there is no room for the checkpoints of the run")
+    return [each for each in problems if each]
+
+
+def _lack_of_room(job: Job, disks: Disks) -> str:
+    """Return how much room the disk of this rank lacks, and what to do; empty if it is enough. Raises OSError.
+
+    The least size of a checkpoint counts: fp32 weights, and state of the optimizer that has their shape. Checkpoints
+    that are there count as free, since new ones replace them.
+    """
+    config, directory = job.config.checkpoint, job.paths.checkpoints.path
+    optimizer = job.plugins.optimizer.states
+    states = sum(state.shape is weight_shape and state.of_hidden_matrices is None for state in optimizer)
+    share = min(config.copies, len(disks.members)) / len(disks.members)
+    size = int(4 * (1 + states) * job.model.parameters.trained * share)
+    steps, every = job.config.optim.steps, config.every_steps
+    saves = -(-steps // every) if steps and every else 1  # at least
+    count = min(saves, config.keep + 1)  # a new one is complete before the oldest is removed
+    present = sum(path.stat().st_size for path in directory.glob("step-*/*"))
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free + present
+    if count * size <= free:
+        return ""
+    fits = free // size - 1
+    advice = f"lower checkpoint.keep to {fits}, " if 0 < fits < config.keep else ""
+    return (
+        f"{directory} of {disks.names[disks.of(job.topology.rank)]} has {free / 1e9:.2f} GB for checkpoints, and "
+        f"{count} of at least {size / 1e9:.2f} GB each are to be there at once (checkpoint.keep={config.keep}, "
+        f"copies={config.copies}): {advice}free space on its disk, or give another checkpoint.dir"
+    )
 
 
 def _check_copies(directory: Path, exchange: FileExchange, *, timeout_s: float) -> None:
