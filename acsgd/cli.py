@@ -25,11 +25,13 @@ from acsgd.commands.evaluation.options import EvalOptions
 from acsgd.commands.fetch import FetchCommand
 from acsgd.commands.generation.options import GenerateOptions
 from acsgd.commands.invite import HostCommand, JoinCommand, NetCommand
+from acsgd.commands.plan import PlanCommand
 from acsgd.commands.report.command import ReportCommand
 from acsgd.commands.top import TopCommand
 from acsgd.commands.typed import as_typed
 from acsgd.config.run_file import parse_flags
 from acsgd.config.spec import suggest
+from acsgd.config.units import parse_size
 from acsgd.errors import ReportedError
 from acsgd.failures.report import report_startup_error
 from acsgd.failures.signals import reporting_stop
@@ -37,9 +39,6 @@ from acsgd.failures.stdio import protect_streams
 from acsgd.io.files.atomic import build_atomically, resumable_directory
 from acsgd.launch import Launch, refuse_several_processes
 from acsgd.notes import print_note, progress_bar
-
-UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-"""Units of sizes, bytes."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ class ToHF:
         from acsgd.shards.convert import describe_hf
         from acsgd.shards.export import to_hf
 
-        limit = _parse_size(self.shard_size)
+        limit = parse_size(self.shard_size, option="--shard-size", example='"5GB" or "500MB"')
         source = best_checkpoint(self.source) if self.best else _checkpoint(self.source)
         with progress_bar() as report:
             _create(
@@ -312,6 +311,7 @@ COMMANDS: dict[str, Any] = {
     EVAL: Eval,
     "convert": Convert,
     "inspect": Inspect,
+    "plan": PlanCommand,
     "generate": Generate,
     "data": DataCommand,
     "chaos": Chaos,
@@ -338,16 +338,9 @@ def run(argv: list[str]) -> None:
             raise ValueError(f'acsgd has no command "{name}"{suggest(name, COMMANDS)}; all commands: acsgd --help')
         if name in ONE_PROCESS:
             refuse_several_processes(f"acsgd {name}")
-        command = parse_flags(COMMANDS[name], rest, prog=f"acsgd {name}")
+        kind = COMMANDS[name]
+        command = kind.parse(rest) if kind is PlanCommand else parse_flags(kind, rest, prog=f"acsgd {name}")
         command.run()
-
-
-def _parse_size(text: str) -> int:
-    """Return a number of bytes. Raises ValueError."""
-    number, unit = re.fullmatch(r"([0-9.]*)(.*)", text.strip(), re.DOTALL).groups()  # type: ignore[union-attr]
-    if unit not in UNITS or not re.fullmatch(r"\d+(\.\d+)?", number) or float(number) == 0:
-        raise ValueError(f'--shard-size {text} is not a size; give a number with a unit, such as "5GB" or "500MB"')
-    return int(float(number) * UNITS[unit])
 
 
 def _checkpoint(path: Path) -> Path:

@@ -134,6 +134,7 @@ def commands() -> str:
         "acsgd": lambda: cli.run(["--help"]),
         "acsgd inspect": lambda: cli.run(["inspect", "--help"]),
         "acsgd eval": lambda: cli.run(["eval", "--help"]),
+        "acsgd plan": lambda: cli.run(["plan", "--help"]),
         "acsgd generate": lambda: cli.run(["generate", "--help"]),
         "acsgd data show": lambda: cli.run(["data", "show", "--help"]),
         "acsgd data check": lambda: cli.run(["data", "check", "--help"]),

@@ -25,6 +25,10 @@ def _scale_shape(weight: Tensor) -> tuple[int, ...] | None:
     return (-(-weight.numel() // BLOCK),) if weight.numel() >= QUANTIZED else None
 
 
+def _moment_itemsize(weight: Tensor) -> int:
+    return 1 if weight.numel() >= QUANTIZED else 4
+
+
 @dataclass(frozen=True)
 class AdamW8bit:
     """AdamW of bitsandbytes, with moments in 8 bits, a scale per 256 elements (Dettmers et al. 2022, arXiv:2110.02861).
@@ -36,8 +40,8 @@ class AdamW8bit:
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
     states: ClassVar[tuple[StateTensor, ...]] = (
         StateTensor("step", shape=lambda weight: (), non_negative=True),
-        StateTensor("exp_avg"),
-        StateTensor("exp_avg_sq", non_negative=True),
+        StateTensor("exp_avg", itemsize=_moment_itemsize),
+        StateTensor("exp_avg_sq", non_negative=True, itemsize=_moment_itemsize),
         StateTensor("exp_avg_scale", _scale_shape, non_negative=True),
         StateTensor("exp_avg_sq_scale", _scale_shape, non_negative=True),
     )

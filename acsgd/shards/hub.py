@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
@@ -40,16 +40,21 @@ def open_model(
     *,
     is_valid: Callable[[PreTrainedConfig], bool] = lambda config: False,
     has_adapter: bool = False,
+    config_only: bool = False,
 ) -> FoundModel:
     """Find a model; download it if its name is a Hugging Face id. is_valid: see `read_config`; has_adapter:
-    `open_shards`.
+    `open_shards`; config_only: whether to look at nothing but config.json.
 
     Checks all that headers show. Raises ValueError if the model cannot be found or read, or if it is pretrained and its
     weights are not those of its config; CorruptFileError if a file is not as it was written.
     """
     from acsgd.shards.locate import open_hf, open_shards  # import transformers' code of models, which takes seconds
 
-    directory = find_model(model.name, option="model.name", weights=model.init == "pretrained")
+    has_weights = model.init == "pretrained" and not config_only
+    directory = find_model(model.name, option="model.name", weights=has_weights, config_only=config_only)
+    if config_only:
+        config = read_config(directory, model.task, is_valid=is_valid)
+        return FoundModel(directory, config, parameter_count(config, model.task), None)
     if os.path.lexists(directory / MANIFEST):
         shards, config, built = open_shards(directory, has_adapter=has_adapter)
         if shards.manifest.task != model.task:
@@ -66,10 +71,11 @@ def open_model(
     return FoundModel(directory, config, parameter_count(config, model.task), None)
 
 
-def find_model(name: str, *, option: str, weights: bool = True) -> Path:
+def find_model(name: str, *, option: str, weights: bool = True, config_only: bool = False) -> Path:
     """Return the local directory of a model; download it if its name is a Hugging Face id.
 
-    option: name of the option for messages; weights: whether a download includes them. Raises ValueError.
+    option: name of the option for messages; weights: whether a download includes them; config_only: whether it is of
+    nothing but config.json. Raises ValueError.
     """
     path = Path(name)
     try:
@@ -92,7 +98,8 @@ def find_model(name: str, *, option: str, weights: bool = True) -> Path:
         raise ValueError(f"{option}={name} is not a directory; give a directory or a Hugging Face id, owner/name")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ValueError(f"{option}={name} {missing(path)}; give a directory or a Hugging Face id, owner/name")
-    return find_model(_download(name, option=option, weights=weights), option=option)
+    patterns = [CONFIG] if config_only else [*MODEL_FILES, *([_weights_pattern(name)] if weights else [])]
+    return find_model(_download(name, patterns, option=option), option=option)
 
 
 def find_tokenizer(name: str) -> Path:
@@ -103,15 +110,14 @@ def find_tokenizer(name: str) -> Path:
     return Path(name) if has_tokenizer(Path(name)) else find_model(name, option="model.tokenizer", weights=False)
 
 
-def _download(name: str, *, option: str, weights: bool) -> str:
-    """Download config, tokenizer and optionally weights of a Hugging Face id into its cache; return the directory."""
+def _download(name: str, patterns: Sequence[str], *, option: str) -> str:
+    """Download files of a Hugging Face id into its cache; return the directory. patterns: of their names."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        patterns = [*MODEL_FILES, *([_weights_pattern(name)] if weights else [])]
         # subfolders of a repository hold the same weights in other formats
-        return snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"])
+        return snapshot_download(name, allow_patterns=[*patterns], ignore_patterns=["*/*"])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         if "/" in name and Path(name).parent.is_dir():
             raise ValueError(f"{option}={name} {missing(Path(name))}; give an existing directory") from None

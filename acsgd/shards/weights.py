@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
@@ -51,10 +52,17 @@ class StateTensor(NamedTuple):
     """Whether no value is less than 0."""
     of_hidden_matrices: bool | None = None
     """Whether only hidden matrices have it; False = only all other weights; None = both."""
+    itemsize: Callable[[Tensor], int] = lambda weight: 4
+    """Bytes of an element in memory, where it may be quantized."""
 
     def shape_for(self, weight: Tensor, *, is_hidden_matrix: bool) -> tuple[int, ...] | None:
         """Return the shape of the tensor of a weight; None if this weight has no such tensor."""
         return self.shape(weight) if self.of_hidden_matrices in (None, is_hidden_matrix) else None
+
+    def nbytes(self, weight: Tensor, *, is_hidden_matrix: bool) -> int:
+        """Return the memory of the tensor of a weight, which may be on the meta device."""
+        shape = self.shape_for(weight, is_hidden_matrix=is_hidden_matrix)
+        return 0 if shape is None else math.prod(shape) * self.itemsize(weight)
 
 
 WeightState = dict[str, dict[str, Tensor]]

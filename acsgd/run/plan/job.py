@@ -17,7 +17,6 @@ from acsgd.config.spec import suggest, to_spec
 from acsgd.io.data.formats.formats import read_options
 from acsgd.io.data.held_out import parse_eval
 from acsgd.io.data.row_spec import RowPlacement
-from acsgd.io.data.sampler import deal
 from acsgd.io.data.sources.glue import Glue
 from acsgd.io.data.sources.sources import WeightedSource, check_weights, parse_sources
 from acsgd.io.telemetry.metrics import check_trackers
@@ -25,37 +24,25 @@ from acsgd.launch import Launch
 from acsgd.layers.description import LayerSpec
 from acsgd.metrics import choose_metrics
 from acsgd.notes import print_note, report_if_slow
-from acsgd.pp.schedules.programs import RankPrograms
-from acsgd.pp.schedules.rows import RowRoute, group_width
-from acsgd.pp.tied.plan import TiedWeight, tied_weights
 from acsgd.pp.wire.delta import Delta
-from acsgd.run.plan.layout import BatchShapes, RunPaths, StageLayout, costs_of, divide
-from acsgd.run.plan.limits import check_computes, check_directories, check_reading, check_streams
+from acsgd.run.plan.layout import RunPaths
+from acsgd.run.plan.limits import check_directories, check_reading, check_streams
 from acsgd.run.plan.model import RunModel, open_run_model
-from acsgd.run.plan.plugins import Plugins, check_capabilities, check_deal, parse_plugins
+from acsgd.run.plan.partition import Partition, divide_model, most_micros, open_grid
+from acsgd.run.plan.plugins import Plugins
 from acsgd.shards.chat_template import set_chat_template
 from acsgd.shards.generation import ends_of, read_generation_config
 from acsgd.shards.tokenizer import load_tokenizer
-from acsgd.streams import Streams, open_streams
+from acsgd.streams import open_streams
 from acsgd.tasks import check_options, find_task
-from acsgd.topology import Topology
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(Partition):
     """Everything that is decided about a run, as one rank needs it. Nothing is loaded or connected yet."""
 
-    config: Config
-    topology: Topology
     local_world_size: int
     """Number of processes of the run on this host."""
-    streams: Streams
-    model: RunModel
-    layout: StageLayout
-    """Which ranks hold which layers."""
-    micro_ids: range
-    """Micro-batches of the global batch that this replica trains on if they are dealt evenly."""
-    plugins: Plugins
     tokenizer: PreTrainedTokenizerBase
     sources: tuple[WeightedSource, ...]
     eval_sources: tuple[WeightedSource, ...]
@@ -64,11 +51,6 @@ class Job:
     """Names of the metrics of evaluations."""
     is_elastic: bool = False
     """Whether hosts may join and leave the run."""
-
-    @property
-    def shapes(self) -> BatchShapes:
-        """Shapes of the batches."""
-        return BatchShapes(self.config, self.model, self.layout.specs)
 
     @property
     def paths(self) -> RunPaths:
@@ -100,30 +82,6 @@ class Job:
         codec = self.plugins.forward
         form = to_spec(codec.first_codec, codecs.CODECS) if isinstance(codec, Delta) else pp.forward
         return ", sent exactly" if pp.exact_eval or form == "none" else f", sent as {form}"
-
-    @property
-    def tied(self) -> list[TiedWeight]:
-        """Weights that layers of several ranks of this rank's pipeline share."""
-        return tied_weights(self.model.description, self.layout.rank_of_layer, self.plugins.tied)
-
-    @property
-    def programs(self) -> RankPrograms:
-        """Pipeline actions of this rank."""
-        first = self.model.description.first_trained
-        return RankPrograms(
-            self.plugins.schedule,
-            self.topology.stages,
-            self.topology.stage_rank,
-            first_backward=next(stage for stage, spec in enumerate(self.layout.specs) if spec.last > first),
-            routes=tuple(dict.fromkeys(self.row_route(tied, user) for tied in self.tied for user in tied.lookups)),
-            width=group_width(self.shapes.num_micros),
-        )
-
-    def row_route(self, tied: TiedWeight, user: int) -> RowRoute:
-        """Return between which stages rows of a table travel. user: rank that looks them up."""
-        layout = self.layout
-        first = {layout.rank_of_layer(layer): layout.stage_of_layer(layer) for layer in reversed(tied.layers)}
-        return RowRoute(owner=first[tied.owner], user=first[user])
 
     @property
     def rows(self) -> RowPlacement:
@@ -162,41 +120,26 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True, model: RunMo
     check_options(config)
     check_trackers(config.log.to)
     check_directories(config, launch.rank)
-    topology = Topology.of(launch.rank, launch.world_size, config.pp.stages)
-    plugins = parse_plugins(config)
-    if topology.replicas > 1:
-        check_capabilities(config, plugins.mode.requires, plugins.optimizer.capabilities)
-    sources, eval_sources = _open_sources(config, plugins)
+    grid = open_grid(config, launch)
+    sources, eval_sources = _open_sources(config, grid.plugins)
     metrics = _choose_metrics(config, eval_sources or sources)
-    check_deal(config, plugins)
-    micro_ids = _deal(config, topology)
-    num_stages = topology.stages * plugins.schedule.chunks
-    most = config.data.batch // config.pp.micro if config.data.deal == "speed" else len(micro_ids)
-    check_computes(config, num_stages, most)
-    check_reading(config, most, launch.local_world_size)
+    check_reading(config, most_micros(config, grid.micro_ids), launch.local_world_size)
     streams = open_streams(config.run.device, launch.local_rank)
     model = model or open_run_model(config, launch, streams, trains=trains)
     with report_if_slow(print_note, lambda: f"planning {model.describe_size()}", enabled=launch.rank == 0):
-        costs = costs_of(config, model, num_stages, streams)
-        specs = divide(config, model, num_stages, costs)
+        partition = divide_model(config, grid, model, streams)
     tokenizer = load_tokenizer(model.tokenizer, model.config)
     set_chat_template(tokenizer, config.data)
     job = Job(
-        config=config,
-        topology=topology,
+        **vars(partition),
         local_world_size=launch.local_world_size,
-        streams=streams,
-        model=model,
-        layout=StageLayout(topology, tuple(specs), costs),
-        micro_ids=micro_ids,
-        plugins=plugins,
         tokenizer=tokenizer,
         sources=sources,
         eval_sources=eval_sources,
         metrics=metrics,
         is_elastic=bool(launch.daemon),
     )
-    job.programs.actions(len(micro_ids))  # raises ValueError if they cannot run
+    job.programs.actions(len(job.micro_ids))  # raises ValueError if they cannot run
     return job
 
 
@@ -225,15 +168,3 @@ def _choose_metrics(config: Config, sources: Sequence[WeightedSource]) -> tuple[
 def _span(shards: Sequence[LayerSpec]) -> str:
     """Return the names of the first and last layer of a stage: "embed .. block-00002"."""
     return shards[0].name if len(shards) == 1 else f"{shards[0].name} .. {shards[-1].name}"
-
-
-def _deal(config: Config, topology: Topology) -> range:
-    """Return an even share of the micro-batches. Raises ValueError if there are fewer than replicas."""
-    num_micros = config.data.batch // config.pp.micro
-    if num_micros < topology.replicas:
-        raise ValueError(
-            f"pp.micro={config.pp.micro} cuts data.batch={config.data.batch} into {num_micros} micro-batches, too few "
-            f"for {topology.replicas} replicas; use a smaller pp.micro, or data.batch of at least "
-            f"{config.pp.micro * topology.replicas}"
-        )
-    return deal(num_micros, [1.0] * topology.replicas)[topology.replica]

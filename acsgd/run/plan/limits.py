@@ -28,7 +28,7 @@ from acsgd.tasks import find_task
 
 MAX_COMPUTES = 2**16
 """Maximum number of forwards in a step of one pipeline. Ordering and validating a program takes 0.1 ms per forward."""
-WEIGHT_BYTES, GRADIENT_BYTES = 4, 4
+MASTER_BYTES, GRADIENT_BYTES = 4, 4
 """Memory for each trained parameter: an fp32 master weight, which evaluations need, too, and its gradient."""
 
 
@@ -105,9 +105,20 @@ class ParameterCount(NamedTuple):
 
         dtype: of the parameters.
         """
-        copy = 0 if dtype == torch.float32 else dtype.itemsize  # beside the fp32 master weights
-        constant = (self.frozen - self.quantized) * dtype.itemsize + self.quantized_bytes
-        return constant + self.trained * (WEIGHT_BYTES + copy + GRADIENT_BYTES * trains)
+        return self.weight_bytes(dtype) + self.master_bytes(dtype) + self.gradient_bytes * trains
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Return the memory of the parameters."""
+        return (self.all - self.quantized) * dtype.itemsize + self.quantized_bytes
+
+    def master_bytes(self, dtype: torch.dtype) -> int:
+        """Return the memory of the fp32 masters of trained parameters, which fp32 parameters are themselves."""
+        return 0 if dtype == torch.float32 else self.trained * MASTER_BYTES
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Memory of the gradients of trained parameters."""
+        return self.trained * GRADIENT_BYTES
 
     def describe(self) -> str:
         """Return a clause such as "124.4 M parameters, 0.3 M of them trained"."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -80,21 +80,39 @@ def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: 
 
     trains: whether gradients need memory.
     """
+    check = partial(
+        check_memory,
+        dtype=DTYPES[config.model.dtype],
+        stages=config.pp.stages,
+        processes=launch.local_world_size,
+        streams=streams,
+        trains=trains,
+    )
+    return _describe(config, check, has_adapter=not trains)
+
+
+def describe_run_model(config: Config) -> RunModel:
+    """Describe the model by its config.json alone, whatever memory there is. Raises ValueError if it is invalid."""
+    return _describe(config, lambda count: None, config_only=True)
+
+
+def _describe(
+    config: Config, check: Callable[[ParameterCount], None], *, has_adapter: bool = False, config_only: bool = False
+) -> RunModel:
+    """Find and describe the model. check: raises ValueError if so many parameters do not fit."""
     task, cache = find_task(config.model.task), layers_cache(config)
     found = open_model(
         replace(config.model, task=task.model_class.name),
         is_valid=lambda config: cache.find(config) is not None,
-        has_adapter=not trains,
+        has_adapter=has_adapter,
+        config_only=config_only,
     )
     check_sequence(config.data.sequence, longest_sequence(found.config))
     has_frozen = config.model.freeze is not None or config.adapter.spec is not None
     quantization = None if config.model.quantize == "none" else config.model.quantize
     # before the model is built, which takes memory itself
     count = _least_count(found.num_parameters, quantization, has_frozen=has_frozen)
-    check = partial(
-        check_memory, stages=config.pp.stages, processes=launch.local_world_size, streams=streams, trains=trains
-    )
-    check(count, DTYPES[config.model.dtype])
+    check(count)
     derived = (
         found.layers or cache.find(found.config) or derive_layers(found.directory, found.config, task.model_class.name)
     )
@@ -104,10 +122,12 @@ def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: 
         if adapter is not None:
             description = with_adapter(derived, built, adapter, task.model_class.name)
         count = ParameterCount.of(built, parameter_names(built), description.frozen)
-        check(count, DTYPES[config.model.dtype])
+        check(count)
     return RunModel(
         found.directory,
-        found.directory if config.model.tokenizer is None else find_tokenizer(config.model.tokenizer),
+        found.directory
+        if config_only or config.model.tokenizer is None
+        else find_tokenizer(config.model.tokenizer),
         found.config,
         count,
         task,

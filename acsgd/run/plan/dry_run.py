@@ -1,0 +1,142 @@
+"""The update of a stage's weights on fake tensors: what its optimizer and its data-parallel mode allocate."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+from acsgd.comm.process_groups import Group
+from acsgd.comm.waits import DirectWaits, Meter
+from acsgd.config.options import OptimConfig
+from acsgd.dp.exchange.buckets import BucketSync
+from acsgd.dp.peers import AsyncResult, Peers
+from acsgd.dp.sync import Mode
+from acsgd.optim.base import OptimizerSpec, SecondMoments
+from acsgd.run.plan.layer_trace import MemoryTracker
+from acsgd.shards.weights import Weight, in_reduction_order
+
+T = TypeVar("T")
+
+
+class UpdateMemory(NamedTuple):
+    """What the update of a rank's weights needs on one of several replicas, bytes, besides the optimizer's state."""
+
+    state: int
+    """What the data-parallel mode keeps from step to step."""
+    has_buckets: bool
+    """Whether gradients lie in buffers that the mode keeps."""
+    reduction_peak: int
+    """Largest memory of the gradient reduction, besides weights, gradients and state."""
+    update_peak: int
+    """The same of the optimizer step and of the exchange after it."""
+
+
+LAST_SEARCHED = 10_000
+"""Steps among which one with an exchange is looked for."""
+
+
+class _NoWork:
+    def wait(self) -> bool:
+        return True
+
+
+class _AbsentGroup:
+    """A group without other ranks to reach."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self.ranks = [*range(size)]
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def all_reduce(self, tensor: Tensor) -> _NoWork:
+        return _NoWork()
+
+
+class AbsentPeers(Peers):
+    """Replicas that are not there: work runs at once, and what is received has no values."""
+
+    def __init__(self, replica: int, replicas: int) -> None:
+        super().__init__(cast("Group", _AbsentGroup(replica, replicas)), DirectWaits())
+
+    def submit(self, work: Callable[[], T]) -> AsyncResult[T]:
+        done = Future[T]()
+        done.set_result(work())
+        return AsyncResult(done, self.waits)
+
+    def exchange(self, outgoing: Mapping[int, Tensor], longest: Mapping[int, int], meter: Meter) -> dict[int, Tensor]:
+        meter.sent_bytes += sum(message.nbytes for message in outgoing.values())
+        return {peer: torch.empty(nbytes, dtype=torch.uint8) for peer, nbytes in longest.items()}
+
+
+def dry_run(
+    mode: Mode, optimizer: OptimizerSpec, config: OptimConfig, stages: Sequence[Sequence[Weight]], replicas: int
+) -> UpdateMemory:
+    """Make a step with the weights of some stages, on the meta device, of one of several replicas.
+
+    Where code reads values, as some codecs do, the rest of the exchange is not counted.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as tracker:
+        fakes = [[_fake(weight) for weight in weights] for weights in stages]
+        weights = [weight for of_stage in fakes for weight in of_stage]
+        held, gradients = tracker.now, sum(weight.master.nbytes for weight in weights)
+        syncs = [mode.open(in_reduction_order(of_stage), AbsentPeers(0, replicas)) for of_stage in fakes]
+        has_buckets = any(isinstance(sync, BucketSync) for sync in syncs)
+        state = tracker.now - held - gradients * has_buckets
+        step = next((step for step in range(LAST_SEARCHED) if any(sync.exchanges_after(step) for sync in syncs)), 0)
+        for sync, of_stage in zip(syncs, fakes, strict=True):
+            sync.begin_step(step)
+            for weight in reversed(of_stage):
+                weight.master.grad = torch.empty_like(weight.master)
+                sync.grad_ready(weight, is_final=True)
+        tracker.peak = tracker.now
+        for sync in syncs:
+            sync.reduce()
+            sync.wait()
+        reduction_peak, update_peak, moments = tracker.peak - held - state - gradients, 0, SecondMoments({}, 0.0)
+        with _until_values_are_read():
+            opened = optimizer.open(weights, config)
+            tracker.peak = before = tracker.now
+            opened.step(step)
+            update_peak = tracker.peak - max(before, tracker.now)
+            moments = opened.second_moments(weights)
+        tracker.peak = before = tracker.now
+        with _until_values_are_read():
+            for sync in syncs:
+                sync.exchange(step, moments)
+                sync.after_step(step, moments)
+        update_peak = max(update_peak, tracker.peak - before)
+    return UpdateMemory(state, has_buckets, reduction_peak, update_peak)
+
+
+@contextlib.contextmanager
+def _until_values_are_read() -> Iterator[None]:
+    """Context that ends where code reads values, which fake tensors do not have."""
+    with contextlib.suppress(DataDependentOutputException, DynamicOutputShapeException):
+        try:
+            yield
+        except RuntimeError as error:
+            if "numpy() is not supported" not in str(error):
+                raise
+
+
+def _fake(weight: Weight) -> Weight:
+    param = nn.Parameter(torch.empty(weight.param.shape, dtype=weight.param.dtype))
+    is_master = weight.param is weight.master
+    return weight._replace(param=param, master=param if is_master else nn.Parameter(torch.empty(param.shape)))

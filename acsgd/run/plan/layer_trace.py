@@ -1,0 +1,273 @@
+"""Memory and arithmetic of each layer of a model in training, traced on fake tensors: no weights, no arithmetic.
+
+The code that trains is what runs, so that all of it is counted: recomputation, adapters, the loss. Of equal layers
+that follow each other, two are run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
+
+from acsgd.dp.sync import SingleReplicaSync
+from acsgd.layers.composed import ComposedModel, Context, Inputs, State
+from acsgd.layers.description import BATCH, HIDDEN, Head, LayerSpec, ModelLayers
+from acsgd.layers.recorders import KnownValues, probe_batch
+from acsgd.layers.skeleton import experts_without_values, parameter_names, set_tied_parameter
+from acsgd.layers.trace import on_fake_tensors
+from acsgd.pp.stage import MicroBatch, Stage
+from acsgd.shards.load import LoadedLayer
+from acsgd.shards.weights import Weight
+from acsgd.streams import generator_states, restore_generators
+from acsgd.tasks.base import Task
+
+
+@dataclass(frozen=True)
+class Work:
+    """Arithmetic and memory traffic of the forward or the backward of a layer."""
+
+    flops: int = 0
+    """Floating-point operations of the matrix products."""
+    nbytes: int = 0
+    """Bytes of the outputs of all operations."""
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    """What one micro-batch needs in a layer, bytes, besides weights and their gradients."""
+
+    kept: int
+    """Kept from forward to backward, with the layer's outputs."""
+    forward_peak: int
+    """Largest memory in forward, beyond that before it."""
+    backward_peak: int
+    """Largest memory in backward, beyond that before it."""
+    first_backward_peak: int
+    """The same in the first backward of a step, which makes the gradients of the weights."""
+    forward: Work
+    backward: Work
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the bytes of the storages that operations of this thread create, while they exist.
+
+    On fake tensors, they take no memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        """Bytes of the storages that exist."""
+        self.peak = 0
+        """Largest value of `now` so far, or since it was set."""
+        self.written = 0
+        """Bytes of the outputs of all operations so far."""
+        self._known = weakref.WeakSet[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+                self._add(tensor, is_view=func.is_view)
+        return out
+
+    def _add(self, tensor: Tensor, *, is_view: bool) -> None:
+        storage = tensor.untyped_storage()
+        if not is_view:
+            self.written += tensor.nbytes
+        if storage in self._known:
+            return
+        nbytes = storage.nbytes()
+        self._known.add(storage)
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._release, nbytes).atexit = False
+
+    def _release(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+class _Segment(NamedTuple):
+    """What the tracker has counted between two points of forward and backward."""
+
+    grown: int
+    """By how many bytes the memory is larger at the end."""
+    peak: int
+    """Largest memory, beyond that at the start."""
+    work: Work
+
+
+NOTHING = _Segment(0, 0, Work())
+"""Of a layer without a backward."""
+
+
+class _Recorder(MemoryTracker):
+    """Tracks one forward and backward in segments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._flops = FlopCounterMode(display=False)
+        self._start, self._before = 0, Work()
+
+    def __enter__(self) -> Self:
+        self._flops.__enter__()
+        super().__enter__()
+        self._start, self._before = self.now, self._work()
+        self.peak = self.now
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._flops.__exit__(*error)
+
+    def end_segment(self) -> _Segment:
+        """Return what was counted since the last segment or the start, and start another."""
+        work = self._work()
+        segment = _Segment(
+            self.now - self._start,
+            self.peak - self._start,
+            Work(work.flops - self._before.flops, work.nbytes - self._before.nbytes),
+        )
+        self._start, self._before, self.peak = self.now, work, self.now
+        return segment
+
+    def _work(self) -> Work:
+        return Work(self._flops.get_total_flops(), self.written)
+
+
+class _RecordingModel(ComposedModel):
+    """A model that ends a segment of forward before each layer, and one of backward behind each."""
+
+    def __init__(self, model: PreTrainedModel, layers: ModelLayers) -> None:
+        super().__init__(model, layers)
+        self.recorder = _Recorder()
+        self.forward: dict[int, _Segment] = {}
+        """Segments by the index of the layer."""
+        self.backward: dict[int, _Segment] = {}
+        self._layer: int | None = None
+
+    def call(self, index: int, state: State, inputs: Inputs, context: Context) -> State:
+        self._enter(index, state)
+        return super().call(index, state, inputs, context)
+
+    def call_to_head(self, state: State, inputs: Inputs) -> tuple[Tensor, Head]:
+        self._enter(len(self.layers) - 1, state)
+        return super().call_to_head(state, inputs)
+
+    def end_forward(self) -> None:
+        """End the segment of the last layer."""
+        assert self._layer is not None
+        self.forward[self._layer] = self.recorder.end_segment()
+        self._layer = None
+
+    def _enter(self, index: int, state: State) -> None:
+        if index in self.forward:  # recomputed in backward
+            return
+        if self._layer is not None:
+            self.forward[self._layer] = self.recorder.end_segment()
+        else:
+            self.recorder.end_segment()  # of the arguments of blocks
+        self._layer = index
+        hidden = state.get(HIDDEN)
+        if hidden is not None and hidden.requires_grad:
+
+            def end(_: Tensor) -> None:
+                self.backward[index] = self.recorder.end_segment()
+
+            hidden.register_hook(end)
+
+
+def trace_layers(
+    task: Task,
+    model: PreTrainedModel,
+    layers: ModelLayers,
+    sizes: Mapping[str, int],
+    *,
+    dtype: torch.dtype,
+    label_smoothing: float = 0.0,
+    recompute: bool = False,
+) -> list[LayerTrace]:
+    """Trace forward and backward of one micro-batch; return what each layer needs.
+
+    model: with its adapter, on the meta device, its frozen layers not quantized; changed in place. sizes: of the
+    micro-batch. dtype: of the parameters.
+    """
+    kinds = [_kind(model, layers, layer) for layer in layers.layers]
+    # a layer after an equal one that was run after an equal one needs what that needs
+    same = [index for index in range(2, len(kinds) - 1) if kinds[index] == kinds[index - 1] == kinds[index - 2]]
+    runs = [index for index in range(len(kinds)) if index not in same]
+    generators = generator_states()
+    for names in parameter_names(model).values():  # loading casts all of them, also those that PEFT makes in fp32
+        set_tied_parameter(model, names, nn.Parameter(model.get_parameter(names[0]).detach().to(dtype)))
+    with on_fake_tensors(model), experts_without_values(model), KnownValues() as known:
+        for key in layers.frozen:
+            model.get_parameter(key).requires_grad_(False)
+        composed, inputs = _RecordingModel(model, layers), task.model_class.inputs_of(model.config)
+        batch = probe_batch(model, inputs, sizes, known)
+        labels = torch.zeros([sizes[size] for size in task.model_class.labels], dtype=torch.long)
+        loaded = [LoadedLayer(layers.layers[index], [], {}, {}) for index in runs]
+        weights = _weights(model, layers, loaded, dtype)
+        stage = Stage(
+            composed,
+            task,
+            loaded,
+            SingleReplicaSync(weights),
+            targets=1,
+            seed=0,
+            label_smoothing=label_smoothing,
+            recompute=recompute,
+            first_trained=layers.first_trained,
+        )
+        stage.sync.begin_step(0)
+        passes = []
+        for micro in range(2):
+            composed.forward, composed.backward = {}, {}
+            with composed.recorder:
+                stage.forward(MicroBatch(0, micro, micro, tuple(range(sizes[BATCH]))), batch, {}, labels)
+                composed.end_forward()
+                stage.backward(micro, None, last=True)
+                composed.backward[layers.first_trained] = composed.recorder.end_segment()
+            passes.append((composed.forward, composed.backward))
+    restore_generators(generators)
+    (_, first), (forward, backward) = passes
+    traces: list[LayerTrace] = []
+    for index in range(len(kinds)):
+        if index in same:
+            traces.append(traces[-1])
+            continue
+        ahead, back, earlier = forward[index], backward.get(index, NOTHING), first.get(index, NOTHING)
+        traces.append(LayerTrace(ahead.grown, ahead.peak, back.peak, earlier.peak, ahead.work, back.work))
+    return traces
+
+
+def _kind(model: PreTrainedModel, layers: ModelLayers, layer: LayerSpec) -> str:
+    """Return a text that is equal for layers that need the same."""
+    if layer.block is None:
+        return layer.name
+    place = (layer.index > layers.first_trained) - (layer.index < layers.first_trained)
+    frozen = [key in layers.frozen for key in layer.parameters]
+    return repr((model.get_submodule(layer.block), layer.runs_forward, place, frozen))
+
+
+def _weights(
+    model: PreTrainedModel, layers: ModelLayers, loaded: Sequence[LoadedLayer], dtype: torch.dtype
+) -> list[Weight]:
+    """Add the trained weights of layers to these, and return them."""
+    weights: dict[str, Weight] = {}
+    for layer in loaded:
+        for key in layer.spec.parameters:
+            if key not in weights and key not in layers.frozen:
+                param = model.get_parameter(key)
+                master = param if dtype == torch.float32 else nn.Parameter(param.detach().float())
+                weights[key] = Weight(key, param, master)
+                layer.weights.append(weights[key])
+    return [*weights.values()]

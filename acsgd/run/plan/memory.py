@@ -1,0 +1,316 @@
+"""Memory that each rank of a run needs, by kind, from the config of its model alone."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from acsgd.codecs.base import wire_bytes
+from acsgd.layers.quantize import is_quantized
+from acsgd.pp.schedules.actions import Action, Op
+from acsgd.pp.wire.cache_plan import plan_capacity
+from acsgd.pp.wire.coder import EXACT, TensorSpec
+from acsgd.pp.wire.delta import Delta
+from acsgd.pp.wire.frame import HEADER_BYTES
+from acsgd.pp.wire.mailbox import MAX_SENDS_IN_FLIGHT
+from acsgd.run.plan.dry_run import UpdateMemory, dry_run
+from acsgd.run.plan.layer_trace import LayerTrace, trace_layers
+from acsgd.run.plan.limits import ParameterCount
+from acsgd.run.plan.partition import Partition
+from acsgd.shards.layer_tensors import hidden_matrices
+from acsgd.shards.weights import Weight
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Memory of one rank at the peak of a step, bytes. Not counted: the process itself, libraries, data on the host."""
+
+    weights: int
+    """Parameters in the dtype of the run, and buffers."""
+    masters: int
+    """fp32 masters of trained parameters."""
+    gradients: int
+    moments: int
+    """State of the optimizer."""
+    replicas: int
+    """State of the data-parallel mode: global weights, residuals, outer momentum."""
+    activations: int
+    """Kept for backward, or temporary, without those of the head."""
+    logits: int
+    """The same of the layer with the head and the loss."""
+    updates: int
+    """Temporary tensors of the reduction, the optimizer step or the exchange of updates, if these have the peak."""
+    messages: int
+    """Buffers of the links, in host memory."""
+    caches: int
+    """Activation caches of delta, in host memory."""
+
+    @property
+    def on_host(self) -> int:
+        """Memory of the host on a rank whose device is a GPU."""
+        return self.messages + self.caches
+
+    @property
+    def on_device(self) -> int:
+        """Memory of the device."""
+        return self.total - self.on_host
+
+    @property
+    def total(self) -> int:
+        """Sum of all."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def constant(self) -> int:
+        """The part that no micro-batch, schedule or recomputation changes."""
+        return self.weights + self.masters + self.gradients + self.moments + self.replicas
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A model whose layers were traced with micro-batches of one size."""
+
+    built: PreTrainedModel
+    """With its adapter, on the meta device."""
+    layers: Sequence[LayerTrace]
+    dequantized: Mapping[int, int]
+    """By layer, bytes of the largest weight that is quantized, in the dtype of the run."""
+
+
+def trace_model(partition: Partition) -> TracedModel:
+    """Trace the model of a run with its micro-batches; the result depends on no rank."""
+    config, model, shapes = partition.config, partition.model, partition.shapes
+    traces = trace_layers(
+        model.task,
+        model._replace(quantization=None).build(shapes.dtype),
+        model.description,
+        shapes.sizes,
+        dtype=shapes.dtype,
+        label_smoothing=config.optim.label_smoothing,
+        recompute=config.model.recompute == "layers",
+    )
+    built, largest = model.build(shapes.dtype), dict[int, int]()
+    for layer in model.layers:
+        sizes = [param.numel() for key in layer.parameters if is_quantized(param := built.get_parameter(key))]
+        largest[layer.index] = max(sizes, default=0) * shapes.dtype.itemsize
+    return TracedModel(built, traces, largest)
+
+
+class RankWeights:
+    """The weights of one rank, on the meta device."""
+
+    def __init__(self, partition: Partition, built: PreTrainedModel) -> None:
+        model, layers, dtype = partition.model, partition.layout, partition.shapes.dtype
+        me = partition.topology.rank
+        looked_up = {each.key for each in partition.tied if me in each.lookups}
+        sent = {each.key for each in partition.tied if each.lookups and me == each.owner}
+        hidden, frozen, seen = hidden_matrices(built, model.description), {*model.description.frozen}, set[str]()
+        self.stages: dict[int, list[Weight]] = {}
+        for stage, span in layers.spans.items():
+            keys = dict.fromkeys(key for layer in model.layers[slice(*span)] for key in layer.parameters)
+            own = [key for key in keys if key not in seen and key not in looked_up]
+            seen.update(own)
+            self.stages[stage] = [
+                Weight(
+                    key,
+                    param := built.get_parameter(key),
+                    param if dtype == torch.float32 else nn.Parameter(torch.empty(param.shape, device="meta")),
+                    has_remote_lookups=key in sent,
+                    is_hidden_matrix=key in hidden,
+                    is_tied=len(model.description.tied().get(key, ())) > 1,
+                )
+                for key in own
+                if key not in frozen
+            ]
+        self.count = ParameterCount.of(built, seen, frozen & seen)
+        self.buffer_bytes = sum(buffer.nbytes for buffer in built.buffers()) + sum(
+            8 * len(built.get_parameter(key))
+            for key in looked_up  # positions in a table
+        )
+
+
+def plan_memory(partition: Partition, traced: TracedModel) -> list[RankMemory]:
+    """Return the memory of each rank of a pipeline, first to last. traced: of the partition's model."""
+    return [
+        _RankPlan(partition.seen_from(rank), traced).memory() for rank in partition.topology.ranks_along("pipeline")
+    ]
+
+
+@dataclass(frozen=True)
+class _Peak:
+    """Memory of the forwards and backwards of a step when it is largest, bytes."""
+
+    activations: int = 0
+    logits: int = 0
+    gradients: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.logits + self.gradients
+
+
+class _RankPlan:
+    """The memory of one rank."""
+
+    def __init__(self, partition: Partition, traced: TracedModel) -> None:
+        self._partition = partition
+        self._traced = traced
+        self._weights = RankWeights(partition, traced.built)
+        self._last = len(partition.model.layers) - 1
+
+    def memory(self) -> RankMemory:
+        partition, weights, dtype = self._partition, self._weights, self._partition.shapes.dtype
+        stages, optimizer = [*weights.stages.values()], partition.plugins.optimizer
+        update = dry_run(partition.plugins.mode, optimizer, partition.config.optim, stages, partition.topology.replicas)
+        peak = self._walk(update)
+        gradients = weights.count.gradient_bytes
+        updates = max(update.reduction_peak, update.update_peak)
+        if peak.total > gradients + updates:
+            updates, gradients = 0, peak.gradients
+        else:
+            peak = _Peak()
+        return RankMemory(
+            weights=weights.count.weight_bytes(dtype) + weights.buffer_bytes,
+            masters=weights.count.master_bytes(dtype),
+            gradients=gradients,
+            moments=sum(
+                state.nbytes(weight.master, is_hidden_matrix=weight.is_hidden_matrix)
+                for of_stage in stages
+                for weight in of_stage
+                for state in optimizer.states
+            ),
+            replicas=update.state,
+            activations=peak.activations,
+            logits=peak.logits,
+            updates=updates,
+            messages=self._message_bytes(),
+            caches=self._cache_bytes(),
+        )
+
+    @cached_property
+    def _actions(self) -> Sequence[Action]:
+        return self._partition.programs.actions(len(self._partition.micro_ids)).train
+
+    def _walk(self, update: UpdateMemory) -> _Peak:
+        """Follow the program of a step."""
+        peak, activations, logits = _Peak(), 0, 0
+        gradients = self._weights.count.gradient_bytes if update.has_buckets else 0
+        started = set[int]()
+        """Stages whose gradients exist."""
+        for action in self._actions:
+            if not action.is_compute:
+                continue
+            span, is_first = self._partition.layout.spans[action.stage], action.stage not in started
+            layers = range(*span)
+            trains = span.last > self._partition.model.description.first_trained
+            kept_before = activations, logits
+            if action.operation.phase == "forward":
+                activations += self._entering_bytes(span.first)
+                for layer in layers:
+                    trace, is_head = self._traced.layers[layer], layer == self._last
+                    now = trace.forward_peak + self._traced.dequantized[layer]
+                    peak = max(
+                        peak,
+                        _Peak(activations + now * (not is_head), logits + now * is_head, gradients),
+                        key=lambda each: each.total,
+                    )
+                    activations += trace.kept * (not is_head)
+                    logits += trace.kept * is_head
+                if not trains:
+                    activations, logits = kept_before
+                continue
+            for layer in reversed(layers):
+                trace, is_head = self._traced.layers[layer], layer == self._last
+                creates = is_first and not update.has_buckets
+                now = trace.first_backward_peak if creates else trace.backward_peak
+                now += self._traced.dequantized[layer] + self._entering_bytes(layer + 1)
+                peak = max(
+                    peak,
+                    _Peak(activations + now * (not is_head), logits + now * is_head, gradients),
+                    key=lambda each: each.total,
+                )
+                if action.operation.completes:
+                    activations -= trace.kept * (not is_head)
+                    logits -= trace.kept * is_head
+                if creates:
+                    gradients += self._gradient_bytes(action.stage, layer)
+            started.add(action.stage)
+            if action.operation.completes:
+                activations -= self._entering_bytes(span.first)
+        return peak
+
+    def _entering_bytes(self, layer: int) -> int:
+        """Return the bytes of the tensors that enter a layer, of a micro-batch."""
+        return sum(spec_bytes(spec) for spec in self._entering(layer).values())
+
+    def _entering(self, layer: int) -> dict[str, TensorSpec]:
+        if not 0 < layer <= self._last:
+            return {}
+        shapes = self._partition.shapes
+        return {
+            name: TensorSpec(*shape.resolve(shapes.sizes, shapes.dtype), shape.dims)
+            for name, shape in self._partition.model.description.boundary(layer).items()
+        }
+
+    def _gradient_bytes(self, stage: int, layer: int) -> int:
+        """Return the bytes of the gradients of the weights that a layer is the last of its stage to use."""
+        model, specs = self._partition.model, self._partition.layout.specs
+        later = {key for other in model.layers[layer + 1 : specs[stage].last] for key in other.parameters}
+        keys = {*model.layers[layer].parameters} - later
+        return sum(weight.master.nbytes for weight in self._weights.stages[stage] if weight.key in keys)
+
+    def _message_bytes(self) -> int:
+        """Return the bytes of the buffers of all links."""
+        waiting, most, sent = Counter[tuple[Op, int]](), Counter[tuple[Op, int]](), Counter[tuple[Op, int]]()
+        takes = {Op.F: Op.RF, Op.B: Op.RB, Op.I: Op.RB}
+        for action in self._actions:
+            if action.op in (Op.RF, Op.RB):
+                waiting[action.op, action.stage] += 1
+                most[action.op, action.stage] = max(most[action.op, action.stage], waiting[action.op, action.stage])
+            elif action.op in (Op.SF, Op.SB):
+                sent[action.op, action.stage] += 1
+            elif action.op in takes and waiting[takes[action.op], action.stage]:
+                waiting[takes[action.op], action.stage] -= 1
+        buffers = {**most, **{key: min(count, MAX_SENDS_IN_FLIGHT + 1) for key, count in sent.items()}}
+        firsts = {Op.RF: 0, Op.SF: 1, Op.RB: 1, Op.SB: 0}
+        return sum(
+            count * self._longest_message(stage + firsts[op], is_gradient=op in (Op.RB, Op.SB))
+            for (op, stage), count in buffers.items()
+        )
+
+    def _longest_message(self, stage: int, *, is_gradient: bool) -> int:
+        """Return the bytes of the messages that carry a micro-batch over the boundary before a stage."""
+        plugins, total = self._partition.plugins, 0
+        codec = plugins.backward if is_gradient else plugins.forward
+        for spec in self._entering(self._partition.layout.specs[stage].first).values():
+            if is_gradient and not spec.dtype.is_floating_point:
+                continue
+            codecs = [EXACT] if isinstance(codec, Delta) or not spec.dtype.is_floating_point else [EXACT, codec]
+            total += HEADER_BYTES + max(wire_bytes(each.wire(spec.shape, spec.dtype)) for each in codecs)
+        return total
+
+    def _cache_bytes(self) -> int:
+        """Return the bytes of the activation caches in host memory, if each sequence of the run is another one."""
+        delta, config, layout = self._partition.plugins.forward, self._partition.config, self._partition.layout
+        if not isinstance(delta, Delta) or delta.cache != "ram":
+            return 0
+        replicas, total = self._partition.topology.replicas, 0
+        samples = (config.optim.steps or 1) * config.data.batch // replicas
+        for boundary, specs in enumerate(self._partition.shapes.boundaries):
+            ends = sum(stage in layout.stages for stage in (boundary, boundary + 1))
+            entry = sum(delta.entry_bytes(spec) for spec in specs.values() if spec.dtype.is_floating_point)
+            per_step = config.data.batch // replicas
+            total += ends * entry * plan_capacity(delta, entry, samples=samples, per_step=per_step)
+        return total
+
+
+def spec_bytes(spec: TensorSpec) -> int:
+    """Return the bytes of a tensor of a shape."""
+    return math.prod(spec.shape) * spec.dtype.itemsize

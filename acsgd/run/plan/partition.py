@@ -1,0 +1,114 @@
+"""How a run divides a model and its batches over ranks: all that is decided without data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from acsgd.config.options import Config
+from acsgd.io.data.sampler import deal
+from acsgd.launch import Launch
+from acsgd.pp.schedules.programs import RankPrograms
+from acsgd.pp.schedules.rows import RowRoute, group_width
+from acsgd.pp.tied.plan import TiedWeight, tied_weights
+from acsgd.run.plan.layout import BatchShapes, StageLayout, costs_of, divide
+from acsgd.run.plan.limits import check_computes
+from acsgd.run.plan.model import RunModel
+from acsgd.run.plan.plugins import Plugins, check_capabilities, check_deal, parse_plugins
+from acsgd.streams import Streams
+from acsgd.topology import Topology
+
+
+class RankGrid(NamedTuple):
+    """The ranks of a run and what they do, before the model is known."""
+
+    topology: Topology
+    plugins: Plugins
+    micro_ids: range
+    """Micro-batches of the global batch that this replica trains on if they are dealt evenly."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A model and its batches, divided over ranks, as one rank sees it."""
+
+    config: Config
+    topology: Topology
+    plugins: Plugins
+    micro_ids: range
+    """See `RankGrid`."""
+    streams: Streams
+    model: RunModel
+    layout: StageLayout
+    """Which ranks hold which layers."""
+
+    @property
+    def shapes(self) -> BatchShapes:
+        """Shapes of the batches."""
+        return BatchShapes(self.config, self.model, self.layout.specs)
+
+    @property
+    def tied(self) -> list[TiedWeight]:
+        """Weights that layers of several ranks of this rank's pipeline share."""
+        return tied_weights(self.model.description, self.layout.rank_of_layer, self.plugins.tied)
+
+    @property
+    def programs(self) -> RankPrograms:
+        """Pipeline actions of this rank."""
+        first = self.model.description.first_trained
+        return RankPrograms(
+            self.plugins.schedule,
+            self.topology.stages,
+            self.topology.stage_rank,
+            first_backward=next(stage for stage, spec in enumerate(self.layout.specs) if spec.last > first),
+            routes=tuple(dict.fromkeys(self.row_route(tied, user) for tied in self.tied for user in tied.lookups)),
+            width=group_width(self.shapes.num_micros),
+        )
+
+    def row_route(self, tied: TiedWeight, user: int) -> RowRoute:
+        """Return between which stages rows of a table travel. user: rank that looks them up."""
+        layout = self.layout
+        first = {layout.rank_of_layer(layer): layout.stage_of_layer(layer) for layer in reversed(tied.layers)}
+        return RowRoute(owner=first[tied.owner], user=first[user])
+
+    def seen_from(self, rank: int) -> Partition:
+        """Return the same partition as another rank of this pipeline sees it."""
+        topology = replace(self.topology, rank=rank)
+        return replace(self, topology=topology, layout=replace(self.layout, topology=topology))
+
+
+def open_grid(config: Config, launch: Launch) -> RankGrid:
+    """Divide ranks and micro-batches. Raises ValueError that names the key and says what to type."""
+    topology = Topology.of(launch.rank, launch.world_size, config.pp.stages)
+    plugins = parse_plugins(config)
+    if topology.replicas > 1:
+        check_capabilities(config, plugins.mode.requires, plugins.optimizer.capabilities)
+    check_deal(config, plugins)
+    micro_ids = _deal(config, topology)
+    check_computes(config, topology.stages * plugins.schedule.chunks, most_micros(config, micro_ids))
+    return RankGrid(topology, plugins, micro_ids)
+
+
+def most_micros(config: Config, micro_ids: range) -> int:
+    """Return the largest number of micro-batches of a replica in a step. micro_ids: of the replica, if dealt evenly."""
+    return config.data.batch // config.pp.micro if config.data.deal == "speed" else len(micro_ids)
+
+
+def divide_model(config: Config, grid: RankGrid, model: RunModel, streams: Streams) -> Partition:
+    """Divide the layers of a model over the ranks of a grid. Raises ValueError if they cannot be."""
+    num_stages = grid.topology.stages * grid.plugins.schedule.chunks
+    costs = costs_of(config, model, num_stages, streams)
+    layout = StageLayout(grid.topology, tuple(divide(config, model, num_stages, costs)), costs)
+    return Partition(config, *grid, streams, model, layout)
+
+
+def _deal(config: Config, topology: Topology) -> range:
+    """Return an even share of the micro-batches. Raises ValueError if there are fewer than replicas."""
+    num_micros = config.data.batch // config.pp.micro
+    if num_micros < topology.replicas:
+        raise ValueError(
+            f"pp.micro={config.pp.micro} cuts data.batch={config.data.batch} into {num_micros} micro-batches, too few "
+            f"for {topology.replicas} replicas; use a smaller pp.micro, or data.batch of at least "
+            f"{config.pp.micro * topology.replicas}"
+        )
+    return deal(num_micros, [1.0] * topology.replicas)[topology.replica]

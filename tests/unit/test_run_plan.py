@@ -1,0 +1,183 @@
+"""Laws: what a plan says before a run is what the run needs; a plan needs no weights, no data, no tokenizer."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from acsgd import cli
+from acsgd.commands.plan import Planner
+from acsgd.config.options import AdapterConfig, Config, ModelConfig, OptimConfig
+from acsgd.config.run_file import to_toml
+from acsgd.config.spec import from_spec
+from acsgd.dp import MODES
+from acsgd.groups import connect
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.launch import Launch
+from acsgd.optim import OPTIMIZERS
+from acsgd.run.initial_weights import open_weight_source
+from acsgd.run.plan.dry_run import dry_run
+from acsgd.run.plan.job import prepare
+from acsgd.run.plan.layer_trace import MemoryTracker
+from acsgd.run.plan.memory import plan_memory, trace_model
+from acsgd.run.setup.build import build_session
+from acsgd.shards.weights import Weight
+from acsgd.topology import Topology
+from acsgd.train import train_step
+from tests.lib.training import batches_of, make_config
+
+WIDE = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 192}
+
+
+def measured(config: Config) -> int:
+    """Return the peak of the tensors of a run in one process, without frozen ones kept as they are stored."""
+    job, tracker = prepare(config, Launch()), MemoryTracker()
+    source, progress = open_weight_source(job), Progress()
+    with connect(Topology.of(0, 1, 1), timeout=timedelta(seconds=60), store=dist.HashStore()) as groups:
+        batches = itertools.islice(batches_of(job), 2)
+        with tracker:
+            session = build_session(job, source, groups)
+            stored = sum(
+                x.nbytes for layer in session.layers for x in layer.constants.values() if x.dtype != job.shapes.dtype
+            )
+            for batch in batches:
+                tracker.peak = tracker.now
+                progress = train_step(session, batch, progress).progress
+        session.close()
+    return tracker.peak - stored
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        pytest.param({"dtype": "bf16"}, {"optim": "muon"}, marks=pytest.mark.soak),
+        pytest.param({"recompute": "layers"}, {"micro": 6}, marks=pytest.mark.soak),
+        ({"dtype": "bf16"}, {"adapter": "lora:r=8"}),
+    ],
+)
+def test_a_plan_predicts_the_memory_of_a_run(
+    model: dict[str, Any], options: dict[str, Any], tiny_model: Any, tmp_path: Path
+) -> None:
+    config = make_config(tiny_model("llama", **WIDE), tmp_path, micro=options.get("micro", 2))
+    config = replace(
+        config,
+        model=replace(config.model, **model),
+        optim=replace(config.optim, name=options.get("optim", "adamw")),
+        adapter=AdapterConfig(options.get("adapter")),
+    )
+    job = prepare(config, Launch())
+    [planned] = plan_memory(job, trace_model(job))
+    assert planned.total == pytest.approx(measured(config), rel=0.05)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_declared_state_of_an_optimizer_is_what_it_allocates(name: str) -> None:
+    if name == "adamw8bit":
+        pytest.importorskip("bitsandbytes", reason="the extra 8bit is not installed")
+    optimizer = from_spec(name, OPTIMIZERS, key="optim.name")
+    tracker = MemoryTracker()
+    with tracker:
+        params = [nn.Parameter(torch.randn(shape)) for shape in ((96, 64), (64,), (7, 5))]
+        weights = [Weight(str(i), param, param, is_hidden_matrix=i == 0) for i, param in enumerate(params)]
+        opened = optimizer.open(weights, OptimConfig(lr=0.1, steps=1))
+        for param in params:
+            param.grad = torch.ones_like(param)
+        before = tracker.now
+        opened.step(0)
+        allocated = tracker.now - before
+    declared = sum(
+        state.nbytes(weight.master, is_hidden_matrix=weight.is_hidden_matrix)
+        for weight in weights
+        for state in optimizer.states
+    )
+    code = 2 * 4 * 256 if name == "adamw8bit" else 0  # levels that all weights share
+    assert abs(allocated - declared) <= code + 16 * len(params)
+
+
+@pytest.mark.parametrize(
+    ("mode", "copies"),
+    [("allreduce", 0), ("local", 1), ("diloco", 2), ("powersgd", 0), ("cocktail_grad", 2.25), ("quantized", 2.25)],
+)
+def test_the_state_of_a_mode_is_counted_in_copies_of_the_weights(mode: str, copies: float) -> None:
+    param = nn.Parameter(torch.empty(4096, 64, device="meta"))
+    memory = dry_run(
+        from_spec(mode, MODES, key="dp.mode"),
+        OPTIMIZERS["adamw"](),
+        OptimConfig(lr=1, steps=1),
+        [[Weight("w", param, param)]],
+        4,
+    )
+    assert memory.state == pytest.approx(copies * param.nbytes, rel=0.05)
+
+
+def test_a_pipeline_keeps_the_micro_batches_that_its_schedule_has_in_flight(tiny_model: Any, tmp_path: Path) -> None:
+    config = make_config(tiny_model("llama", **WIDE), tmp_path, stages=3, micro=1)
+    planner, kept = Planner(config, 3), {}
+    for schedule in ("1f1b", "gpipe"):
+        kept[schedule] = [
+            each.activations for each in planner.memory(replace(config, pp=replace(config.pp, schedule=schedule)))
+        ]
+    assert kept["gpipe"][0] > 1.5 * kept["1f1b"][0]  # 6 in place of 3
+    assert kept["gpipe"][1] > 1.5 * kept["1f1b"][1]  # 6 in place of 2
+
+
+@pytest.fixture
+def run_file(tiny_model: Any, tmp_path: Path) -> Path:
+    """A run whose model directory has nothing but config.json, and whose data do not exist."""
+    (bare := tmp_path / "bare").mkdir()
+    shutil.copy(tiny_model("llama", **WIDE) / "config.json", bare)
+    config = make_config(bare, tmp_path)
+    path = tmp_path / "run.toml"
+    path.write_text(
+        to_toml(replace(config, data=replace(config.data, sources="absent.jsonl"), model=ModelConfig(str(bare))))
+    )
+    return path
+
+
+def plan(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[Any, str, str]:
+    with pytest.raises(SystemExit) as end:
+        cli.run(["plan", *argv])
+    return end.value.code, *capsys.readouterr()
+
+
+def test_a_plan_names_the_nearest_run_that_fits(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, _ = plan(capsys, str(run_file), "--json", "--pp.micro", "6", "--memory", "1MB")
+    found = json.loads(text)
+    assert code
+    assert not found["fits"]
+    assert found["nearest"] is None
+    needed = max(each["total"] for each in found["memory"])
+    code, text, _ = plan(capsys, str(run_file), "--pp.micro", "6", "--memory", f"{needed * 0.95 / 1000:.0f}KB")
+    assert code
+    assert "does not fit: rank 0 needs" in text
+    assert "; use --" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--memory", "24"], "--memory 24 is not a size; give a number with a unit, such as 24GiB"),
+        (["--memory", "0GiB"], "--memory 0GiB is not a size"),
+        (["--world", "0"], "--world"),
+        (["--world", "3", "--pp.stages", "2"], "pp.stages=2 does not divide the number of processes, 3; use"),
+        (["--pp.stage", "2"], "did you mean --pp.stages"),
+    ],
+)
+def test_a_plan_refuses_in_one_sentence(
+    argv: list[str], message: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, text = plan(capsys, str(run_file), *argv)
+    assert code
+    assert not out
+    assert message in text.replace("\n", " ")
+    assert "Traceback" not in text
