@@ -125,9 +125,7 @@ def _describe(
         check(count)
     return RunModel(
         found.directory,
-        found.directory
-        if config_only or config.model.tokenizer is None
-        else find_tokenizer(config.model.tokenizer),
+        found.directory if config_only or config.model.tokenizer is None else find_tokenizer(config.model.tokenizer),
         found.config,
         count,
         task,
