@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lib.corpora import write_records
@@ -86,9 +87,9 @@ SOAK = {
     *("source ends", "only the newcomer applies a step", "another one joins", "quantized:bits=4,exact_steps=1"),
     *("cocktail_grad", "cocktail:random=0.5,topk=0.5", "diloco:inner=3,mix=0.3"),
     *("updates, newcomer ends", "updates, only the newcomer is late"),
+    *(f"one other, {mode}" for mode in (UPDATE_RUNS[1], UPDATE_RUNS[6])),
 }
 """Runs whose parts are in others, too."""
-ROWS = [pytest.param(name, marks=[pytest.mark.soak] * (name in SOAK)) for name in RUNS]
 
 Runs = list[dict[str, Trained]]
 
@@ -145,6 +146,11 @@ def _train(rank: int, world_size: int, path: Path, runs: dict[str, tuple[Config,
         return train_in_views(rank, world_size, path, runs)
 
 
+def rows(*names: str) -> list[Any]:
+    """Return the rows of a table."""
+    return [pytest.param(name, marks=[pytest.mark.soak] * (name in SOAK)) for name in names]
+
+
 def calm_of(name: str) -> str:
     """Return the name of the run that nobody joins, with the same options or those that do not change the losses."""
     if name in UPDATE_SCRIPTS:
@@ -169,7 +175,7 @@ def merged(runs: Runs, name: str, steps: int = STEPS) -> dict[int, float]:
     return losses
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", rows(*RUNS))
 def test_the_losses_are_those_of_a_run_that_nobody_joins(runs: Runs, name: str) -> None:
     losses = merged(runs, name)
     if name in (*UPDATE_RUNS, *UPDATE_SCRIPTS):
@@ -181,7 +187,7 @@ def test_the_losses_are_those_of_a_run_that_nobody_joins(runs: Runs, name: str) 
     assert {step: losses[step] for step in calm} == pytest.approx(calm, rel=RELATIVE)
 
 
-@pytest.mark.parametrize("name", [*ROWS, *EQUAL_RUNS, LOCAL])
+@pytest.mark.parametrize("name", rows(*RUNS, *EQUAL_RUNS, LOCAL))
 def test_a_rank_joins_when_it_has_the_state_of_the_others_bit_for_bit(runs: Runs, name: str) -> None:
     """The state of ranks is compared in `merged`; with `local`, it is that of another rank some steps before."""
     newcomer = runs[2][name]
