@@ -270,7 +270,8 @@ def _usage_error(printed: str, argv: Sequence[str]) -> str:
     if parsing := re.match(r"Error parsing (\S+): (?=.*(int\b|float\b))", text, re.IGNORECASE):
         option, kind = parsing.groups()
         names = option.split("/")
-        value = next((each.values[0] for each in typed_options(argv) if _as_documented(each.name) in names), "")
+        words = ((*word.partition("="), after) for word, after in itertools.pairwise([*argv, ""]))
+        value = next((value or after for name, _, value, after in words if _as_documented(name) in names), "")
         text = f"{option} {_shown(value)} is not {'an integer' if kind.lower() == 'int' else 'a number'}"
     if len(text) > MAX_USAGE:  # tyro has broken a long value into lines
         text = f"{text[: MAX_USAGE // 2]}...{text[-MAX_USAGE // 2 :]}"

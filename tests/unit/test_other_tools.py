@@ -228,7 +228,7 @@ BASE = [word for name, value in REQUIRED.items() for word in (f"--{name}", value
         ("--pp.stage 2", "(did you mean --pp.stages?)"),
         (
             "--model.dtype bfloat16",
-            "Expected one of ('fp32', 'bf16', 'fp16') (\"bfloat16\" of the DeepSpeed finetuner is \"bf16\")",
+            'Expected one of bf16, fp16, fp32 ("bfloat16" of the DeepSpeed finetuner is "bf16")',
         ),
         ("--stage 2 --fp16", "--stage 2 -> nothing (pp.stages divides"),
     ],
