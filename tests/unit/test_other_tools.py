@@ -226,10 +226,7 @@ BASE = [word for name, value in REQUIRED.items() for word in (f"--{name}", value
         ("--zero_optimization.stage=2", "here: nothing (pp.stages divides weights"),
         ("--optim.learning_rate 3", "here: --optim.lr 3; others: docs/migrate/finetuner.md"),
         ("--pp.stage 2", "(did you mean --pp.stages?)"),
-        (
-            "--model.dtype bfloat16",
-            'Expected one of bf16, fp16, fp32 ("bfloat16" of the DeepSpeed finetuner is "bf16")',
-        ),
+        ("--model.dtype bfloat16", '("bfloat16" of the DeepSpeed finetuner is "bf16"); all options'),
         ("--stage 2 --fp16", "--stage 2 -> nothing (pp.stages divides"),
     ],
 )
