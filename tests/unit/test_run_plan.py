@@ -120,6 +120,7 @@ def test_the_state_of_a_mode_is_counted_in_copies_of_the_weights(mode: str, copi
     assert memory.state == pytest.approx(copies * param.nbytes, rel=0.05)
 
 
+@pytest.mark.soak
 def test_a_pipeline_keeps_the_micro_batches_that_its_schedule_has_in_flight(tiny_model: Any, tmp_path: Path) -> None:
     config = make_config(tiny_model("llama", **WIDE), tmp_path, stages=3, micro=1)
     planner, kept = Planner(config, 3), {}
