@@ -11,9 +11,9 @@ exact     dp.mode=allreduce: all gradients travel in each step, so the links of 
 cocktail  dp.mode=cocktail; diloco: dp.mode=diloco:inner=10
 delta     dp.mode=cocktail, two stages on two workers per host, pp.forward=delta: between these, activation caches
 
-longest delay   longest time between two steps, from the view of the join to the first STEPS_AFTER steps of the new
-                replica, less the median of the steps before or after the join, whichever is longer: a step of more
-                replicas takes longer by itself
+longest delay   longest time between two steps, from the view of the join to the first STEPS steps of the new replica, less
+                the median of the steps before or after the join, whichever is longer: a step of more replicas takes
+                longer by itself. With diloco less the longest of these: one in 10 exchanges
 until it trains from that view to the first step in which the new host has micro-batches
 step time       median of the steps until then, relative to that median, for joins in the background
 
@@ -49,7 +49,8 @@ from tests.lib.forked_torchrun import send
 BUDGET_S = 2.0
 """Default of elastic.join_budget, and the goal."""
 UNLIMITED_S = 1e6
-STEPS_BEFORE, STEPS_AFTER = 8, 8
+STEPS, EXCHANGES = 8, 12
+"""Steps before and after a join; and with diloco, of which one in 10 exchanges."""
 MODES = {
     "exact": ("--dp.mode", "allreduce"),
     "cocktail": ("--dp.mode", "cocktail"),
@@ -74,6 +75,11 @@ class Joins:
     """Median of the steps before or after, whichever is longer."""
 
     @property
+    def steps(self) -> int:
+        """Number of steps before and after a join."""
+        return EXCHANGES if self.mode == "diloco" else STEPS
+
+    @property
     def is_background(self) -> bool:
         return self.budget_s == BUDGET_S
 
@@ -88,7 +94,7 @@ def measure(joins: Joins, directory: Path, run_file: Path) -> None:
         with Hosts(directory, run_file, "elastic", flags, **options) as hosts:
             for name in "ab":
                 hosts.start(name, min_hosts=2)
-            _wait_for_steps(hosts, 2, STEPS_BEFORE)
+            _wait_for_steps(hosts, 2, joins.steps)
             _join(hosts, joins)
             send(signal.SIGKILL, hosts.pids("c"))
 
@@ -104,15 +110,16 @@ def _join(hosts: Hosts, joins: Joins) -> None:
     if not hosts.watch.arrivals[view].line["moved_bytes"]:  # else it was sent before the view began
         hosts.wait_until(lambda: _index(hosts.watch.arrivals, "ready", view) is not None)
         ready = _index(hosts.watch.arrivals, "ready", view) or view
-    _wait_for_steps(hosts, len(NAMES), STEPS_AFTER + 1)
+    _wait_for_steps(hosts, len(NAMES), joins.steps + 1)
     steps = [each.at for each in hosts.watch.arrivals if each.is_step]
     at, until = (hosts.watch.arrivals[index].at for index in (view, ready))
-    before = _durations([each for each in steps if each < at][-STEPS_BEFORE:])
+    before = _durations([each for each in steps if each < at][-joins.steps :])
     after = _durations([each for each in steps if each > until])
     usual = max(map(statistics.median, (before, after)))
+    longest = max(*before, *after) if joins.mode == "diloco" else usual
     last = max(each for each in steps if each < at)
     joins.step_s.append(usual)
-    joins.delay_s.append(max(_durations([each for each in steps if each >= last])) - usual)
+    joins.delay_s.append(max(_durations([each for each in steps if each >= last])) - longest)
     joins.until_it_trains_s.append(min(each for each in steps if each > until) - at)
     if meanwhile := _durations([each for each in steps if at < each <= until]):
         joins.step_ratio.append(statistics.median(meanwhile) / usual)

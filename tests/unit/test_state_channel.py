@@ -34,7 +34,7 @@ def rate() -> float:
 @pytest.fixture
 def sender(rate: float) -> Iterator[StateSender]:
     with contextlib.closing(StateSender("127.0.0.1", TIMEOUT_S)) as opened:
-        opened.rate = rate
+        opened.limit(rate)
         yield opened
 
 
@@ -65,6 +65,15 @@ def test_messages_are_sent_no_faster_than_the_rate(sender: StateSender, receiver
     sender.send(message)
     assert received(receiver) == message
     assert time.monotonic() - started >= 0.2 - 2 * PART_S
+
+
+def test_what_is_not_allowed_yet_is_sent_later(sender: StateSender, receiver: StateReceiver) -> None:
+    sender.limit(math.inf, 1)  # a part, of which it is the first byte
+    sender.send(LONG)
+    sender.send(b"last")
+    assert not receiver.wait(0.1)
+    sender.limit(math.inf)
+    assert [received(receiver) for _ in range(2)] == [LONG, b"last"]
 
 
 @pytest.mark.parametrize(("rate", "is_rounded", "fewest", "most"), [(RATE, False, 0.8, 0.88), (RATE, True, 0.2, 0.25)])

@@ -62,6 +62,7 @@ class _End:
         with self._changed:
             self._is_closed = True
             sockets, self._sockets = self._sockets, []
+            self._changed.notify_all()
         for each in sockets:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -98,8 +99,7 @@ class StateSender(_End):
 
     def __init__(self, host: str, timeout_s: float) -> None:
         super().__init__("state sender", timeout_s)
-        self.rate = math.inf
-        """Maximum number of bytes per second. May change at any time."""
+        self._rate = self._allowed_bytes = math.inf
         self._messages = SimpleQueue[bytes | None]()
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._listener = self._keep(_listen(host))
@@ -109,7 +109,13 @@ class StateSender(_End):
     @property
     def compresses(self) -> bool:
         """Whether a message that is sent now is compressed."""
-        return self.rate < MAX_COMPRESSED_RATE
+        return self._rate < MAX_COMPRESSED_RATE
+
+    def limit(self, rate: float, nbytes: float = math.inf) -> None:
+        """Send from now on no more than `rate` bytes per second, and `nbytes` until this is called again."""
+        with self._changed:
+            self._rate, self._allowed_bytes = rate, nbytes
+            self._changed.notify_all()
 
     def send(self, message: bytes) -> None:
         """Send a message after those before it; does not wait."""
@@ -129,11 +135,13 @@ class StateSender(_End):
             rest = memoryview(_HEADER.pack(len(message), is_compressed) + message)
             while rest:
                 time.sleep(max(0.0, free_at - time.monotonic()))
-                rate = self.rate
-                part_bytes = max(1, int(min(BUFFER_BYTES, rate * PART_S)))
-                free_at = time.monotonic() + min(part_bytes, len(rest)) / rate
-                connection.sendall(rest[:part_bytes])  # the timeout is that of each part
-                rest = rest[part_bytes:]
+                with self._changed:
+                    self._changed.wait_for(lambda: self._allowed_bytes > 0 or self._is_closed)
+                    part = rest[: max(1, int(min(BUFFER_BYTES, self._rate * PART_S)))]
+                    free_at = time.monotonic() + len(part) / self._rate
+                    self._allowed_bytes -= len(part)
+                connection.sendall(part)  # the timeout is that of each part
+                rest = rest[len(part) :]
 
     def _accept(self) -> socket.socket:
         """Return the connection of the process that sends the token."""

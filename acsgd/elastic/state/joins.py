@@ -37,8 +37,11 @@ from acsgd.streams import available_memory_bytes
 
 MAX_REQUESTED = 2
 """Layers that a rank has requested and not got, so that the next one is on its way when one has arrived."""
-MIN_SHARE, MAX_SHARE = 0.1, 0.5
-"""Smallest and largest share of the measured rate of a link at which state is sent, without elastic.join_rate."""
+LINK_SHARE = 0.5
+"""Share of the measured rate of a link at which state is sent, without elastic.join_rate."""
+BUDGET_SHARE, STEP_SHARE = 0.75, 0.1
+"""State that is sent in a step takes its link, at full rate, for this share of elastic.join_budget, or for this one of
+the last step if that is longer."""
 MEMORY_SHARE = 0.5
 """Share of the available host memory that recorded gradients may take; then training waits for a layer."""
 
@@ -54,12 +57,11 @@ class StateSource:
         self._layers = _layers(session)
         self._senders = senders
         self._link_rates = link_rates
-        self._share = 0.0
         self._since = time.monotonic()
 
     def after_step(self, requested: Sequence[int | None]) -> None:
         """Copy the layers that were requested in a step, by rank. Raises RunError if a connection has failed."""
-        self._limit_rates()
+        self._limit()
         for rank, sender in self._senders.items():
             if sender.error is not None:
                 raise _failure(self._session, f"sending state to rank {rank}", sender.error, rank)
@@ -72,18 +74,19 @@ class StateSource:
         for sender in self._senders.values():
             sender.close()
 
-    def _limit_rates(self) -> None:
-        """Limit the rates so that state delays no step by more than elastic.join_budget.
+    def _limit(self) -> None:
+        """Limit what is sent in the next step so that it delays this by no more than elastic.join_budget.
 
-        If state takes a share s of a link, a step whose time is that of its messages takes 1 / (1 - s) times as long.
+        If all of its messages wait for the link, that is the time for which state takes the link.
         """
         config, now = self._session.job.config.elastic, time.monotonic()
-        step_s, self._since = (1 - self._share) * (now - self._since), now
-        share = config.join_budget / max(config.join_budget + step_s, 1e-9)
-        self._share = min(MAX_SHARE, max(MIN_SHARE, share))
+        busy_s, self._since = max(BUDGET_SHARE * config.join_budget, STEP_SHARE * (now - self._since)), now
         for rank, sender in self._senders.items():
-            rate = self._share * self._link_rates[rank] if config.join_rate is None else config.join_rate * 1e6
-            sender.rate = rate / len(self._senders)
+            if config.join_rate is not None:
+                sender.limit(config.join_rate * 1e6 / len(self._senders))
+            else:
+                rate = self._link_rates[rank] / len(self._senders)
+                sender.limit(LINK_SHARE * rate, busy_s * rate)
 
 
 class JoiningRank:
