@@ -67,8 +67,10 @@ def test_messages_are_sent_no_faster_than_the_rate(sender: StateSender, receiver
     assert time.monotonic() - started >= 0.2 - 2 * PART_S
 
 
-def test_what_is_not_allowed_yet_is_sent_later(sender: StateSender, receiver: StateReceiver) -> None:
-    sender.limit(math.inf, 1)  # a part, of which it is the first byte
+def test_what_follows_the_first_bytes_is_sent_slowly_until_the_next_limit(
+    sender: StateSender, receiver: StateReceiver
+) -> None:
+    sender.limit(math.inf, 1, slow_rate=10)  # a part, of which it is the first byte, then a byte per .1 s
     sender.send(LONG)
     sender.send(b"last")
     assert not receiver.wait(0.1)

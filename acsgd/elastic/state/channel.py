@@ -62,7 +62,6 @@ class _End:
         with self._changed:
             self._is_closed = True
             sockets, self._sockets = self._sockets, []
-            self._changed.notify_all()
         for each in sockets:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -99,7 +98,7 @@ class StateSender(_End):
 
     def __init__(self, host: str, timeout_s: float) -> None:
         super().__init__("state sender", timeout_s)
-        self._rate = self._allowed_bytes = math.inf
+        self._rate = self._slow_rate = self._fast_bytes = math.inf
         self._messages = SimpleQueue[bytes | None]()
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._listener = self._keep(_listen(host))
@@ -111,11 +110,13 @@ class StateSender(_End):
         """Whether a message that is sent now is compressed."""
         return self._rate < MAX_COMPRESSED_RATE
 
-    def limit(self, rate: float, nbytes: float = math.inf) -> None:
-        """Send from now on no more than `rate` bytes per second, and `nbytes` until this is called again."""
+    def limit(self, rate: float, nbytes: float = math.inf, slow_rate: float = math.inf) -> None:
+        """Send from now on `nbytes` at no more than `rate` bytes per second, and those after them at `slow_rate`.
+
+        Nothing stops: the step that calls this again may wait for what is sent.
+        """
         with self._changed:
-            self._rate, self._allowed_bytes = rate, nbytes
-            self._changed.notify_all()
+            self._rate, self._slow_rate, self._fast_bytes = rate, min(rate, slow_rate), nbytes
 
     def send(self, message: bytes) -> None:
         """Send a message after those before it; does not wait."""
@@ -136,10 +137,10 @@ class StateSender(_End):
             while rest:
                 time.sleep(max(0.0, free_at - time.monotonic()))
                 with self._changed:
-                    self._changed.wait_for(lambda: self._allowed_bytes > 0 or self._is_closed)
-                    part = rest[: max(1, int(min(BUFFER_BYTES, self._rate * PART_S)))]
-                    free_at = time.monotonic() + len(part) / self._rate
-                    self._allowed_bytes -= len(part)
+                    rate = self._rate if self._fast_bytes > 0 else self._slow_rate
+                    part = rest[: max(1, int(min(BUFFER_BYTES, rate * PART_S)))]
+                    self._fast_bytes -= len(part)
+                free_at = time.monotonic() + len(part) / rate
                 connection.sendall(part)  # the timeout is that of each part
                 rest = rest[len(part) :]
 

@@ -37,11 +37,10 @@ from acsgd.streams import available_memory_bytes
 
 MAX_REQUESTED = 2
 """Layers that a rank has requested and not got, so that the next one is on its way when one has arrived."""
-LINK_SHARE = 0.5
-"""Share of the measured rate of a link at which state is sent, without elastic.join_rate."""
-BUDGET_SHARE, STEP_SHARE = 0.75, 0.1
-"""State that is sent in a step takes its link, at full rate, for this share of elastic.join_budget, or for this one of
-the last step if that is longer."""
+LINK_SHARE, SLOW_SHARE = 0.5, 0.1
+"""Shares of the measured rate of a link at which state is sent, without elastic.join_rate: at first in each step, and
+when it has taken the link for BUDGET_SHARE of elastic.join_budget."""
+BUDGET_SHARE = 0.75
 MEMORY_SHARE = 0.5
 """Share of the available host memory that recorded gradients may take; then training waits for a layer."""
 
@@ -57,7 +56,6 @@ class StateSource:
         self._layers = _layers(session)
         self._senders = senders
         self._link_rates = link_rates
-        self._since = time.monotonic()
 
     def after_step(self, requested: Sequence[int | None]) -> None:
         """Copy the layers that were requested in a step, by rank. Raises RunError if a connection has failed."""
@@ -77,16 +75,16 @@ class StateSource:
     def _limit(self) -> None:
         """Limit what is sent in the next step so that it delays this by no more than elastic.join_budget.
 
-        If all of its messages wait for the link, that is the time for which state takes the link.
+        If all of its messages wait for the link, that is the time for which state takes the link. A longer step is
+        delayed by a tenth.
         """
-        config, now = self._session.job.config.elastic, time.monotonic()
-        busy_s, self._since = max(BUDGET_SHARE * config.join_budget, STEP_SHARE * (now - self._since)), now
+        config = self._session.job.config.elastic
         for rank, sender in self._senders.items():
             if config.join_rate is not None:
                 sender.limit(config.join_rate * 1e6 / len(self._senders))
             else:
                 rate = self._link_rates[rank] / len(self._senders)
-                sender.limit(LINK_SHARE * rate, busy_s * rate)
+                sender.limit(LINK_SHARE * rate, BUDGET_SHARE * config.join_budget * rate, SLOW_SHARE * rate)
 
 
 class JoiningRank:
