@@ -1,4 +1,4 @@
-"""Metrics of an evaluation over all ranks."""
+"""Metrics of an evaluation over all ranks, from summed losses and the predictions of examples."""
 
 from __future__ import annotations
 

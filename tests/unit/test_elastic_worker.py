@@ -137,6 +137,8 @@ def test_a_host_whose_workers_start_again_goes_on_after_all_others_have_left(
     state = LoopState(Progress(step), is_stopped=stopped)
     assert is_run_over(View(3, hosts, Plan(1, ranks=("a/0",))), state, 9) == is_over
     assert is_run_over(View(3, hosts, Plan(1, ranks=("a/0", "b/0"))), state, 9) == (is_over or stopped)
+    state.end("all ranks have voted for it")
+    assert is_run_over(View(3, hosts, Plan(1, ranks=("a/0",))), state, 9)
 
 
 def test_a_worker_that_starts_after_the_end_of_its_torchrun_says_so(tmp_path: Path) -> None:

@@ -135,7 +135,8 @@ class Jury(StepHook):
     def after_step(self, state: LoopState) -> None:
         assert state.summary is not None
         self.ages.append(state.summary[self.AGE])
-        state.is_stopped = state.summary[self.GUILTY]
+        if state.summary[self.GUILTY]:
+            state.end("guilty")
 
     def after_log(self, state: LoopState) -> None:
         self.calls.append("after log")
@@ -176,7 +177,7 @@ def test_a_participant_reports_its_fields_and_acts_by_those_of_all_ranks() -> No
 
     state.summary = summarize([mine, mine])
     assert hooks.after_step(state)
-    assert state.is_stopped
+    assert (state.is_stopped, state.ended_because) == (True, "guilty")
     hooks.before_next(state)
     hooks.at_end(state)
     assert jury.calls == ["after log", "return to 2", "after log", "before next", "end"]

@@ -1,4 +1,4 @@
-"""How a host takes part in a run, or why it cannot."""
+"""How a host takes part in a run, or why it is refused: the sentence and the remedy for each difference."""
 
 from __future__ import annotations
 

@@ -229,6 +229,6 @@ def is_run_over(view: View, state: LoopState, num_steps: int) -> bool:
     It has not if all ranks have received stop signals, and some hosts have no ranks, such as those whose workers start
     again. These resume from the checkpoint that the ranks have saved.
     """
-    if state.progress.step >= num_steps:
+    if state.progress.step >= num_steps or state.ended_because is not None:
         return True
     return state.is_stopped and len(view.rank_hosts()) == len(view.hosts)

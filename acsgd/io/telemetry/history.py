@@ -1,4 +1,4 @@
-"""The files of a run directory, read while the run writes them or after it: steps, events, options."""
+"""The files of a run directory, read while the run writes them or after it: steps, events, options, text log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Coders: convert the tensors of a channel to message fields and back."""
+"""Coders, between the tensors of a channel and message fields, and the choice of the codec for each step."""
 
 from __future__ import annotations
 

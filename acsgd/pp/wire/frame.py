@@ -1,4 +1,4 @@
-"""The 48-byte header of every message between stages."""
+"""The 48-byte header of every message between stages, with the checksum that its receiver verifies."""
 
 from __future__ import annotations
 

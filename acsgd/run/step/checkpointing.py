@@ -163,7 +163,7 @@ class Checkpointing(StepHook):
             self.after_log(state)
             self.finish_save(wait=True, last=True)
         state.is_open = False
-        self._note(self._describe_end(state.progress.step))
+        self._note(self._describe_end(state.progress.step, state.ended_because))
 
     def copy_state(
         self,
@@ -225,8 +225,8 @@ class Checkpointing(StepHook):
             raise SaveError(failure, result.failed_ranks)
         self._note(f"{failure}; training continues (checkpoint.on_error)")
 
-    def _describe_end(self, step: int) -> str:
-        """Return a sentence on the end of the run after a step."""
+    def _describe_end(self, step: int, because: str | None) -> str:
+        """Return a sentence on the end of the run after a step. because: as in LoopState."""
         optim = self._session.job.config.optim
         steps = optim.num_steps
         if step >= steps and self.newest == self._resumed_from:
@@ -237,6 +237,8 @@ class Checkpointing(StepHook):
             return f"nothing left to train: {last}; raise {length}, or give another log.dir ({self.newest})"
         if step == steps:
             return f"done: step {step} of {steps}, {self.newest}\n{_next_commands(self._session.job)}"
+        if because is not None:
+            return f"ended after step {step} of {steps}: {because}; {self.newest}\n{_next_commands(self._session.job)}"
         if self.newest is None:
             return f"stopped before the first step on {self._signals.received or 'a signal to another rank'}"
         return (

@@ -37,7 +37,9 @@ class LoopState:
     is_open: bool = False
     """Whether evaluation, log and save after the last step are incomplete."""
     is_stopped: bool = False
-    """Whether the run ends after the last step, as stop signals request."""
+    """Whether the run ends after the last step, as stop signals request, or a participant."""
+    ended_because: str | None = None
+    """Why a participant has ended it, on all ranks; None otherwise."""
     is_paused: bool = False
     """Whether the loop ends after the last step, and the run does not."""
     save_is_due: bool = False
@@ -57,6 +59,11 @@ class LoopState:
         """Start from a state that was loaded, not trained, here."""
         self.progress, self.summary, self.record, self.idle = progress, None, None, ()
         self.is_synced, self.has_reported, self.is_open, self.is_stopped = True, False, False, False
+        self.ended_because = None
+
+    def end(self, reason: str) -> None:
+        """End the run after the last step; all ranks must. reason: continues "ended after step 5 of 9: "."""
+        self.is_stopped, self.ended_because = True, reason
 
     def reopen(self, record: StepRecord, topology: Topology) -> None:
         """Open the last step again, whose evaluation was left by the run that has saved it. record: its metrics."""

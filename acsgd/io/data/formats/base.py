@@ -1,4 +1,4 @@
-"""Interface of formats, and the examples that they make of records."""
+"""Interface of formats, and the examples that they make of records: text in segments, no token ids."""
 
 from __future__ import annotations
 
