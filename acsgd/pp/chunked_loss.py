@@ -12,9 +12,8 @@ from torch import Tensor
 from acsgd.layers.description import Head
 from acsgd.streams import generator_states, restore_generators
 
-CHUNK = 2**24
-"""Logits that are computed at a time, if one position of all sequences has no more: 64 MiB in fp32. Gradients of the
-head are summed over chunks, which smaller ones would do more often."""
+CHUNK = 2**25
+"""Logits that are computed at a time, if one position of all sequences has no more: 128 MiB in fp32."""
 
 PartLoss = Callable[[Tensor, Tensor], Tensor]
 """Loss of the hidden states [B, T, H] and labels [B, T] of some positions, summed over them."""
@@ -40,12 +39,14 @@ class HeadUse(NamedTuple):
     def chunk_length(self, hidden: Tensor) -> int:
         """Return the number of positions whose logits are computed at a time; all of them if they take little memory.
 
-        Until the backward, gradients of the weights take the place of the logits, so these must be larger.
+        Until the backward, gradients of the weights take the place of the logits, so these must be larger. A chunk has
+        half as many logits as there are weights, or more: their gradients are summed over chunks.
         """
         sequences, length = hidden.shape[:2]
-        if sequences * length * self.classes <= max(CHUNK, sum(weight.numel() for weight in self.weights)):
+        num_weights = sum(weight.numel() for weight in self.weights)
+        if sequences * length * self.classes <= max(CHUNK, num_weights):
             return length
-        return max(1, CHUNK // (sequences * self.classes))
+        return max(1, max(CHUNK, num_weights // 2) // (sequences * self.classes))
 
 
 def chunked_loss(
@@ -70,10 +71,13 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, labels: Tensor, loss: PartLoss, length: int, value_only: bool, *weights: Tensor
     ) -> Tensor:
+        ctx.dtypes = [weight.dtype for weight in weights]
         if value_only:  # activation checkpointing compares the shapes of what is saved with those of the second run
-            ctx.save_for_backward(*(each.new_empty(()).expand(each.shape) for each in (hidden, *weights)))
+            like_sums = (weight.new_empty((), dtype=torch.float32).expand(weight.shape) for weight in weights)
+            ctx.save_for_backward(hidden.new_empty(()).expand(hidden.shape), *like_sums)
             return _value(loss, hidden, labels, length)
         total, of_hidden = torch.zeros((), device=hidden.device), torch.empty_like(hidden)
+        # in fp32 until they are scaled: sums in 16 bits would lose precision, and unscaled ones overflow in fp16
         sums: list[Tensor | None] = [None] * len(weights)
         for part in _positions(hidden, length):
             with _graph_of_its_own():
@@ -81,18 +85,22 @@ class _ChunkedLoss(torch.autograd.Function):
                 value = loss(inputs, labels[:, part])
                 of_hidden[:, part], *grads = torch.autograd.grad(value, [inputs, *weights])
             total += value.detach()
-            # in fp32: sums over chunks in 16 bits would lose precision
-            sums = [
-                grad.float() if so_far is None else so_far.add_(grad) for so_far, grad in zip(sums, grads, strict=True)
-            ]
-        ctx.save_for_backward(of_hidden, *(x.to(w.dtype) for x, w in zip(sums, weights, strict=True) if x is not None))
+            for index, grad in enumerate(grads):
+                so_far = sums[index]
+                # a copy, if another weight may have the same tensor as its gradient
+                sums[index] = grad.to(torch.float32, copy=len(grads) > 1) if so_far is None else so_far.add_(grad)
+        ctx.save_for_backward(of_hidden, *sums)
         return total
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = grad_outputs
-        of_hidden, *of_weights = ctx.saved_tensors
-        return of_hidden * scale, None, None, None, None, *(grad * scale for grad in of_weights)
+        of_hidden, *sums = ctx.saved_tensors
+        scaled = [
+            torch.mul(each, scale, out=torch.empty_like(each, dtype=dtype))
+            for each, dtype in zip(sums, ctx.dtypes, strict=True)
+        ]
+        return of_hidden * scale, None, None, None, None, *scaled
 
 
 def _value(loss: PartLoss, hidden: Tensor, labels: Tensor, length: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, PreTrainedConfig
 
 from acsgd.layers.description import Head
-from acsgd.pp.chunked_loss import CHUNK, HeadUse
+from acsgd.pp.chunked_loss import CHUNK, HeadUse, chunked_loss
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.tasks import TASKS
 
@@ -105,7 +105,21 @@ def test_chunks_are_made_if_the_logits_are_large_and_larger_than_the_gradients_o
     assert length(1024, CHUNK // 1024) == 512
     assert length(1024, CHUNK // 1024, [CHUNK]) == 512
     assert length(1024, CHUNK // 1024, [2 * CHUNK]) == 1024
+    assert length(2048, CHUNK // 1024, [3 * CHUNK]) == 768
     assert length(3, CHUNK) == 1
+
+
+def test_sums_over_chunks_neither_overflow_before_they_are_scaled_nor_share_memory() -> None:
+    """Of fp16, whose largest number is 65504; two weights have the same tensor as their gradient."""
+    hidden = torch.ones(1, 100, 1, dtype=torch.float16, requires_grad=True)
+    weights = [torch.zeros(1, dtype=torch.float16, requires_grad=True) for _ in range(2)]
+
+    def loss(hidden: Tensor, labels: Tensor) -> Tensor:
+        return ((hidden + (weights[0] + weights[1])) * 1000).float().sum()
+
+    total = chunked_loss(loss, hidden, torch.zeros(1, 100), LENGTH, weights, value_only=False)
+    (total * 2.0**-10).backward()
+    assert [weight.grad for weight in weights] == [100_000 * 2.0**-10] * 2
 
 
 def test_a_loss_of_another_kind_is_computed_of_all_positions() -> None:
