@@ -256,20 +256,17 @@ def test_a_stop_signal_while_ranks_wait_for_streamed_data_is_saved(tmp_path: Pat
 
 
 def fail_while_rank_0_acquires(rank: int) -> None:
-    """Patch this process: rank 0 is slow to return from acquiring the run lock; rank 1 has failed by then."""
+    """Patch this process: once rank 0 has acquired the run lock, it is slow to return, while rank 1 fails."""
     start = lock.RunLock.start
 
-    def fail(*_: Any) -> None:  # the first that rank 1 does after the lock
+    def fail(self: lock.RunLock) -> None:
         raise ValueError("a failure")
 
     def slow(self: lock.RunLock) -> None:
         start(self)
         time.sleep(600)
 
-    if rank == 0:
-        lock.RunLock.start = slow  # type: ignore[method-assign]
-    else:
-        main.open_disks = fail  # type: ignore[attr-defined]
+    lock.RunLock.start = fail if rank else slow  # type: ignore[method-assign]
 
 
 def test_a_rank_that_is_ended_while_it_acquires_the_run_lock_releases_it(tmp_path: Path) -> None:
