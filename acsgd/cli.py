@@ -33,9 +33,8 @@ from acsgd.config.spec import suggest
 from acsgd.config.units import parse_size
 from acsgd.errors import ReportedError
 from acsgd.failures.report import report_startup_error
-from acsgd.failures.signals import reporting_stop
+from acsgd.failures.signals import build_until_stopped, reporting_stop
 from acsgd.failures.stdio import protect_streams
-from acsgd.io.files.atomic import build_atomically, resumable_directory
 from acsgd.launch import Launch, refuse_several_processes
 from acsgd.notes import print_note, progress_bar
 
@@ -360,12 +359,7 @@ def _create(target: Path, build: Callable[[Path], None], *, resumable: bool = Fa
         directory.mkdir(exist_ok=resumable)
         build(directory)
 
-    outcome = "nothing was written"
-    if resumable:
-        outcome = f"start the same command again to continue, or remove {resumable_directory(target)}"
-    with reporting_stop(lambda: outcome):
-        is_new = build_atomically(target, make, resumable=resumable)
-    if not is_new:
+    if not build_until_stopped(target, make, resumable=resumable):
         raise ValueError(f"{target} was created by another process meanwhile and is kept; nothing else was written")
 
 

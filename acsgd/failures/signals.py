@@ -9,11 +9,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from types import FrameType, TracebackType
 
 from acsgd.errors import ReportedError
 from acsgd.failures.processes import find_torchrun, has_proc, start_time
 from acsgd.failures.report import print_error
+from acsgd.io.files.atomic import build_atomically, describe_stopped_build
+from acsgd.notes import print_note
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 """Signals that stop a run after the current step. The Slurm scripts send SIGUSR1 before a job's time limit. SIGHUP:
@@ -26,9 +30,14 @@ forwards it within milliseconds."""
 WATCH_S = 0.5
 """Seconds between two checks whether torchrun is alive."""
 
+NOTE_S = 1.0
+"""Seconds from a stop signal to a command to the note that it cleans up."""
 
 CLEAN_UP_S = 2.0
-"""Time for a command to clean up after a stop signal, seconds."""
+"""Time for a command to clean up after that note, seconds."""
+
+BUILD_CLEAN_UP_S = 600.0
+"""The same while it writes files: a large file may have to reach the disk before it can be removed."""
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
@@ -117,33 +126,65 @@ class StopSignals:
 
 
 @contextlib.contextmanager
-def reporting_stop(outcome: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """Context of a command that a stop signal ends: a thread reports the signal at once, whatever the main thread does.
+def reporting_stop(outcome: Callable[[], str] = lambda: "", *, clean_up_s: float = CLEAN_UP_S) -> Iterator[None]:
+    """Context of a command that a stop signal ends. Raises ReportedError once the signal is reported.
 
-    The main thread gets ReportedError, to clean up. A thread ends the process after CLEAN_UP_S if the context still
-    runs: the main thread may wait for a download, or inside native code. outcome: returns what the user reads besides
-    the name of the signal. Contexts may be nested; the innermost reports. Must be entered in the main thread.
+    The main thread gets ReportedError as well, to clean up; code that catches it does not complete the command. If the
+    context still runs after NOTE_S, a thread says so; it ends the process after another `clean_up_s`, or a second
+    Ctrl-C does: the main thread may wait for a download, or inside native code. outcome: returns, at the end, what the
+    user reads besides the name of the signal. Contexts may be nested; the innermost reports. Must be entered in the
+    main thread.
     """
-    has_ended, is_raised = threading.Event(), False
+    has_ended, is_noted, raises = threading.Event(), False, True
 
     def raise_once(number: int, frame: FrameType | None) -> None:
-        nonlocal is_raised
-        if not is_raised:
-            is_raised = True
+        nonlocal raises
+        if raises:
+            raises = False
             raise ReportedError(128 + number)
 
     def report() -> None:
         print_error("; ".join(filter(None, [f"stopped by {signals.received}", outcome()])))
-        if not has_ended.wait(CLEAN_UP_S):
-            os._exit(128 + signal.Signals[str(signals.received)])
 
-    signals = StopSignals(os._exit, handle=raise_once).__enter__()
-    signals.on_signal(report)
+    def end_early(code: int) -> None:
+        if is_noted:
+            report()
+            os._exit(code)
+
+    def watch() -> None:
+        nonlocal is_noted
+        if not has_ended.wait(NOTE_S):
+            print_note(f"{signals.received}: cleaning up; Ctrl-C ends this at once")
+            is_noted = True
+            if not has_ended.wait(clean_up_s):
+                end_early(_exit_code(signals))
+
+    watcher = threading.Thread(target=watch, name="clean-up watch", daemon=True)
+    signals = StopSignals(end_early, handle=raise_once).__enter__()
+    signals.on_signal(watcher.start)
     try:
-        yield
+        try:
+            yield
+        finally:
+            raises = False  # unless it has just been raised: what follows is not interrupted
     finally:
         has_ended.set()
         signals.__exit__(None, None, None)  # the handlers of the process are restored after errors, too
+        if signals.received is not None:
+            watcher.join()
+            report()
+            raise ReportedError(_exit_code(signals)) from None
+
+
+def _exit_code(signals: StopSignals) -> int:
+    """Return the exit code of a process that the recorded signal ends."""
+    return 128 + signal.Signals[str(signals.received)]
+
+
+def build_until_stopped(path: Path, build: Callable[[Path], None], *, resumable: bool = False) -> bool:
+    """Run `build_atomically` in a command; after a stop signal, report what is left once everything is cleaned up."""
+    with reporting_stop(partial(describe_stopped_build, path), clean_up_s=BUILD_CLEAN_UP_S):
+        return build_atomically(path, build, resumable=resumable)
 
 
 def end_with_torchrun(parent: int, *, is_main: bool, end: Callable[[int], None]) -> None:

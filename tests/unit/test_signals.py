@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,13 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 from lib.patience import Patience
 
 from acsgd.errors import ReportedError
-from acsgd.failures.signals import REPEAT_S, STOP_SIGNALS, StopSignals, reporting_stop
+from acsgd.failures import signals
+from acsgd.failures.signals import REPEAT_S, STOP_SIGNALS, StopSignals, build_until_stopped, reporting_stop
+from acsgd.io.files import atomic
 
 INT, TERM, USR1, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 
@@ -117,21 +123,27 @@ def test_after_an_exception_signals_stay_caught_for_the_failure_report() -> None
 
 
 STUCK = """
-import os, signal, time
+import os, sys, time
 from acsgd.failures import signals
-signals.CLEAN_UP_S = 0.1
-with signals.reporting_stop(), signals.reporting_stop(lambda: "2 of 3 are written"):
-    try:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
-    finally:
-        time.sleep(60)
+number, clean_up_s = int(sys.argv[1]), float(sys.argv[2])
+with signals.reporting_stop(), signals.reporting_stop(lambda: "2 of 3 are written", clean_up_s=clean_up_s):
+    while True:
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(0.02)
+        except BaseException:
+            pass
 """
 
 
-def test_a_stop_signal_ends_a_command_that_cannot_clean_up() -> None:
-    ended = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (128 + TERM, "\nerror: stopped by SIGTERM; 2 of 3 are written\n")
+@pytest.mark.parametrize(("number", "clean_up_s", "code"), [(TERM, 0.1, 128 + TERM), (INT, 60.0, 128 + INT)])
+def test_a_command_that_cannot_clean_up_is_ended_after_it_says_so(number: int, clean_up_s: float, code: int) -> None:
+    """By the limit or, however often it is pressed before, by a second Ctrl-C."""
+    command = [sys.executable, "-c", STUCK, str(number), str(clean_up_s)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    name = signal.Signals(number).name
+    note = f"{name}: cleaning up; Ctrl-C ends this at once\n"
+    assert (ended.returncode, ended.stderr) == (code, f"{note}\nerror: stopped by {name}; 2 of 3 are written\n")
 
 
 def fail() -> None:
@@ -145,11 +157,30 @@ def press(handler: Callable[[int, FrameType | None], None] | None = None) -> Non
     signal.raise_signal(INT)
 
 
+def press_and_fail() -> None:
+    """Fail as a library does that takes the exception for one of its own."""
+    try:
+        press()
+    finally:
+        fail()
+
+
+def press_and_continue() -> None:
+    """Continue as a library does that catches everything, and Python after a callback or a finalizer."""
+    with contextlib.suppress(BaseException):
+        press()
+
+
+STOPPED = "\nerror: stopped by SIGINT\n"
+
+
 @pytest.mark.parametrize(
     ("command", "error", "printed"),
     [
         (fail, ValueError, ""),
-        (press, ReportedError, "\nerror: stopped by SIGINT\n"),
+        (press, ReportedError, STOPPED),
+        (press_and_fail, ReportedError, STOPPED),
+        (press_and_continue, ReportedError, STOPPED),
         (partial(press, signal.default_int_handler), KeyboardInterrupt, ""),
     ],
 )
@@ -159,3 +190,50 @@ def test_a_command_reports_stop_signals_that_it_does_not_handle_itself(
     with pytest.raises(error), reporting_stop():
         command()
     assert capsys.readouterr().err == printed
+
+
+def test_a_stopped_command_reports_what_is_left_once_it_has_cleaned_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, kept = tmp_path / "target", tmp_path / ".acsgd-target.resumable"
+    notes, has_noted, rmtree = list[str](), threading.Event(), shutil.rmtree
+
+    def note(text: str) -> None:
+        notes.append(text)
+        has_noted.set()
+
+    def remove_slowly(*args: Any, **options: Any) -> None:
+        has_noted.wait(60.0)
+        rmtree(*args, **options)
+
+    def stop(path: Path) -> None:
+        path.touch()
+        press()
+
+    def outcome_of(build: Callable[[Path], None], *, resumable: bool = False) -> tuple[str, list[str]]:
+        with pytest.raises(ReportedError):
+            build_until_stopped(target, build, resumable=resumable)
+        return capsys.readouterr().err.removeprefix("\nerror: stopped by SIGINT; "), os.listdir(tmp_path)
+
+    monkeypatch.setattr(signals, "print_note", note)
+    assert outcome_of(stop) == ("nothing was written\n", [])
+    with monkeypatch.context() as patch:
+        patch.setattr(signals, "NOTE_S", 0.05)
+        patch.setattr(atomic.shutil, "rmtree", remove_slowly)
+        assert outcome_of(stop) == ("nothing was written\n", [])
+        assert "SIGINT: cleaning up; Ctrl-C ends this at once" in notes
+    continued = f"start the same command again to continue, or remove {kept}\n"
+    assert outcome_of(stop, resumable=True) == (continued, [kept.name])
+    monkeypatch.setattr(atomic, "fsync_directory", lambda _: press())  # after the rename
+    assert outcome_of(Path.touch, resumable=True) == (f"{target} is complete\n", ["target"])
+
+
+def test_a_build_that_is_cut_is_named(tmp_path: Path) -> None:
+    target, described = tmp_path / "target", list[tuple[str, Path]]()
+
+    def build(path: Path) -> None:
+        path.touch()
+        described.append((atomic.describe_stopped_build(target), path.parent))
+
+    assert atomic.build_atomically(target, build)
+    assert described == [(f"{described[0][1]} is left; remove it", described[0][1])]

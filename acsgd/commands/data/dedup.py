@@ -17,10 +17,10 @@ import xxhash
 
 from acsgd.commands.data.findings import Finding
 from acsgd.commands.data.show import refuse_streams
+from acsgd.failures.signals import build_until_stopped
 from acsgd.io.data.formats.base import names_of
 from acsgd.io.data.sources.base import TEXT, BadRecord, OnError, ReadOptions, RecordCounts, Source, SourceRecord
 from acsgd.io.data.sources.sources import parse_sources
-from acsgd.io.files.atomic import build_atomically
 from acsgd.notes import print_note, report_if_slow
 
 SHINGLE_WORDS = 5
@@ -54,7 +54,7 @@ def dedup(names: str, output: Path, on: Sequence[str], near: float | None, on_er
             for source in sources:
                 writer.write(source, file)
 
-    if not build_atomically(output, build):
+    if not build_until_stopped(output, build):
         raise ValueError(f"--output={output} was created by another process meanwhile and is kept")
     print("\n".join(writer.report(output)))
 

@@ -64,6 +64,19 @@ def describe_build(path: Path) -> str | None:
     return None
 
 
+def describe_stopped_build(path: Path) -> str:
+    """Return what a build of `path` by this process, which was stopped, has left."""
+    if os.path.lexists(path):
+        return f"{path} is complete"
+    if os.path.lexists(kept := resumable_directory(path)):
+        return f"start the same command again to continue, or remove {kept}"
+    for directory in path.parent.glob(f"{PREFIX}*{SUFFIX}"):
+        with contextlib.suppress(OSError):  # of another process, which removes it meanwhile
+            if (directory / "lock").read_text() == _this_process():
+                return f"{directory} is left; remove it"
+    return "nothing was written"
+
+
 def rename(source: Path, target: Path) -> None:
     """Rename a file or a directory.
 
@@ -205,7 +218,7 @@ def _partial_directory(path: Path, *, resumable: bool) -> Iterator[Path]:
     except Exception:
         raise
     except BaseException:
-        is_kept = resumable
+        is_kept = resumable and os.path.lexists(directory / path.name)  # it was not renamed
         raise
     finally:
         if not is_kept:
@@ -244,10 +257,14 @@ def _try_lock(directory: Path) -> int | None:
         return None
     if _lock(lock) is not False and os.fstat(lock).st_nlink:
         os.truncate(lock, 0)
-        os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        os.write(lock, _this_process().encode())
         return lock
     os.close(lock)
     return None
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _remove_if_unlocked(directory: Path) -> None:
