@@ -78,10 +78,14 @@ def run_secret() -> str | None:
 
 
 _TORCHRUN = """\
-import signal
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C among the imports ends without a traceback
+import signal, sys
+former = signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C among the imports ends without a traceback
 from torch.distributed.run import main
-main()
+signal.signal(signal.SIGINT, former)  # from here on, there is something to clean up
+try:
+    main()
+except KeyboardInterrupt:
+    sys.exit(128 + signal.SIGINT)
 """
 
 
