@@ -290,7 +290,7 @@ class Generate(GenerateOptions):
 
 
 def main() -> None:
-    """Entry point of the `acsgd` command."""
+    """Run the command that sys.argv names."""
     if sys.argv[1:2] == ["train"]:
         start(sys.argv[2:], prog="acsgd train")
         return

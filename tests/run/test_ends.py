@@ -329,6 +329,12 @@ def test_a_signal_among_the_imports_ends_at_once_without_a_traceback(
             assert run.stderr == ""
 
 
+def test_an_interrupt_among_the_imports_of_the_command_ends_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "tyro.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    with running([sys.executable, "-c", "from acsgd.command import main; main()", "--help"], tmp_path) as run:
+        assert (run.wait(), run.stdout, run.stderr) == (-signal.SIGINT, "", "")
+
+
 TORCHRUN = """
 import atexit, signal
 def main():

@@ -39,6 +39,7 @@ FLOORS = """
     main
     __main__
     cli
+    command
 """
 FLOOR = {f"acsgd.{name}": floor for floor, line in enumerate(FLOORS.strip().splitlines()) for name in line.split()}
 
