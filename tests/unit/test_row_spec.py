@@ -14,7 +14,7 @@ from lib.labelled import with_special_tokens
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from acsgd.config.options import Config, DataConfig, ModelConfig, OptimConfig
-from acsgd.io.data.row_spec import APART, RowSpec, RowStage, data_options
+from acsgd.io.data.row_spec import APART, VERSIONS, RowSpec, RowStage, data_options
 from acsgd.io.data.rows.base import Rows
 from acsgd.io.data.rows.streamed import StreamedRows
 from acsgd.io.data.sources.base import ReadOptions
@@ -214,6 +214,16 @@ def test_tokens_depend_on_the_classes_and_types_of_the_model(tokenizer: PreTrain
 def test_keys_depend_on_the_source(special: PreTrainedTokenizerFast, directory: Path, tmp_path: Path) -> None:
     spec = maker_of(CASES[0], "text", directory, special, tmp_path)[0].spec
     assert len({spec.key(stage, source) for stage in RowStage for source in ("a", "b")}) == 2 * len(RowStage)
+
+
+def test_a_new_version_of_a_stage_changes_its_key_and_those_of_later_ones(
+    special: PreTrainedTokenizerFast, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = maker_of(CASES[0], "text", directory, special, tmp_path)[0].spec
+    for changed in VERSIONS:
+        before = {stage: spec.key(stage, "") for stage in RowStage}
+        monkeypatch.setitem(VERSIONS, changed, VERSIONS[changed] + 1)
+        assert [stage for stage in RowStage if spec.key(stage, "") != before[stage]] == list(RowStage)[changed - 1 :]
 
 
 COMMON: dict[str, object] = {

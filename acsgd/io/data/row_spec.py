@@ -90,7 +90,7 @@ class RowStage(IntEnum):
     """Which rows a step trains on; not stored."""
 
 
-VERSIONS = {RowStage.TOKENS: 14, RowStage.LAYOUT: 4, RowStage.SEGMENTS: 3}
+VERSIONS = {RowStage.TOKENS: 15, RowStage.LAYOUT: 4, RowStage.SEGMENTS: 3}
 """Version of what is stored of a stage; part of its key."""
 
 APART = {
