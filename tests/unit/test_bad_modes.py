@@ -11,6 +11,7 @@ from torch import nn
 
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
+from acsgd.dp.peers import Peers
 from acsgd.shards.weights import Weight
 
 INVALID = [
@@ -48,8 +49,8 @@ def test_invalid_options_are_refused() -> None:
 
 @pytest.mark.parametrize("name", MODES)
 def test_a_mode_declares_whether_replicas_make_steps_of_their_own(name: str) -> None:
-    peers: Any = SimpleNamespace(size=2, replica=0)
+    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0, ranks=[0, 1], device=torch.device("cpu"))
     mode = from_spec(name, MODES, key="dp.mode")
     master = nn.Parameter(torch.zeros(4, 4))
-    sync = mode.open([Weight("weight", master, master)], peers)
+    sync = mode.open([Weight("weight", master, master)], Peers(group, waits=group))
     assert (mode.exchanges != "gradients") == (sync.local_step(10**6) is not None)
