@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from acsgd import cli
 from acsgd.codecs import CODECS
+from acsgd.commands.plan import PlanCommand
 from acsgd.config.adapters import ADAPTERS
 from acsgd.config.run_file import parse
 from acsgd.config.spec import from_spec
@@ -99,6 +100,8 @@ def test_few_blocks_are_not_run() -> None:
         "acsgd inspect --bogus",
         "acsgd data show a.jsonl --bogus 1",
         "acsgd eval runs/gpt2 --bogus 1",
+        "acsgd plan examples/gpt2.toml --bogus 1",
+        "acsgd plan examples/gpt2.toml --pp.stage 2",
         "torchrun --bogus 1 train.py examples/gpt2.toml",
         "torchrun --nproc-per-node 4 train.py examples/gpt2.toml --pp.stage 4",
         "sbatch --nodes 2 slurm/absent.sbatch 4 examples/gpt2.toml",
@@ -221,6 +224,10 @@ def check_training(arguments: Sequence[str]) -> None:
 def check_acsgd(arguments: Sequence[str]) -> None:
     if arguments[0] == "train":
         check_training(arguments[1:])
+        return
+    if arguments[0] == "plan":  # options of the run are among its own
+        command = PlanCommand.parse(arguments[1:])
+        check_training([str(command.run_file), *command.overrides])
         return
     if "--help" not in arguments:
         tyro.extras.subcommand_cli_from_dict(cli.COMMANDS, prog="acsgd", args=list(arguments))
