@@ -106,14 +106,22 @@ def name_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return " ".join(f"{id_} ({tokenizer.convert_ids_to_tokens(id_)!r})" for id_ in ids)
 
 
-def load_tokenizer(model_dir: Path, model_config: PreTrainedConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in `model_dir`. Raises ValueError if it is missing, invalid or too large for the model."""
-    tokenizer = read_tokenizer(model_dir, model_config)
+def load_tokenizer(
+    directory: Path, model_config: PreTrainedConfig, model_dir: Path | None = None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in a directory. Raises ValueError if it is missing, invalid or too large for the model.
+
+    model_dir: directory of the model, where model.tokenizer may name another.
+    """
+    remedy = "" if model_dir is None else ", or give another with model.tokenizer"
+    tokenizer = read_tokenizer(directory, model_config, remedy=remedy)
     if len(tokenizer) > (vocabulary := model_config.get_text_config().vocab_size):
+        # the conversion looks for the tokenizer in the model's directory
+        copy = "" if model_dir in (None, directory) else f"copy its files to {model_dir} and "
         raise ValueError(
-            f"the tokenizer in {model_dir} has {len(tokenizer)} tokens, but the model's vocabulary only "
-            f"{vocabulary}; give the tokenizer that belongs to the model, or add rows for new tokens: acsgd convert "
-            f"from-hf {model_dir} TARGET --resize-embeddings"
+            f"the tokenizer in {directory} has {len(tokenizer)} tokens, but the model's vocabulary only "
+            f"{vocabulary}; give the tokenizer that belongs to the model, or {copy}add rows for new tokens: acsgd "
+            f"convert from-hf {model_dir or directory} TARGET --resize-embeddings"
         )
     return tokenizer
 
@@ -123,13 +131,13 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).is_file() for name in TOKENIZER_FILES)
 
 
-def read_tokenizer(model_dir: Path, model_config: PreTrainedConfig) -> PreTrainedTokenizerBase:
+def read_tokenizer(model_dir: Path, model_config: PreTrainedConfig, *, remedy: str = "") -> PreTrainedTokenizerBase:
     """Load the tokenizer in `model_dir`, with the special tokens with which the model was pretrained.
 
-    Raises ValueError if it is missing or invalid.
+    remedy: what else to do if it is missing. Raises ValueError if it is missing or invalid.
     """
     if not has_tokenizer(model_dir):
-        raise ValueError(f"{model_dir} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the model's there")
+        raise ValueError(f"{model_dir} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the model's there{remedy}")
     with blame(model_dir, "has no tokenizer that transformers can load", "copy the model's tokenizer files again"):
         _check_ids(model_dir / "tokenizer.json")
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(

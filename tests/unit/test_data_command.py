@@ -66,6 +66,22 @@ def test_show_prints_what_the_model_sees(run: Run, tmp_path: Path) -> None:
     assert "\none 0 two<|endoftext|>\n\nlearned texts end" in out
 
 
+def test_a_tokenizer_from_elsewhere_is_used_as_in_a_run(
+    run: Run, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    other = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="!", pad_token="#")
+    other.save_pretrained(tmp_path / "tokenizer")
+    path, flags = write(tmp_path / "a.jsonl", {"text": "good"}), ("--tokenizer", str(tmp_path / "tokenizer"))
+    for options in ([], ["--sequence", "8", "--rows", "single"]):
+        code, out, _ = run("show", path, *flags, *options)
+        assert (code, "ood!" in out, "stops there" in out) == (0, True, False)
+    assert run("check", path, *flags)[0] == 0
+    (tmp_path / "tokenizer" / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer" / "config.json").write_text("{}")
+    code, _, err = run("check", path, *flags)
+    assert (code, "tokenizer has no tokenizer" in err, "or give another with --tokenizer" in err) == (2, True, True)
+
+
 def test_show_names_bad_records_and_goes_on(run: Run, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", "bad", {"text": "good"})
     code, out, _ = run("show", path)

@@ -19,16 +19,20 @@ from lib.commands import acsgd
 from lib.patience import stretched
 from lib.saved import SMALL, small_run, train_alone
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from acsgd.cli import FromHF
+from acsgd.commands.generation.model import load
+from acsgd.commands.generation.prompts import PromptEncoder
 from acsgd.config.options import ModelConfig
 from acsgd.errors import RunError
 from acsgd.io.checkpoint.directory import newest_checkpoint
 from acsgd.launch import Launch
 from acsgd.run.plan.job import prepare
 from acsgd.shards.disk import MODEL_FILES
+from acsgd.shards.export import to_hf
 from acsgd.shards.files import tensor_headers
+from acsgd.shards.generation import read_generation_config
 from acsgd.shards.hub import open_model
 from acsgd.shards.tokenizer import load_tokenizer
 
@@ -447,7 +451,7 @@ def test_a_tokenizer_from_elsewhere_is_that_of_the_run_and_of_its_checkpoints(
     (model / "tokenizer.json").unlink()
     (model / "merges.txt").write_text("of another tokenizer")
     config = small_run(model, tmp_path / "run", steps=1)
-    with pytest.raises(ValueError, match="has no tokenizer"):
+    with pytest.raises(ValueError, match=r"has no tokenizer .*give another with model\.tokenizer"):
         train_alone(config)
     elsewhere = dataclasses.replace(config.model, tokenizer=str(tmp_path / "tokenizer"))
     checkpoint = newest_checkpoint(train_alone(dataclasses.replace(config, model=elsewhere)).parent)
@@ -456,3 +460,57 @@ def test_a_tokenizer_from_elsewhere_is_that_of_the_run_and_of_its_checkpoints(
     assert json.loads((checkpoint / "config.json").read_text())["n_layer"] == 1
     with pytest.raises(ValueError, match=r"model\.tokenizer=absent"):
         prepare(dataclasses.replace(config, model=dataclasses.replace(elsewhere, tokenizer="absent/a/b")), Launch())
+
+
+@pytest.mark.parametrize(("padding", "has_options"), [(None, False), ("#", True)])
+def test_special_tokens_of_a_run_and_its_files_are_those_of_its_tokenizer(
+    tiny_model: TinyModel,
+    tokenizer: PreTrainedTokenizerFast,
+    padding: str | None,
+    has_options: bool,
+    tmp_path: Path,
+) -> None:
+    """Ids of the model's own vocabulary are those of any other tokens, which would end texts, or learn nothing."""
+    model = Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
+    old = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
+    (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | old))
+    (model / "generation_config.json").unlink()
+    if has_options:
+        (model / "generation_config.json").write_text(json.dumps(old | {"eos_token_id": [2, 4], "top_p": 0.5}))
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token="!", bos_token="?", pad_token=padding
+    )
+    other.save_pretrained(tmp_path / "tokenizer")
+    config = small_run(model, tmp_path / "run", steps=1)
+    options = dataclasses.replace(config.model, init="scratch", tokenizer=str(tmp_path / "tokenizer"))
+    config = dataclasses.replace(config, model=options)
+    job = prepare(config, Launch())
+    assert job.ends == [other.eos_token_id]
+    assert job.model.build(torch.float32).model.embed_tokens.padding_idx == other.pad_token_id  # type: ignore[union-attr]
+    if padding is None:
+        classifier = dataclasses.replace(config, model=dataclasses.replace(options, task="classification"))
+        with pytest.raises(ValueError, match="tokenizer has no pad_token"):
+            prepare(classifier, Launch())
+    checkpoint, exported = newest_checkpoint(train_alone(config).parent), tmp_path / "hf"
+    exported.mkdir()
+    to_hf(checkpoint, exported)
+    for directory in (checkpoint, exported):
+        loaded = load(str(directory), dtype=None, device=torch.device("cpu"))
+        assert PromptEncoder.of(loaded).ends == [other.eos_token_id]
+        found = read_generation_config(directory)
+        for each in (AutoConfig.from_pretrained(directory), found):
+            assert [getattr(each, name) for name in old] == [getattr(other, name) for name in old], directory
+        assert found.top_p == (0.5 if has_options else None)
+
+
+def test_a_tokenizer_from_elsewhere_with_too_many_tokens_names_the_directory_of_the_model(
+    model: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    larger = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<new>")
+    larger.save_pretrained(tmp_path / "tokenizer")
+    config = small_run(model, tmp_path / "run")
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, tokenizer=str(tmp_path / "tokenizer")))
+    with pytest.raises(ValueError, match="has 513 tokens") as error:
+        prepare(config, Launch())
+    assert f"copy its files to {model} and add rows" in str(error.value)
+    assert f"acsgd convert from-hf {model} TARGET --resize-embeddings" in str(error.value)

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from acsgd.commands.data.findings import Finding, LabelCounts
 from acsgd.commands.data.show import open_sources, unused_run
-from acsgd.config.options import DataConfig
+from acsgd.config.options import DataConfig, ModelConfig
 from acsgd.io.data.formats.formats import describe_unused
 from acsgd.io.data.row_spec import RowSpec
 from acsgd.io.data.sources.base import BadRecord, RecordCounts, Source
@@ -99,15 +99,15 @@ class SourceReport:
             self.labels.add(encoded.labels)
 
 
-def check(data: DataConfig, model: str, task_name: str, sequence: int | None, typed: Callable[[str], str]) -> bool:
+def check(data: DataConfig, model: ModelConfig, sequence: int | None, typed: Callable[[str], str]) -> bool:
     """Print a report on each source; return whether all are valid. Raises ValueError.
 
     sequence: see SourceReport; typed: returns a message with the options of the command.
     """
-    task, (sources, tokenizer, config) = find_task(task_name), open_sources(data, model, task_name)
+    task, (sources, tokenizer, config, _) = find_task(model.task), open_sources(data, model)
     data = replace(data, sequence=MAX_TOKENS, long="truncate")
-    spec = RowSpec.of(unused_run(data, model, task_name), task, config, tokenizer, ())
-    context = RowContext(spec, config, tokenizer, model, Path())
+    spec = RowSpec.of(unused_run(data, model), task, config, tokenizer, ())
+    context = RowContext(spec, config, tokenizer, model.name, Path())
     console = Console(soft_wrap=True, highlight=False)
     reports = []
     for source in sources:

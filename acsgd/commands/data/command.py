@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import tyro
 
 from acsgd.commands.typed import as_typed, typed
-from acsgd.config.options import DataConfig
+from acsgd.config.options import DataConfig, ModelConfig
 from acsgd.config.ranges import COUNT, Range, out_of_range
 
 
@@ -27,6 +27,11 @@ class DataOptions:
     """Sources, as data.sources of a run."""
     model: str
     """Model whose tokenizer is used, as model.name of a run."""
+    tokenizer: str | None = None
+    """Tokenizer that is used in place of the model's, as model.tokenizer of a run."""
+    task: str = "lm"
+    """What the model is trained for, as model.task of a run: "show" needs --sequence for others than lm, "check"
+    compares labels with the classes of the model."""
     format: str = "auto"
     """Format of the records, as data.format of a run."""
     fields: str | None = None
@@ -54,6 +59,10 @@ class DataOptions:
         values: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
         return DataConfig(**{"sources": self.source, "sequence": 1, "batch": 1, **values})
 
+    def model_config(self) -> ModelConfig:
+        """Return the model and its tokenizer as options of a run."""
+        return ModelConfig(self.model, tokenizer=self.tokenizer, task=self.task)
+
 
 @dataclass(frozen=True)
 class Show(DataOptions):
@@ -66,8 +75,6 @@ class Show(DataOptions):
     """Number of records or rows of each source."""
     sequence: Annotated[int, Range(1, 2**24)] | None = None
     """Sequence length, as data.sequence of a run. Default: records are shown, not rows."""
-    task: str = "lm"
-    """What the model is trained for, as model.task of a run. Other tasks than lm need --sequence."""
     rows: Literal["concat", "pack", "single"] | None = None
     """How documents are put into rows, as data.rows of a run. Needs --sequence."""
     long: Literal["split", "truncate", "skip", "error"] | None = None
@@ -90,11 +97,11 @@ class Show(DataOptions):
         if self.sequence is not None:
             from acsgd.commands.data.show import show_rows  # imports torch
 
-            show_rows(self.config(), self.model, self.task, self.n, lambda text: typed(text, Show))
+            show_rows(self.config(), self.model_config(), self.n, lambda text: typed(text, Show))
             return
         if (self.task, self.objective, self.rows or self.long) != (Show.task, Show.objective, None):
             raise ValueError("--task, --rows, --long and --objective are options of rows; give --sequence, too")
-        show_records(self.config(), self.model, self.n, lambda text: typed(text, Show))
+        show_records(self.config(), self.model_config(), self.n, lambda text: typed(text, Show))
 
 
 @dataclass(frozen=True)
@@ -107,14 +114,12 @@ class Check(DataOptions):
 
     sequence: Annotated[int, Range(1, 2**24)] | None = None
     """Length above which a record is too long, tokens; for seq2seq of prompt and answer each. Default: none."""
-    task: str = "lm"
-    """What the model is trained for, as model.task of a run. Labels are compared with the classes of the model."""
 
     def run(self) -> None:
         """Print the report."""
         from acsgd.commands.data.check import check
 
-        if not check(self.config(), self.model, self.task, self.sequence, lambda text: typed(text, Check)):
+        if not check(self.config(), self.model_config(), self.sequence, lambda text: typed(text, Check)):
             sys.exit(1)
 
 

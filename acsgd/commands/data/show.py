@@ -26,8 +26,8 @@ from acsgd.io.data.tokens.ends import EndFinder, TextEnds
 from acsgd.run.setup.rows import RowMaker
 from acsgd.shards.chat_template import set_chat_template
 from acsgd.shards.config import read_config
-from acsgd.shards.generation import ends_of, read_generation_config
-from acsgd.shards.hub import find_model
+from acsgd.shards.generation import known_ends, set_special_tokens
+from acsgd.shards.hub import find_model, find_tokenizer
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.tasks import check_options, find_task
 
@@ -40,37 +40,41 @@ def refuse_streams(sources: Sequence[Source], action: str) -> None:
 
 
 def open_sources(
-    data: DataConfig, model: str, task: str = "lm"
-) -> tuple[Sequence[Source], PreTrainedTokenizerBase, PreTrainedConfig]:
-    """Return the sources, and tokenizer and config of a model, which is downloaded if it is a Hugging Face id.
+    data: DataConfig, model: ModelConfig
+) -> tuple[Sequence[Source], PreTrainedTokenizerBase, PreTrainedConfig, Sequence[int]]:
+    """Return the sources, tokenizer and config of a run's model, and the tokens that end a text generated with it.
 
-    Raises ValueError.
+    Model and tokenizer are downloaded if they are Hugging Face ids. Raises ValueError.
     """
-    options = read_options(data, has_labels=find_task(task).has_labels)
+    task = find_task(model.task)
+    options = read_options(data, has_labels=task.has_labels)
     sources = [source for source, _ in parse_sources(data.sources, key="source", options=options)]
-    directory = find_model(model, option="--model", weights=False)
+    directory = find_model(model.name, option="--model", weights=False)
     # no model is built, for which transformers' code of models would be imported
-    config = read_config(directory, find_task(task).model_class.name, is_valid=lambda config: True)
-    tokenizer = load_tokenizer(directory, config)
+    config = read_config(directory, task.model_class.name, is_valid=lambda config: True)
+    tokenizer_dir = directory if model.tokenizer is None else find_tokenizer(model.tokenizer)
+    tokenizer = load_tokenizer(tokenizer_dir, config, directory)
+    if tokenizer_dir != directory:
+        set_special_tokens(config, tokenizer)
     set_chat_template(tokenizer, data)
-    return sources, tokenizer, config
+    return sources, tokenizer, config, known_ends(directory, tokenizer_dir, tokenizer)
 
 
-def unused_run(data: DataConfig, model: str, task: str) -> Config:
+def unused_run(data: DataConfig, model: ModelConfig) -> Config:
     """Return the options of a run with some data, of which nothing else matters."""
-    return Config(ModelConfig(model, task=task), data, OptimConfig(lr=1e-3, steps=1, warmup=0))
+    return Config(model, data, OptimConfig(lr=1e-3, steps=1, warmup=0))
 
 
 MAX_TOKENS = 2000
 """Number of tokens of a record or row that are shown."""
 
 
-def show_records(data: DataConfig, model: str, number: int, typed: Callable[[str], str]) -> None:
+def show_records(data: DataConfig, model: ModelConfig, number: int, typed: Callable[[str], str]) -> None:
     """Print the first records of each source. Raises ValueError.
 
     typed: returns a message with the options of the command.
     """
-    sources, tokenizer, _ = open_sources(data, model)
+    sources, tokenizer, _, known = open_sources(data, model)
     formats = set[str]()
     console = Console(soft_wrap=True, highlight=False)
     masked = "dimmed" if console.is_terminal else "in ⟦⟧"
@@ -95,7 +99,6 @@ def show_records(data: DataConfig, model: str, number: int, typed: Callable[[str
             console.print(Text(f"\n{unread}", style="bold"))
         if not counts.format:
             continue
-        known = ends_of(read_generation_config(find_model(model, option="--model", weights=False)), tokenizer)
         console.print(Text("\n".join(["", ends.describe(tokenizer), *ends.notes(tokenizer, known)])))
     for sentence in describe_unused(data, formats):
         console.print(Text(f"\n{typed(sentence)}", style="bold"))
@@ -116,11 +119,11 @@ def decoded(
     return text
 
 
-def show_rows(data: DataConfig, model: str, task_name: str, number: int, typed: Callable[[str], str]) -> None:
+def show_rows(data: DataConfig, model: ModelConfig, number: int, typed: Callable[[str], str]) -> None:
     """Print the first rows of each source, after the notes of a run. typed: see `show_records`. Raises ValueError."""
-    config = unused_run(data, model, task_name)
+    config = unused_run(data, model)
     task = check_options(config)
-    found, tokenizer, model_config = open_sources(data, model, task_name)
+    found, tokenizer, model_config, _ = open_sources(data, model)
     refuse_streams(found, "--sequence")
     sources = [WeightedSource(source, None) for source in found]
     console = Console(soft_wrap=True, highlight=False)
@@ -130,7 +133,7 @@ def show_rows(data: DataConfig, model: str, task_name: str, number: int, typed: 
     spec = RowSpec.of(config, task, model_config, tokenizer, sources)
     with tempfile.TemporaryDirectory(prefix="acsgd-") as name:
         cache = Path(name)
-        opened = RowMaker(spec, model_config, tokenizer, model, cache, stream_dir=cache).open(sources)
+        opened = RowMaker(spec, model_config, tokenizer, model.name, cache, stream_dir=cache).open(sources)
         for sentence in describe_unused(data, {rows.format for rows in opened}):
             console.print(Text(typed(sentence), style="bold"))
         for rows in opened:

@@ -31,7 +31,7 @@ from acsgd.run.plan.model import RunModel, open_run_model
 from acsgd.run.plan.partition import Partition, divide_model, most_micros, open_grid
 from acsgd.run.plan.plugins import Plugins
 from acsgd.shards.chat_template import set_chat_template
-from acsgd.shards.generation import ends_of, read_generation_config
+from acsgd.shards.generation import known_ends
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import open_streams
 from acsgd.tasks import check_options, find_task
@@ -98,8 +98,8 @@ class Job(Partition):
 
     @property
     def ends(self) -> list[int]:
-        """Tokens at which the files of the model end a generated text."""
-        return ends_of(read_generation_config(self.model.directory), self.tokenizer)
+        """Tokens that end a generated text before it is known how the learned texts end."""
+        return known_ends(self.model.directory, self.model.tokenizer, self.tokenizer)
 
     @property
     def is_first_on_host(self) -> bool:
@@ -128,7 +128,7 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True, model: RunMo
     model = model or open_run_model(config, launch, streams, trains=trains)
     with report_if_slow(print_note, lambda: f"planning {model.describe_size()}", enabled=launch.rank == 0):
         partition = divide_model(config, grid, model, streams)
-    tokenizer = load_tokenizer(model.tokenizer, model.config)
+    tokenizer = load_tokenizer(model.tokenizer, model.config, model.directory)
     set_chat_template(tokenizer, config.data)
     job = Job(
         **vars(partition),

@@ -22,7 +22,9 @@ from acsgd.layers.skeleton import parameter_names
 from acsgd.run.plan.layers_cache import LayersCache
 from acsgd.run.plan.limits import ParameterCount, check_memory, check_sequence
 from acsgd.shards.config import derive_layers, longest_sequence
+from acsgd.shards.generation import set_special_tokens
 from acsgd.shards.hub import find_tokenizer, open_model
+from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import Streams
 from acsgd.tasks import find_task
 from acsgd.tasks.base import Task
@@ -48,6 +50,11 @@ class RunModel(NamedTuple):
     """Of the frozen linear layers of blocks."""
     is_verified: bool
     """Whether the layers were compared with the whole model when it was converted."""
+
+    @property
+    def has_other_tokenizer(self) -> bool:
+        """Whether the tokenizer is not the one in the model's directory, but that of model.tokenizer."""
+        return self.tokenizer != self.directory
 
     @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:
@@ -107,6 +114,17 @@ def _describe(
         has_adapter=has_adapter,
         config_only=config_only,
     )
+    tokenizer = found.directory
+    if config.model.tokenizer is not None and not config_only:
+        tokenizer = find_tokenizer(config.model.tokenizer)
+    if tokenizer != found.directory:
+        loaded = load_tokenizer(tokenizer, found.config, found.directory)
+        if loaded.pad_token is None and config.model.task != "lm":  # whose rows are padded
+            raise ValueError(
+                f"the tokenizer in {tokenizer} has no pad_token, which model.task={config.model.task} needs; set "
+                '"pad_token" in its tokenizer_config.json'
+            )
+        set_special_tokens(found.config, loaded)
     check_sequence(config.data.sequence, longest_sequence(found.config))
     has_frozen = config.model.freeze is not None or config.adapter.spec is not None
     quantization = None if config.model.quantize == "none" else config.model.quantize
@@ -125,7 +143,7 @@ def _describe(
         check(count)
     return RunModel(
         found.directory,
-        found.directory if config_only or config.model.tokenizer is None else find_tokenizer(config.model.tokenizer),
+        tokenizer,
         found.config,
         count,
         task,

@@ -32,7 +32,7 @@ from acsgd.run.setup.resume import Start, complete_files, layer_states
 from acsgd.run.step.hooks import LoopState, StepHook
 from acsgd.shards.chat_template import write_chat_template
 from acsgd.shards.disk import ShardDirectory, copy_model_files, list_model_files
-from acsgd.shards.generation import write_ends
+from acsgd.shards.generation import write_ends, write_special_tokens
 from acsgd.shards.layer_tensors import describe_tensors
 from acsgd.shards.load import WeightSource
 from acsgd.shards.manifest import StoredFile
@@ -286,7 +286,9 @@ def _write_model_files(job: Job, rows: RowReader, target: Path) -> list[StoredFi
     Generation also stops where the learned texts end.
     """
     copied, known = copy_model_files(job.model.directory, target, tokenizer=job.model.tokenizer), job.ends
-    is_changed = write_chat_template(target, job.tokenizer, job.config.data)
+    if is_other := job.model.has_other_tokenizer:
+        write_special_tokens(target, job.tokenizer)
+    is_changed = write_chat_template(target, job.tokenizer, job.config.data) or is_other
     if new := [id_ for id_ in rows.ends.ids if id_ not in known and not job.model.task.has_labels]:
         write_ends(target, [*known, *new])
     return list_model_files(target) if new or is_changed else copied
