@@ -79,6 +79,12 @@ def test_the_table_has_what_the_readmes_name(tool: str) -> None:
     assert not {*READMES[tool].split()} - names
 
 
+def test_no_mode_is_said_to_divide_the_optimizer_state() -> None:
+    """Each replica keeps the moments of all weights of its stage, in all modes."""
+    rows = [row for program in programs() for rows in program.rows.values() for row in rows]
+    assert not [row for row in rows if "optimizer state" in row.note and "dp.mode" in row.new + row.note]
+
+
 def test_each_option_is_answered_and_what_it_says_to_type_is_valid() -> None:
     """Law: each row alone, and lines of all that rows say to type, as few as options need different values."""
     lines = list[dict[str, list[str]]]()
