@@ -25,7 +25,7 @@ TITLES = {
 }
 """Tools, each with the name of its page in docs/migrate/."""
 TRAIN = "torchrun -m acsgd"
-OFF = ("", "auto", "none", "null", "false", "no")
+OFF = ("", "auto", "none", "null", "false", "no", "-1")
 """Values that say nothing, or switch an option off."""
 
 
@@ -43,6 +43,11 @@ class Row(NamedTuple):
     new: str
     """Words to type, a template; empty: none."""
     note: str
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the words to type are made of the values of other options, which have options of their own."""
+        return any(place[2] for place in _PLACE.finditer(self.new))
 
     @property
     def shown(self) -> str:
@@ -172,7 +177,7 @@ def refuse_others(options: Sequence[Option], known: Collection[str], command: st
     tools = [TITLES[each.tool] for each in programs() if fit(each) == fit(best) and each.command == best.command]
     owners = " and ".join(filter(None, [", ".join(tools[:-1]), tools[-1]]))
     page = f"docs/migrate/{best.tool}.md"
-    lines, launcher, words = list[str](), list[str](), list[str]()
+    lines, launcher, words = list[str](), dict[str, list[str]](), dict[str, list[str]]()
     for option in by_name.values():
         typed = shlex.join([option.name, *option.values])
         if option in unknown or (option.key in best.rows and len(unknown) > 1):
@@ -182,18 +187,18 @@ def refuse_others(options: Sequence[Option], known: Collection[str], command: st
             new = _filled(row, option.values, by_name, owner.rows.get(key, ()))
             lines.append(f"{typed} -> {_joined(new) or 'nothing'}{f' ({row.note})' if row.note else ''}")
             to = launcher if new[:1] == ["torchrun"] else words
-            to += [word for flag in _flags(new) if flag[0] not in to for word in flag]
-        elif option.values in (["true"], ["false"]):  # of a file
-            words.append(f"--{option.name if option.values == ['true'] else option.name.replace('.', '.no-')}")
+            to |= {flag[0]: flag for flag in _flags(new) if not row.is_computed or flag[0] not in to}
         else:
-            words += [option.name if option.name[0] == "-" else f"--{option.name}", *option.values]
+            name = f"--{option.name.lstrip('-')}"
+            is_switch = option.values in (["true"], ["false"])  # of a file
+            words[name] = [name.replace(".", ".no-") if option.values == ["false"] else name]
+            words[name] += [] if is_switch else option.values
     if len(lines) == 1:
         raise OtherToolError(f"{lines[0].replace(' -> ', f' is an option of {owners}; here: ', 1)}; others: {page}")
     start = _filled(Row("", "", best.command, ""), [], by_name)
-    start[1:1] = launcher if best.command == TRAIN else []
-    raise OtherToolError(
-        "\n".join([f"options of {owners} (all of them: {page}):", *lines, "type:", _joined([*start, *words])])
-    )
+    start[1:1] = itertools.chain(*launcher.values()) if best.command == TRAIN else []
+    start += itertools.chain(*words.values())
+    raise OtherToolError("\n".join([f"options of {owners} (all of them: {page}):", *lines, "type:", _joined(start)]))
 
 
 def other_value(key: str, value: str) -> str:

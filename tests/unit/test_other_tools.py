@@ -176,7 +176,47 @@ def test_a_whole_line_is_answered_with_the_new_line(
     check_shell(new)
 
 
+PARTS = {
+    "--model_name m --no_eval --data_path d --num_virtual_tokens 2": "--data.eval_sources None --data.sources d/train",
+    "--model_name m --data_path d --num_virtual_tokens 2 --no_eval": "--data.sources d/train --data.eval_sources None",
+    "--num_processes 16 --num_machines 2 --mixed_precision bf16": "torchrun --nproc-per-node 8 --nnodes 2 -m acsgd",
+    "--num_processes 16 --machine_rank 0 --mixed_precision bf16": "torchrun --nproc-per-node 16 --node-rank 0 -m acsgd",
+}
+"""Lines of other tools whose options determine a word together, each with a part of the new line."""
+
+
+@pytest.mark.parametrize("line", PARTS)
+def test_options_that_belong_together_make_one_word(line: str) -> None:
+    with pytest.raises(OtherToolError) as error:
+        parse(line.split())
+    new = str(error.value).splitlines()[-1]
+    assert PARTS[line] in new
+    flags = [word for word in new.split() if word.startswith("--")]
+    assert len(flags) == len({*flags})
+
+
 FILES = {
+    "degrees.toml": (
+        "[training]\nlocal_batch_size = 2\nglobal_batch_size = -1\nseq_len = 8\n"
+        "[parallelism]\ndata_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 4",
+        "torchrun -m acsgd --data.batch 16 --data.sequence 8",
+    ),
+    "all.toml": (
+        "[training]\nlocal_batch_size = 2\nseq_len = 8\n[parallelism]\ndata_parallel_shard_degree = -1",
+        "torchrun -m acsgd --data.batch 2 --data.sequence 8",
+    ),
+    "both.toml": (
+        "[training]\nlocal_batch_size = 2\nglobal_batch_size = 64\nseq_len = 8",
+        "torchrun -m acsgd --data.batch 64 --data.sequence 8",
+    ),
+    "auto.json": (
+        json.dumps({"train_batch_size": 8, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}),
+        "torchrun -m acsgd --data.batch 8",
+    ),
+    "auto.yml": (
+        "base_model: m\nbf16: auto\nmicro_batch_size: 2",
+        "torchrun -m acsgd --model.name m --data.batch 2 --pp.micro 2",
+    ),
     "ds.json": (
         json.dumps(
             {
@@ -249,6 +289,11 @@ def test_an_option_in_a_line_is_answered(flags: str, part: str) -> None:
             "[data]\ntask_name = 'a'",
             "data.task_name a is an option of AC-SGD, CocktailSGD, Together",
         ),
+        (
+            "[bf16]\nenabled = 'auto'",
+            "here: nothing (chosen by the Trainer's options there; here it is fp32 without --model",
+        ),
+        ("bf16 = 'auto'\nbase_model = 'm'", "nothing (chosen by the hardware there; here it is fp32 without --model"),
         ("[zero_optimization]\nstage = 2", "zero_optimization.stage 2 is an option of DeepSpeed, accelerate or"),
         (
             "[model]\ndtype = 'torch.float16'",
