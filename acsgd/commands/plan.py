@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from acsgd.run.plan.model import RunModel
 
 GIB = 2**30
+PROCESS_BYTES = GIB
+"""What a process with its libraries needs besides, in host memory and, as context and workspaces, on its GPU."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,10 @@ class PlanCommand:
     world: Annotated[int, COUNT] | None = None
     """Number of processes, as torchrun starts. Default: one replica, pp.stages."""
     memory: str | None = None
-    """Memory for each process, "24GiB", to which the need is compared. Default: not compared."""
+    """Memory for each process, "24GiB", to which the need is compared: of its GPU, or of the host with --run.device
+    cpu. Default: not compared."""
+    sequences: Annotated[int, COUNT] | None = None
+    """Number of sequences in the data, which the activation caches of delta hold. Default: not known."""
     json: bool = False
     """Print JSON in place of a table."""
 
@@ -62,34 +67,44 @@ class PlanCommand:
         limit = None if self.memory is None else parse_size(self.memory, option="--memory", example="24GiB")
         config = parse([str(self.run_file), *self.overrides], prog="acsgd plan", is_main=False)
         check(config)
-        planner = Planner(config, self.world or config.pp.stages)
+        planner = Planner(config, self.world or config.pp.stages, self.sequences)
         ranks = planner.memory(config)
-        lacking = limit is not None and max(each.total for each in ranks) > limit
+        needed = [*map(planner.needed, ranks)]
+        lacking = limit is not None and max(needed) > limit
         fitting = planner.first_that_fits(limit) if limit is not None and lacking else None
         if self.json:
-            print(json.dumps(_as_json(ranks, limit, fitting), indent=2))
+            print(json.dumps(_as_json(ranks, needed, limit, fitting), indent=2))
         else:
-            _print(ranks, planner.describe(), limit, fitting)
+            _print(ranks, planner.describe(), on_gpu=planner.on_gpu)
+            if limit is not None:
+                print(verdict(needed, limit, fitting))
         sys.exit(lacking)
 
 
 class Planner:
     """Plans of a run, and of others that differ in a few options. Each model is traced once per kind of micro-batch."""
 
-    def __init__(self, config: Config, world: int) -> None:
+    def __init__(self, config: Config, world: int, sequences: int | None = None) -> None:
         from acsgd.run.plan.model import describe_run_model
         from acsgd.tasks import check_options
 
         check_options(config)
         self._config = config
         self._world = world
+        self.sequences = sequences
+        self.on_gpu = config.run.device != "cpu"
         self._model: RunModel = describe_run_model(config)
         self._traced: dict[tuple[int, str], TracedModel] = {}
 
     def describe(self) -> str:
         """Return the model and the ranks in words."""
         stages = self._config.pp.stages
-        return f"{self._model.describe_size()}, on {stages} stages x {self._world // stages} replicas"
+        device = "GPU" if self.on_gpu else "CPU"
+        return f"{self._model.describe_size()}, on {stages} stages x {self._world // stages} replicas, {device}"
+
+    def needed(self, rank: RankMemory) -> int:
+        """Return the memory that a process needs where its tensors are: on its GPU, or on the host."""
+        return (rank.on_device if self.on_gpu else rank.total) + PROCESS_BYTES
 
     def memory(self, config: Config) -> list[RankMemory]:
         """Return the memory of the ranks of a pipeline, first to last. Raises ValueError if the run is not possible."""
@@ -100,21 +115,21 @@ class Planner:
         from acsgd.streams import Streams
 
         grid = open_grid(config, Launch(world_size=self._world))
-        device = "cpu" if config.run.device == "cpu" else "cuda"
+        device = "cuda" if self.on_gpu else "cpu"
         partition = divide_model(config, grid, self._model, Streams(torch.device(device)))
         key = config.pp.micro, config.model.recompute
         if key not in self._traced:
             self._traced[key] = trace_model(partition)
-        return plan_memory(partition, self._traced[key])
+        return plan_memory(partition, self._traced[key], self.sequences)
 
     def first_that_fits(self, limit: int) -> tuple[str, ...] | None:
         """Return the flags of the nearest run that fits: with less changed, and then with fewer stages."""
         for flags, config in self._variants():
             try:
-                needed = max(each.total for each in self.memory(config))
+                ranks = self.memory(config)
             except ValueError:
                 continue
-            if needed <= limit:
+            if max(map(self.needed, ranks)) <= limit:
                 return flags
         return None
 
@@ -148,36 +163,55 @@ def _flags(config: Config, changed: Config) -> tuple[str, ...]:
     return tuple(f"{flag} {after}" for flag, (before, after) in pairs.items() if before != after)
 
 
-def _as_json(ranks: Sequence[RankMemory], limit: int | None, fitting: tuple[str, ...] | None) -> dict[str, Any]:
+def _as_json(
+    ranks: Sequence[RankMemory], needed: Sequence[int], limit: int | None, fitting: tuple[str, ...] | None
+) -> dict[str, Any]:
     return {
-        "memory": [{**dataclasses.asdict(each), "total": each.total} for each in ranks],
+        "memory": [
+            {**dataclasses.asdict(each), "on_host": each.on_host, "total": each.total, "needed": bytes_needed}
+            for each, bytes_needed in zip(ranks, needed, strict=True)
+        ],
         "limit": limit,
-        "fits": None if limit is None else max(each.total for each in ranks) <= limit,
+        "fits": None if limit is None else max(needed) <= limit,
         "nearest": None if fitting is None else [*fitting],
     }
 
 
-def _print(ranks: Sequence[RankMemory], title: str, limit: int | None, fitting: tuple[str, ...] | None) -> None:
+def _print(ranks: Sequence[RankMemory], title: str, *, on_gpu: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    names = [field.name for field in dataclasses.fields(ranks[0])]
-    shown = [name for name in names if any(getattr(each, name) for each in ranks)]
-    table = Table("rank", *shown, "total", box=None, title=f"GiB of each rank: {title}", title_justify="left")
+    from acsgd.run.plan.memory import KINDS
+
+    sums = ["on_device", "on_host"] if on_gpu else ["total"]
+    shown = [name for name in KINDS if any(getattr(each, name) for each in ranks)] + sums
+    headings = [{"on_device": "on GPU", "on_host": "on host"}.get(name, name) for name in shown]
+    table = Table("rank", *headings, box=None, title=f"GiB of each rank: {title}", title_justify="left")
     for rank, each in enumerate(ranks):
-        table.add_row(str(rank), *(f"{getattr(each, name) / GIB:.2f}" for name in shown), f"{each.total / GIB:.2f}")
+        table.add_row(str(rank), *(f"{getattr(each, name) / GIB:.2f}" for name in shown))
     Console(soft_wrap=True).print(table)
-    print("besides: the process and its libraries, about 1 GiB, and the data that the host reads")
-    if limit is not None:
-        print(verdict(ranks, limit, fitting))
+    if on_gpu:
+        print("messages and caches are in host memory; --run.device cpu plans a run without GPUs")
+    if unknown := max(each.cache_per_sequence for each in ranks):
+        print(
+            f"not counted: activation caches, up to {unknown / 2**20:.3g} MiB of host memory on a rank for each "
+            "sequence of the data; give their number, --sequences N, or cache_gib in pp.forward"
+        )
+    print(
+        f"besides: the process and its libraries, about {PROCESS_BYTES / GIB:.0f} GiB"
+        f"{' each on the GPU and on the host' if on_gpu else ''}, and the data that the host reads"
+    )
 
 
-def verdict(ranks: Sequence[RankMemory], limit: int, fitting: tuple[str, ...] | None) -> str:
+def verdict(needed: Sequence[int], limit: int, fitting: tuple[str, ...] | None) -> str:
     """Return in a sentence whether ranks fit, and if not, what to type."""
-    rank = max(range(len(ranks)), key=lambda each: ranks[each].total)
-    needed = f"rank {rank} needs {ranks[rank].total / GIB:.2f} of {limit / GIB:.2f} GiB"
-    if ranks[rank].total <= limit:
-        return f"fits: {needed}"
+    rank = max(range(len(needed)), key=needed.__getitem__)
+    need = (
+        f"rank {rank} needs {needed[rank] / GIB:.2f} of {limit / GIB:.2f} GiB, of which the process and its libraries "
+        f"{PROCESS_BYTES / GIB:.2f}"
+    )
+    if needed[rank] <= limit:
+        return f"fits: {need}"
     if fitting is None:
-        return f"does not fit: {needed}; use more processes with more pp.stages, or an adapter (adapter.spec)"
-    return f"does not fit: {needed}; use {' '.join(fitting)}"
+        return f"does not fit: {need}; use more processes with more pp.stages, or an adapter (adapter.spec)"
+    return f"does not fit: {need}; use {' '.join(fitting)}"

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from acsgd import cli
-from acsgd.commands.plan import Planner
+from acsgd.commands.plan import GIB, Planner
 from acsgd.config.options import AdapterConfig, Config, ModelConfig, OptimConfig
-from acsgd.config.run_file import to_toml
+from acsgd.config.run_file import parse, to_toml
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 from acsgd.groups import connect
@@ -154,16 +154,50 @@ def plan(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[Any, str, str]
 def test_a_plan_names_the_nearest_run_that_fits(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text, _ = plan(capsys, str(run_file), "--json", "--pp.micro", "1")
     assert not code
-    needed = max(each["total"] for each in json.loads(text)["memory"])
+    needed = max(each["needed"] for each in json.loads(text)["memory"])
     code, text, _ = plan(capsys, str(run_file), "--pp.micro", "1", "--memory", f"{(needed - 1) / 1e9:.9f}GB")
     assert code
     assert "does not fit: rank 0 needs" in text
     assert text.endswith("; use --model.recompute layers\n")
 
 
+def test_memory_is_compared_where_it_is_and_caches_are_counted_if_their_number_is_known(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither the number of steps nor of epochs says how many sequences the data have."""
+    config = parse([str(run_file), "--pp.stages", "2", "--pp.forward", "delta:bits=4"], prog="", is_main=False)
+    planner, entry = Planner(config, 2), 32 * 64 * 2
+
+    def caches(codec: str, sequences: int | None, steps: int = 8) -> tuple[int, int]:
+        planner.sequences = sequences
+        changed = replace(config, pp=replace(config.pp, forward=codec), optim=replace(config.optim, steps=steps))
+        first, _ = planner.memory(changed)
+        return first.caches, first.cache_per_sequence
+
+    assert caches("delta:bits=4", None) == caches("delta:bits=4", None, steps=777) == (0, entry)
+    assert caches("delta:bits=4", 1000) == (1000 * entry, 0)
+    bounded = f"delta:bits=4,cache_gib={100 * entry / GIB}"
+    assert (caches(bounded, None), caches(bounded, 50)) == ((100 * entry, 0), (50 * entry, 0))
+    assert caches("delta:bits=4,cache=disk", None) == (0, 0)
+    planner.sequences = 10**6
+    for each in planner.memory(config):
+        assert each.on_host == each.messages + each.caches > 2 * GIB
+        assert planner.needed(each) == each.total - each.on_host + GIB
+        planner.on_gpu = False
+        assert planner.needed(each) == each.total + GIB
+        planner.on_gpu = True
+    code, text, _ = plan(
+        capsys, str(run_file), "--pp.stages", "2", "--pp.forward", "delta:bits=4", "--memory", "1.5GiB"
+    )
+    assert not code
+    assert "not counted: activation caches, up to 0.00391 MiB of host memory on a rank for each sequence" in text
+    assert text.endswith("needs 1.00 of 1.50 GiB, of which the process and its libraries 1.00\n")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["--sequences", "0"], "--sequences"),
         (["--memory", "24"], "--memory 24 is not a size; give a number with a unit, such as 24GiB"),
         (["--memory", "0GiB"], "--memory 0GiB is not a size"),
         (["--world", "0"], "--world"),

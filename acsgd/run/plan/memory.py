@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -50,7 +51,9 @@ class RankMemory:
     messages: int
     """Buffers of the links, in host memory."""
     caches: int
-    """Activation caches of delta, in host memory."""
+    """Activation caches of delta, in host memory; 0 if the number of sequences that they hold is not known."""
+    cache_per_sequence: int
+    """Then: what they need for each sequence of the data. In no sum."""
 
     @property
     def on_host(self) -> int:
@@ -65,12 +68,16 @@ class RankMemory:
     @property
     def total(self) -> int:
         """Sum of all."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(getattr(self, name) for name in KINDS)
 
     @property
     def constant(self) -> int:
         """The part that no micro-batch, schedule or recomputation changes."""
         return self.weights + self.masters + self.gradients + self.moments + self.replicas
+
+
+KINDS = tuple(field.name for field in fields(RankMemory) if field.name != "cache_per_sequence")
+"""Fields that add up to the total."""
 
 
 @dataclass(frozen=True)
@@ -136,10 +143,14 @@ class RankWeights:
         )
 
 
-def plan_memory(partition: Partition, traced: TracedModel) -> list[RankMemory]:
-    """Return the memory of each rank of a pipeline, first to last. traced: of the partition's model."""
+def plan_memory(partition: Partition, traced: TracedModel, sequences: int | None = None) -> list[RankMemory]:
+    """Return the memory of each rank of a pipeline, first to last.
+
+    traced: of the partition's model; sequences: number in the data, None if it is not known.
+    """
     return [
-        _RankPlan(partition.seen_from(rank), traced).memory() for rank in partition.topology.ranks_along("pipeline")
+        _RankPlan(partition.seen_from(rank), traced).memory(sequences)
+        for rank in partition.topology.ranks_along("pipeline")
     ]
 
 
@@ -165,7 +176,7 @@ class _RankPlan:
         self._weights = RankWeights(partition, traced.built)
         self._last = len(partition.model.layers) - 1
 
-    def memory(self) -> RankMemory:
+    def memory(self, sequences: int | None) -> RankMemory:
         partition, weights, dtype = self._partition, self._weights, self._partition.shapes.dtype
         stages, optimizer = [*weights.stages.values()], partition.plugins.optimizer
         update = dry_run(partition.plugins.mode, optimizer, partition.config.optim, stages, partition.topology.replicas)
@@ -176,6 +187,8 @@ class _RankPlan:
             updates, gradients = 0, peak.gradients
         else:
             peak = _Peak()
+        delta = partition.plugins.forward
+        is_bounded = sequences is not None or (isinstance(delta, Delta) and delta.cache_gib > 0)
         return RankMemory(
             weights=weights.count.weight_bytes(dtype) + weights.buffer_bytes,
             masters=weights.count.master_bytes(dtype),
@@ -191,7 +204,8 @@ class _RankPlan:
             logits=peak.logits,
             updates=updates,
             messages=self._message_bytes(),
-            caches=self._cache_bytes(),
+            caches=self._cache_bytes(sys.maxsize if sequences is None else sequences) if is_bounded else 0,
+            cache_per_sequence=0 if is_bounded else self._cache_bytes(1),
         )
 
     @cached_property
@@ -296,18 +310,16 @@ class _RankPlan:
             total += HEADER_BYTES + max(wire_bytes(each.wire(spec.shape, spec.dtype)) for each in codecs)
         return total
 
-    def _cache_bytes(self) -> int:
-        """Return the bytes of the activation caches in host memory, if each sequence of the run is another one."""
-        delta, config, layout = self._partition.plugins.forward, self._partition.config, self._partition.layout
+    def _cache_bytes(self, sequences: int) -> int:
+        """Return the bytes of the activation caches in host memory. sequences: number in the data."""
+        partition, layout, total = self._partition, self._partition.layout, 0
+        delta, per_step = partition.plugins.forward, len(partition.micro_ids) * partition.config.pp.micro
         if not isinstance(delta, Delta) or delta.cache != "ram":
             return 0
-        replicas, total = self._partition.topology.replicas, 0
-        samples = (config.optim.steps or 1) * config.data.batch // replicas
-        for boundary, specs in enumerate(self._partition.shapes.boundaries):
+        for boundary, specs in enumerate(partition.shapes.boundaries):
             ends = sum(stage in layout.stages for stage in (boundary, boundary + 1))
             entry = sum(delta.entry_bytes(spec) for spec in specs.values() if spec.dtype.is_floating_point)
-            per_step = config.data.batch // replicas
-            total += ends * entry * plan_capacity(delta, entry, samples=samples, per_step=per_step)
+            total += ends * entry * plan_capacity(delta, entry, samples=sequences, per_step=per_step)
         return total
 
 
