@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import tyro
 
-from acsgd.config.checks import check
 from acsgd.config.options import Config
 from acsgd.config.ranges import COUNT, out_of_range
 from acsgd.config.run_file import parse, parse_flags
@@ -66,7 +65,6 @@ class PlanCommand:
             raise ValueError(f"--{error}")
         limit = None if self.memory is None else parse_size(self.memory, option="--memory", example="24GiB")
         config = parse([str(self.run_file), *self.overrides], prog="acsgd plan", is_main=False)
-        check(config)
         planner = Planner(config, self.world or config.pp.stages, self.sequences)
         ranks = planner.memory(config)
         needed = [*map(planner.needed, ranks)]
@@ -113,7 +111,9 @@ class Planner:
         from acsgd.run.plan.memory import plan_memory, trace_model
         from acsgd.run.plan.partition import divide_model, open_grid
         from acsgd.streams import Streams
+        from acsgd.tasks import check_options
 
+        check_options(config)
         grid = open_grid(config, Launch(world_size=self._world))
         device = "cuda" if self.on_gpu else "cpu"
         partition = divide_model(config, grid, self._model, Streams(torch.device(device)))
@@ -137,8 +137,11 @@ class Planner:
         """Yield runs that need less memory, nearest first, with the flags that make them."""
         config, world = self._config, self._world
         more = [n for n in range(config.pp.stages, world + 1) if world % n == 0 and n % config.pp.stages == 0]
+        micros = [config.pp.micro]
+        while micros[-1] > 1:
+            micros.append(max(n for n in range(1, micros[-1] // 2 + 1) if config.data.batch % n == 0))
         for stages in more:
-            for micro in dict.fromkeys((config.pp.micro, max(1, config.pp.micro // 2), 1)):
+            for micro in micros:
                 for recompute in dict.fromkeys((config.model.recompute, "layers")):
                     changed = replace(
                         config,
@@ -157,6 +160,7 @@ def _flags(config: Config, changed: Config) -> tuple[str, ...]:
     """Return the flags that make one run of another."""
     pairs = {
         "--pp.stages": (config.pp.stages, changed.pp.stages),
+        "--pp.layers": (config.pp.layers, changed.pp.layers),
         "--pp.micro": (config.pp.micro, changed.pp.micro),
         "--model.recompute": (config.model.recompute, changed.model.recompute),
     }

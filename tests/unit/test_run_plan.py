@@ -17,6 +17,7 @@ from torch import nn
 
 from acsgd import cli
 from acsgd.commands.plan import GIB, Planner
+from acsgd.config.checks import check
 from acsgd.config.options import AdapterConfig, Config, ModelConfig, OptimConfig
 from acsgd.config.run_file import parse, to_toml
 from acsgd.config.spec import from_spec
@@ -194,9 +195,20 @@ def test_memory_is_compared_where_it_is_and_caches_are_counted_if_their_number_i
     assert text.endswith("needs 1.00 of 1.50 GiB, of which the process and its libraries 1.00\n")
 
 
+def test_training_takes_every_run_that_a_plan_proposes(run_file: Path) -> None:
+    argv = [str(run_file), "--data.batch", "15", "--pp.micro", "15", "--pp.layers", "3"]
+    variants = [*Planner(parse(argv, prog="", is_main=False), 2)._variants()]
+    assert [changed.pp.micro for _, changed in variants[::2]] == [15, 5, 1] * 2
+    for flags, changed in variants:
+        typed = parse([*argv, *(word for flag in flags for word in flag.split())], prog="", is_main=False)
+        check(typed)
+        assert typed == changed
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["--pp.micro", "4"], "pp.micro=4 does not divide data.batch=6"),
         (["--sequences", "0"], "--sequences"),
         (["--memory", "24"], "--memory 24 is not a size; give a number with a unit, such as 24GiB"),
         (["--memory", "0GiB"], "--memory 0GiB is not a size"),
