@@ -79,6 +79,8 @@ def test_values_that_are_not_finite_are_null(value: float, tmp_path: Path) -> No
         b'{"step": 6}',  # complete except the newline
         b"\0" * 40,  # a file system that lost power
         b"[]\n",
+        b'"event"\n{"step": "6"}\n',
+        b"[" * 10**5 + b"\n",
     ],
 )
 @pytest.mark.parametrize("resumed_at", [1, 3, 4])
@@ -88,6 +90,7 @@ def test_after_a_kill_and_a_resume_each_step_appears_once_in_order(
     log_steps(tmp_path, "jsonl", 1, 5, resumed_at=0)
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(torn)
+    assert StepLines(tmp_path / "metrics.jsonl").last_step() in (5, 6)
     log_steps(tmp_path, "jsonl", resumed_at + 1, 8, resumed_at=resumed_at)
     kept = [(step, 0) for step in range(1, resumed_at + 1)]
     made_again = [(step, resumed_at) for step in range(resumed_at + 1, 9)]

@@ -102,6 +102,17 @@ def test_text_of_a_run_stays_text(tmp_path: Path) -> None:
             "6 damaged lines are left out, the first is line 1",
             3,
         ),
+        (
+            lambda run: (run / "metrics.jsonl").write_bytes(
+                b'"event"\n{"step": 1, "step_s": 1e308, "save_stall_s": 1e308, "loss": 1%b}\n'
+                b'{"step": 2, "step_s": 1e-320, "ranks": {"dp_bytes": [[1%b, 1e308]], "compute_s": [[1e308, 1e308]]}}\n'
+                b'{"event": "\\ud800", "after_step": 2, "text": "\\udc80"}\n' % (b"0" * 400, b"0" * 400)
+            ),
+            "1 damaged lines are left out, the first is line 1",
+            2,
+        ),
+        (lambda run: (run / "config.toml").write_text("a = " + "[" * 10**5), "config.toml is damaged (", 4),
+        (lambda run: (run / "config.toml").write_text(f"[optim]\nsteps = '{'9' * 5000}'"), None, 4),
         (lambda run: (run / "config.toml").unlink(), "config.toml cannot be read (No such file", 4),
         (lambda run: (run / "config.toml").write_bytes(b"\xff = ["), "config.toml is damaged (", 4),
         (lambda run: shutil.rmtree(run / "logs"), None, 4),
@@ -118,6 +129,8 @@ def test_what_is_missing_is_one_sentence_and_the_rest_is_shown(
     shown = data_of((run / "report.html").read_text())["runs"][0]
     assert (shown["last"], shown["problems"]) == (steps, problems)
     assert [sentence in problem for problem in problems if sentence] == ([True] if sentence else [])
+    TopCommand(run, once=True).run()
+    assert f": step {steps}" in capsys.readouterr().out.replace("\n", "").encode().decode()
 
 
 def test_no_run_directory_is_refused(tmp_path: Path) -> None:

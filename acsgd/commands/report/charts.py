@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,8 +26,9 @@ Label = Callable[[int, int], str]
 
 def axes_of(run: RunHistory) -> dict[str, Values]:
     """Return the values of both horizontal axes: the step, and the time that the run has trained, seconds."""
-    seconds = [(finite(line.get("step_s")) or 0.0) + (finite(line.get("save_stall_s")) or 0.0) for line in run.steps]
-    axes = {"step": [line["step"] for line in run.steps], "time": [*itertools.accumulate(seconds)]}
+    parts = ([finite(line.get(name)) or 0.0 for name in ("step_s", "save_stall_s")] for line in run.steps)
+    times = itertools.accumulate(max(0.0, sum(each)) for each in parts)
+    axes = {"step": [line["step"] for line in run.steps], "time": [min(each, sys.float_info.max) for each in times]}
     return {name: [round(group[-1], 3) for group in _groups(values)] for name, values in axes.items()}
 
 

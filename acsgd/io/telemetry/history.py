@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -57,7 +57,7 @@ class RunHistory:
     def num_steps(self) -> int | None:
         """Number of steps of the run (optim.steps); None if it is not known."""
         text = self.config.get("optim.steps", "")
-        return int(text) if text.isdecimal() else None
+        return int(text) if text.isdecimal() and len(text) < 20 else None
 
 
 def read_run(directory: Path, *, last_bytes: int | None = None) -> RunHistory:
@@ -99,11 +99,12 @@ def _read_metrics(run: RunHistory, last_bytes: int | None) -> list[LoggedEvent]:
             line = json.loads(text, parse_constant=lambda _: None)
             if "event" in line:
                 details = ", ".join(f"{name} {value}" for name, value in line.items() if name not in _EVENT_FIELDS)
-                events.append(LoggedEvent(int(line["after_step"]), str(line["event"]), details, ""))
+                texts = (each.encode(errors="replace").decode() for each in (str(line["event"]), details))
+                events.append(LoggedEvent(int(line["after_step"]), *texts, ""))
             else:
                 number = int(line["step"])
                 steps[number] = line | {"step": number}
-        except (ArithmeticError, KeyError, RecursionError, TypeError, ValueError):
+        except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError):
             if index < len(lines) or text.endswith(b"\n"):
                 damaged.append(index)  # else the run is writing it
     if damaged:
@@ -123,7 +124,7 @@ def _read_config(run: RunHistory) -> dict[str, str]:
         return dict(_flatten(tomllib.loads(path.read_text())))
     except OSError as error:
         run.problems.append(f"{path} cannot be read ({error.strerror}): the options are not known")
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         run.problems.append(f"{path} is damaged ({error}): the options are not known")
     return {}
 
@@ -159,8 +160,9 @@ def _event_of(entry: LogEntry) -> LoggedEvent | None:
 
 def finite(value: object) -> float | None:
     """Return a number of a line; None if it is none, or not finite."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if is_number else None  # type: ignore[arg-type]  # a number, as tested
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
+        return None
+    return float(value)
 
 
 class RankNumber(NamedTuple):

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from acsgd.config.options import Config
 from acsgd.io.files.atomic import rename
@@ -100,7 +101,7 @@ class JsonLinesSink:
     def _events_after(self, step: int) -> bytes:
         """Return the lines of the events after the last step."""
         lines = [*_lines_until((self._path.read_bytes() + self._unwritten).splitlines(), step)]
-        return b"".join(line for line in lines if json.loads(line).get("after_step") == step)
+        return b"".join(line for line in lines if _fields_of(line).get("after_step") == step)
 
     def _rewind(self, step: int) -> None:
         """Drop the lines after `step`, written and unwritten.
@@ -144,12 +145,18 @@ class StepLines:
         return raw[_end_of(raw, step) :]
 
 
+def _fields_of(line: bytes) -> dict[str, Any]:
+    """Return the fields of a line of metrics.jsonl; empty if it is incomplete or damaged."""
+    with contextlib.suppress(RecursionError, ValueError):
+        fields = json.loads(line)
+        return fields if isinstance(fields, dict) else {}
+    return {}
+
+
 def _step_of(line: bytes) -> int | None:
     """Return the step of a line of metrics.jsonl; None for an event, and for an incomplete line."""
-    with contextlib.suppress(ValueError, TypeError):
-        step: int | None = json.loads(line).get("step")
-        return step
-    return None
+    step = _fields_of(line).get("step")
+    return step if isinstance(step, int) else None
 
 
 def _end_of(raw: bytes, step: int) -> int:
@@ -177,12 +184,9 @@ def truncate_after(path: Path, step: int) -> None:
 def _lines_until(lines: Iterable[bytes], step: int) -> Iterator[bytes]:
     """Yield the lines up to that of `step` and the events after it, without incomplete lines."""
     for line in lines:
-        try:
-            fields = json.loads(line)
-            is_kept = fields["after_step" if "event" in fields else "step"] <= step
-        except (ValueError, KeyError, TypeError):  # incomplete
-            continue
-        if is_kept:
+        fields = _fields_of(line)
+        after = fields.get("after_step" if "event" in fields else "step")
+        if isinstance(after, int) and after <= step:
             yield line.rstrip() + b"\n"
 
 
