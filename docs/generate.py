@@ -32,6 +32,7 @@ from acsgd.config.other_tools import Row, programs
 from acsgd.config.ranges import ranges_of
 from acsgd.dp import MODES
 from acsgd.io.data.sources.sources import SOURCES
+from acsgd.io.telemetry.json_lines import RANKS_PER_STEP
 from acsgd.io.telemetry.record import StepRecord
 from acsgd.metrics import METRICS
 from acsgd.optim import OPTIMIZERS
@@ -119,7 +120,9 @@ def metrics() -> str:
         f"{_docstring(StepRecord)} Lines of steps with an evaluation also have its metrics, of the held-out data "
         "after the update; null = not defined.\n\n"
         "`ranks` has numbers of each rank, as `[replicas][ranks per pipeline]`; without those that are 0 on all: "
-        f"{of_ranks}. `compute_s` is the time without waits for other ranks, waits include those of the pipeline "
+        f"{of_ranks}. Of n ranks, more than {RANKS_PER_STEP}, it is in the line of every k-th step, k = n / "
+        f"{RANKS_PER_STEP}, rounded up. "
+        "`compute_s` is the time without waits for other ranks, waits include those of the pipeline "
         "bubble. [See a run](../howto/see.md) shows them.\n\n"
         "Lines with `event` and `after_step` (completed steps) are events: a change of "
         "the [hosts](../howto/elastic.md#what-happens-when) of an elastic run, or of the "

@@ -80,7 +80,8 @@ def tables_of(run: RunHistory) -> Group:
     steps = [_step_row(line) for line in run.steps[-STEPS:]]
     if steps:
         parts.append(table("Steps", "step", "loss", "lr", "tokens/s", "s/step", "limit", rows=steps))
-    if ranks := _rank_rows(run.steps[-1]) if run.steps else []:
+    by_rank = next((line for line in reversed(run.steps) if line.get("ranks")), {})
+    if ranks := _rank_rows(by_rank):
         names = (
             "rank",
             "compute, s",
@@ -90,7 +91,7 @@ def tables_of(run: RunHistory) -> Group:
             "to previous, MB",
             "to replicas, MB",
         )
-        parts.append(table("Ranks and their links in the last step", *names, rows=ranks[:RANKS]))
+        parts.append(table(f"Ranks and their links in step {by_rank['step']}", *names, rows=ranks[:RANKS]))
     if len(ranks) > RANKS:
         parts.append(Text(f"and {len(ranks) - RANKS} more ranks"))
     if events := [[event.step, event.kind, event.text] for event in run.events[-EVENTS:]]:

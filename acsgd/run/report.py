@@ -163,10 +163,10 @@ class StepSummary:
         return cls.of([dict.fromkeys(STEP_FIELDS, 0.0)] * topology.world_size, topology)
 
     def by_rank(self) -> dict[str, Numbers]:
-        """Return FIELDS_BY_RANK by name, rounded; without those that are 0 on all ranks."""
+        """Return FIELDS_BY_RANK by name, to 6 significant digits; without those that are 0 on all ranks."""
         grids = {field.name: self.numbers.get(field.name, ()) for field in FIELDS_BY_RANK}
         return {
-            name: [[round(number, 4) for number in replica] for replica in grid]
+            name: [[_shortened(number) for number in replica] for replica in grid]
             for name, grid in grids.items()
             if any(map(any, grid))
         }
@@ -175,6 +175,12 @@ class StepSummary:
         """Return a reduction. Of a field that was not reported, it is that of zeros."""
         zeros = [[0.0] * len(replica) for replica in self.numbers[LOSS.name]]
         return field.reduce(self.numbers.get(field.name, zeros))
+
+
+def _shortened(number: float) -> float:
+    """Return a number as metrics.jsonl has it: integers without ".0", others with 6 significant digits."""
+    short = number if number.is_integer() else float(f"{number:.6g}")
+    return int(short) if short.is_integer() else short
 
 
 class StepExchange:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import resource
@@ -12,13 +13,17 @@ from typing import Any, Literal
 
 import pytest
 from lib.records import RECORD
+from rich.console import Console
 
+from acsgd.commands.top import tables_of
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
 from acsgd.io.telemetry import json_lines
+from acsgd.io.telemetry.history import read_run
 from acsgd.io.telemetry.json_lines import JsonLinesSink, StepLines
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.record import RunEvent
 from acsgd.io.telemetry.terminal import PLAIN_LINES
+from acsgd.run.report import StepSummary
 
 LINE = {name: value for name, value in RECORD._asdict().items() if name not in ("evaluation", "ranks")}
 
@@ -96,6 +101,32 @@ def test_after_a_kill_and_a_resume_each_step_appears_once_in_order(
     made_again = [(step, resumed_at) for step in range(resumed_at + 1, 9)]
     assert [(line["step"], line["tokens"]) for line in read_lines(tmp_path)] == kept + made_again
     assert {path.name for path in tmp_path.iterdir()} == {"config.toml", "metrics.jsonl"}
+
+
+@pytest.mark.parametrize(("num_ranks", "interval"), [(1, 1), (8, 1), (9, 2), (64, 8)])
+def test_numbers_of_many_ranks_are_in_every_kth_line_also_after_a_return(
+    num_ranks: int, interval: int, tmp_path: Path
+) -> None:
+    """So a line grows by no more than the numbers of 8 ranks, however many there are."""
+    numbers = [[[1.0, 2e9 / 3, 0.0123456789, 5e9][rank % 4] for rank in range(num_ranks)]]
+    names = ("compute_s", "pp_forward_wait_s", "dp_bytes", "peak_memory_bytes")
+    summary = StepSummary(dict.fromkeys(names, numbers))
+    with Metrics.open(configure("jsonl"), tmp_path, resumed_at=0, is_main=True) as metrics:
+        for step in [*range(1, 14), *range(12, 33)]:
+            metrics.log(RECORD._replace(step=step, ranks=summary.by_rank()))
+    lines = read_lines(tmp_path)
+    assert [line["step"] for line in lines] == [*range(1, 33)]
+    assert [line["step"] for line in lines if "ranks" in line] == [*range(interval, 33, interval)]
+    size = (tmp_path / "metrics.jsonl").stat().st_size / len(lines) - len(json.dumps(LINE))
+    assert size < 60 + len(names) * (20 + 13 * min(num_ranks, 8))
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert (
+        f'"dp_bytes": {json.dumps([[[1, 666667000, 0.0123457, 5000000000][rank % 4] for rank in range(num_ranks)]])}'
+        in text
+    )
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(tables_of(read_run(tmp_path)))
+    assert "Ranks and their links in step 32" in shown.getvalue()
 
 
 def test_a_last_line_without_newline_is_kept(tmp_path: Path) -> None:

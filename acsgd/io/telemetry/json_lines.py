@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import takewhile
@@ -18,6 +19,8 @@ METRICS = "metrics.jsonl"
 """Name of the file in the run directory."""
 LAST_BYTES = 1 << 16
 """Size of the end of the file in which the last step is looked for first."""
+RANKS_PER_STEP = 8
+"""Largest number of ranks whose numbers are in every line; those of more ranks are in every k-th, as few per step."""
 
 
 class JsonLinesSink:
@@ -51,7 +54,9 @@ class JsonLinesSink:
                 events = self._events_after(record.step) if record.step == self._last_step else b""
                 self._rewind(record.step - 1)
         self._last_step = record.step
-        self._append(record.line(), then=events)
+        num_ranks = max((sum(map(len, grid)) for grid in record.ranks.values()), default=0)
+        has_ranks = record.step % max(1, math.ceil(num_ranks / RANKS_PER_STEP)) == 0
+        self._append((record if has_ranks else record._replace(ranks={})).line(), then=events)
 
     def note(self, text: str) -> None:
         pass
