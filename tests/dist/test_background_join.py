@@ -84,12 +84,12 @@ itself. In the last one, of 2 stages, process 3 keeps its state, and follows the
 LOCAL = "local"
 RUNS = (*list(SCRIPTS)[1:], *OTHER_RUNS, *UPDATE_RUNS, *UPDATE_SCRIPTS)
 SOAK = {
-    *("source ends", "only the newcomer applies a step", "another one joins", "quantized:bits=4,exact_steps=1"),
-    *("cocktail_grad", "cocktail:random=0.5,topk=0.5", "diloco:inner=3,mix=0.3"),
-    *("updates, newcomer ends", "updates, only the newcomer is late"),
-    *(f"one other, {mode}" for mode in (UPDATE_RUNS[1], UPDATE_RUNS[6])),
+    *("joins", "source ends", "only the newcomer applies a step", "another one joins", "frozen", "streamed"),
+    *(mode for mode in UPDATE_RUNS if mode not in ("delta", UPDATE_RUNS[5])),
+    *("updates, newcomer ends", "updates, only the newcomer is late", "updates, returns to a step"),
+    *("one other, newcomer ends", *(f"one other, {mode}" for mode in (COCKTAIL, UPDATE_RUNS[1], *UPDATE_RUNS[5:7]))),
 }
-"""Runs whose parts are in others, too."""
+"""Runs whose parts are in others, or in `test_handover`, too."""
 
 Runs = list[dict[str, Trained]]
 
