@@ -21,7 +21,7 @@ from lib.direct import (
     make_config,
     session_of,
 )
-from lib.models import TINY, blocks_of, tiny_config
+from lib.models import blocks_of, tiny_config
 from lib.ranks import on_ranks
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -120,7 +120,7 @@ class _Results(TorchFunctionMode):
 
 
 def test_fp16_is_the_same_training_up_to_its_rounding(tiny_model: TinyModel, tmp_path: Path) -> None:
-    models = [tiny_model(family, **blocks_of(family, 4)) for family in TINY]
+    models = [tiny_model(family, **blocks_of(family, 2)) for family in ("gpt2", "qwen2")]
     configs = [make_config(model, tmp_path, stages=2, dtype="fp16") for model in models]
     for config, *shares in zip(configs, *on_ranks(4, train_on_rank, tmp_path / "store", configs), strict=True):
         losses = [sum(of_step) for of_step in zip(*shares, strict=True)]

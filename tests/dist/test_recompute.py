@@ -47,7 +47,7 @@ def train_on_rank(rank: int, world_size: int, store: Path, configs: Sequence[Con
 
 
 def test_recomputation_is_the_same_training_bit_for_bit(tiny_model: TinyModel, tmp_path: Path) -> None:
-    models = [tiny_model(family, **dropout_of(family), **blocks_of(family, 4)) for family in TINY]
+    models = [tiny_model(family, **dropout_of(family), **blocks_of(family, 4)) for family in ("gpt2", "qwen2")]
     cut = {"stages": 2, "schedule": "interleaved:chunks=2"}
     kept, again = (
         [make_config(model, tmp_path, recompute=recompute, **cut) for model in models]

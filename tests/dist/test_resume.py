@@ -113,12 +113,13 @@ def test_a_run_resumed_at_another_size_is_equal_up_to_rounding(
 
 
 class Run(NamedTuple):
-    """A run on 2 stages x 2 replicas."""
+    """A run on some stages x 2 replicas."""
 
     mode: str
     optimizer: str = "adamw"
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     tied: str = "rows"
+    stages: int = 2
     options: Mapping[str, Any] = MappingProxyType({})
     """Of the section "model"."""
 
@@ -126,14 +127,14 @@ class Run(NamedTuple):
 RUNS = [
     Run("allreduce:bucket_mb=0.01", "sgd", "fp16"),
     Run("sharded_ps", "muon", tied="dense"),
-    Run("central_ps", "lion", "bf16", options={"recompute": "layers"}),
-    Run("powersgd:rank=1", "adamw8bit", "bf16"),
-    Run("local", "adafactor", tied="dense"),
+    Run("central_ps", "lion", "bf16", stages=1, options={"recompute": "layers"}),
+    Run("powersgd:rank=1", "adamw8bit", "bf16", stages=1),
+    Run("local", "adafactor", stages=1),
     Run("diloco:inner=4,fragments=2,delay=1,moment_correction=true", "adamw", "bf16"),
-    Run("cocktail:random=0.5,topk=0.2,exact_steps=3", tied="dense"),
+    Run("cocktail:random=0.5,topk=0.2,exact_steps=3", stages=1),
     Run("sparseloco:inner=3,chunk=256,moment_correction=true", dtype="bf16", tied="dense"),
-    Run("cocktail_grad:topk=0.1,exact_steps=1", dtype="bf16"),
-    Run("quantized:exact_steps=2", tied="dense"),
+    Run("cocktail_grad:topk=0.1,exact_steps=1", dtype="bf16", stages=1),
+    Run("quantized:exact_steps=2", stages=1),
 ]
 """Each mode, and each optimizer."""
 OTHER_RUNS = [
@@ -148,13 +149,20 @@ OTHER_RUNS = [
 
 def config_of(run: Run, model: Path, directory: Path) -> Config:
     """Return the config of a run of the table."""
-    config = make_replica_config(model, directory / "run", run.mode, run.dtype, tied=run.tied)
+    config = make_replica_config(model, directory / "run", run.mode, run.dtype, stages=run.stages, tied=run.tied)
     lr = {"sgd": 0.1, "adafactor": 0.01, "lion": 1e-4}.get(run.optimizer, 1e-3)
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, **run.options),
         optim=dataclasses.replace(config.optim, name=run.optimizer, lr=lr),
     )
+
+
+def train_on_2_replicas(store: Path, configs: list[Config]) -> None:
+    """Train runs, those with the same number of stages in the same processes."""
+    for stages in {config.pp.stages for config in configs}:
+        ours = [config for config in configs if config.pp.stages == stages]
+        on_ranks(2 * stages, train_ranks, store.with_name(f"{store.name}-{stages}"), ours)
 
 
 @pytest.mark.parametrize("table", [RUNS, pytest.param(OTHER_RUNS, marks=pytest.mark.soak)], ids=["all", "others"])
@@ -165,9 +173,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one_in_each_mode_and_with_each_op
     model = tiny_model("gpt2", **DROPOUT, n_layer=1)
     runs = [run for run in table if HAS_8BIT or run.optimizer != "adamw8bit"]
     configs = [config_of(run, model, tmp_path / f"whole-{number}") for number, run in enumerate(runs)]
-    on_ranks(4, train_ranks, tmp_path / "store", configs)
+    train_on_2_replicas(tmp_path / "store", configs)
     resumed = [stopped_half_way(config, tmp_path / f"half-{number}") for number, config in enumerate(configs)]
-    on_ranks(4, train_ranks, tmp_path / "store-resumed", resumed)
+    train_on_2_replicas(tmp_path / "store-resumed", resumed)
     for run, config, half in zip(runs, configs, resumed, strict=True):
         assert losses_of(half) == losses_of(config), run
         one, other = (Manifest.read(checkpoint_of(each)) for each in (config, half))

@@ -67,6 +67,13 @@ CASES = [
     for second in range(LEVELS)
 ]
 """An orthogonal array (Rao 1947): each pair of levels of any two factors is in one case."""
+FEW = [
+    CASES[LEVELS * topology + second]
+    for topology, of_topology in enumerate([(1, 4), (0, 1), (1, 2), (1, 3), (1, 3)])
+    for second in of_topology
+]
+"""Cases that have each level, and what depends on the topology on more than one: masked labels, uneven dealing and
+modes with replicas; dropout, tied weights and interleaved schedules with stages. `make soak` runs the others."""
 
 
 class Table:
@@ -136,10 +143,19 @@ def losses_of_cases(
     return losses
 
 
+def ranks_of(case: Case) -> int:
+    """Return the number of ranks of a case."""
+    stages, replicas = TOPOLOGIES[case.topology]
+    return stages * replicas
+
+
+@pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["few", "others"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_stages_and_replicas_do_not_change_the_training(world_size: int, tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_stages_and_replicas_do_not_change_the_training(
+    world_size: int, others: bool, tiny_model: TinyModel, tmp_path: Path
+) -> None:
     table = Table(tiny_model, tmp_path)
-    cases = [case for case in CASES if TOPOLOGIES[case.topology][0] * TOPOLOGIES[case.topology][1] == world_size]
+    cases = [case for case in CASES if ranks_of(case) == world_size and (case in FEW) != others]
     configs = [table.config(case) for case in cases]
     rows = [ROWS[case.rows] for case in cases]
     by_rank = on_ranks(world_size, losses_of_cases, tmp_path / f"store-{world_size}", configs, rows)
@@ -152,6 +168,7 @@ def test_each_pair_of_levels_is_in_one_case() -> None:
     for first in range(len(Case._fields)):
         for second in range(first):
             assert len({(case[first], case[second]) for case in CASES}) == LEVELS**2 == len(CASES)
+    assert all(len({case[factor] for case in FEW}) == LEVELS for factor in range(len(Case._fields)))
 
 
 def test_lossy_gradients_do_not_depend_on_how_micro_batches_are_dealt(tiny_model: TinyModel, tmp_path: Path) -> None:
