@@ -43,24 +43,24 @@ class Plant(NamedTuple):
 TABLE = "transformer.wte.weight"
 """The embedding, which is also the head, and on the stage of the head."""
 PLANTS = [
-    Plant("weight", "transformer.h.4.ln_1.weight", None, "weight", "weight {}"),
+    Plant("weight", "transformer.h.3.ln_1.weight", None, "weight", "weight {}"),
     Plant("weight", "transformer.h.0.mlp.c_fc.bias", None, "weight", "weight {}", inf),
     Plant("weight", TABLE, None, "weight", "weight {}"),
     Plant("output", "transformer.wte", 5, "forward", "output of {}"),
-    Plant("output", "transformer.h.2.mlp.c_fc", 4, "forward", "output of {}"),
-    Plant("output", "transformer.h.5.attn", 0, "forward", "output of {}"),
+    Plant("output", "transformer.h.1.mlp.c_fc", 4, "forward", "output of {}"),
+    Plant("output", "transformer.h.3.attn", 0, "forward", "output of {}"),
     Plant("output", "lm_head", 1, "forward", "output of {}", -inf),
     Plant("loss", "lm_head", 2, "forward", "loss"),
     Plant("gradient", "transformer.h.1.mlp.c_proj", 3, "backward", "gradient of the output of {}"),
-    Plant("gradient", "transformer.h.4.attn.c_attn", 5, "backward", "gradient of the output of {}", inf),
-    Plant("weight's gradient", "transformer.h.3.mlp.c_fc.weight", 2, "backward", "gradient of {}"),
-    Plant("sum", "transformer.h.3.ln_2.bias", None, "reduce", "gradient summed over replicas of {}"),
+    Plant("gradient", "transformer.h.2.attn.c_attn", 5, "backward", "gradient of the output of {}", inf),
+    Plant("weight's gradient", "transformer.h.2.mlp.c_fc.weight", 2, "backward", "gradient of {}"),
+    Plant("sum", "transformer.h.2.ln_2.bias", None, "reduce", "gradient summed over replicas of {}"),
     Plant("sum", TABLE, None, "reduce", "gradient summed over replicas of {}"),
 ]
 CUTS = [
     # ranks of a pipeline, replicas, blocks per stage, schedule, recompute
-    (2, 1, (2, 1, 1, 2), "interleaved:chunks=2", "none"),
-    (2, 2, (3, 3), "1f1b", "layers"),
+    (2, 1, (1, 1, 1, 1), "interleaved:chunks=2", "none"),
+    (2, 2, (2, 2), "1f1b", "layers"),
 ]
 
 
@@ -74,7 +74,7 @@ def test_the_injected_tensor_is_found(
     tiny_model: TinyModel,
     tmp_path: Path,
 ) -> None:
-    model = tiny_model("gpt2", **DROPOUT)
+    model = tiny_model("gpt2", **DROPOUT, n_layer=4)
     config = make_config(model, tmp_path, stages=stages, layers=blocks, schedule=schedule, recompute=recompute)
     by_rank = on_ranks(stages * replicas, find_on_rank, tmp_path / "store", config, PLANTS)
     for plant, *reports in zip(PLANTS, *by_rank, strict=True):
@@ -89,27 +89,29 @@ def test_the_injected_tensor_is_found(
 @pytest.mark.parametrize("recompute", ["none", "layers"])
 def test_it_is_found_if_sequences_run_one_by_one(recompute: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     options = {"micro": 2, "dropout_mask": "sample", "recompute": recompute}
-    config = make_config(tiny_model("gpt2", **DROPOUT), tmp_path, stages=2, layers=(3, 3), **options)
+    config = make_config(tiny_model("gpt2", **DROPOUT, n_layer=4), tmp_path, stages=2, layers=(2, 2), **options)
     plants = [
-        Plant("output", "transformer.h.2.mlp.c_fc", 1, "forward", "output of {}"),
-        Plant("gradient", "transformer.h.4.attn.c_attn", 2, "backward", "gradient of the output of {}"),
-        Plant("weight's gradient", "transformer.h.3.mlp.c_fc.weight", 0, "backward", "gradient of {}"),
+        Plant("output", "transformer.h.1.mlp.c_fc", 1, "forward", "output of {}"),
+        Plant("gradient", "transformer.h.3.attn.c_attn", 2, "backward", "gradient of the output of {}"),
+        Plant("weight's gradient", "transformer.h.2.mlp.c_fc.weight", 0, "backward", "gradient of {}"),
     ]
     by_rank = on_ranks(2, find_on_rank, tmp_path / "store", config, plants)
     for plant, *reports in zip(plants, *by_rank, strict=True):
         planted = NonFiniteTensor(
-            plant.phase, _stage_of(plant.where, (3, 3)), plant.micro, plant.tensor.format(plant.where), "nan"
+            plant.phase, _stage_of(plant.where, (2, 2)), plant.micro, plant.tensor.format(plant.where), "nan"
         )
         assert first_non_finite([NonFiniteTensor.from_dict(fault) for fault in reports if fault is not None]) == planted
 
 
 def test_an_overflow_on_the_wire_is_found_at_the_receiver(tiny_model: TinyModel, tmp_path: Path) -> None:
-    config = make_config(tiny_model("llama"), tmp_path, stages=2, layers=(3, 3), forward="none:dtype=fp16")
-    too_large = [Plant("output", "model.layers.2", 3, "forward", "", value=1e6)]
+    config = make_config(
+        tiny_model("llama", num_hidden_layers=2), tmp_path, stages=2, layers=(1, 1), forward="none:dtype=fp16"
+    )
+    too_large = [Plant("output", "model.layers.0", 3, "forward", "", value=1e6)]
     by_rank = on_ranks(2, find_on_rank, tmp_path / "store", config, too_large)
     assert by_rank[0][0]["phase"] == "backward"
     assert NonFiniteTensor.from_dict(by_rank[1][0]) == NonFiniteTensor(
-        "forward", 1, 3, "input of model.layers.3", "inf"
+        "forward", 1, 3, "input of model.layers.1", "inf"
     )
 
 
@@ -149,7 +151,7 @@ def test_a_search_has_no_side_effects(
 ) -> None:
     stages = min(world_size, 2)
     options = {"dtype": "bf16", "recompute": "layers", "dropout_mask": dropout_mask}
-    config = make_config(tiny_model("gpt2", **DROPOUT), tmp_path, stages=stages, micro=micro, **options)
+    config = make_config(tiny_model("gpt2", **DROPOUT, n_layer=2), tmp_path, stages=stages, micro=micro, **options)
     on_ranks(world_size, search_on_rank, tmp_path / "store", config, 4.0)
 
 
