@@ -100,7 +100,7 @@ def losses_of_whole(config: Config) -> list[float]:
 def test_each_task_trains_in_stages(special: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     configs = [run_on_table(tmp_path, special, task, stages=2) for task in TABLES]
     adapter = AdapterConfig("lora:r=4,alpha=8")
-    adapted = [dataclasses.replace(config, adapter=adapter) for config in configs]
+    adapted = [dataclasses.replace(configs[at], adapter=adapter) for at in (0, 2)]  # a classifier is as a regression
     assert_same_training([*configs, *adapted], 2, tmp_path, losses_of_whole)
 
 
