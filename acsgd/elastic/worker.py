@@ -330,7 +330,7 @@ class ElasticWorker:
         has_room = snapshots is not None and snapshots.has_room
         assert self._stopped_at is not None
         seconds, step, record = time.monotonic() - self._stopped_at, begun.start.progress.step, self._state.record
-        last = record.line() if record is not None and record.step == step else None
+        last = record.fields() if record is not None and record.step == step else None
         before = [asdict(host) for host in self._view.hosts] if self._view else None
         mine = json.dumps((begun.received_bytes, needed_bytes, has_room, seconds, before, last))
         texts = groups.all_gather_text("setting up", mine, timeout_s=job.disk_timeout_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -45,6 +46,25 @@ def test_a_new_rank_0_logs_the_last_step_unless_the_rank_0_before_has(tmp_path: 
     with open_metrics(config, state) as metrics:
         metrics.log(record(4))
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_a_host_that_joins_after_an_evaluation_gets_the_record_of_the_last_step() -> None:
+    evaluated = record(3)._replace(evaluation={"eval_loss": 2.0}, ranks={"step_s": [1.0]}, loss=None)
+    view = View(7, (Host("a", "h:1"), Host("b", "h:2")), Plan(1, ranks=("a/0", "b/0")))
+    session = SimpleNamespace(job=SimpleNamespace(disk_timeout_s=1.0))
+    begun = SimpleNamespace(start=SimpleNamespace(session=session, progress=Progress(step=3)), received_bytes=0)
+    sent = list[str]()
+
+    def all_gather_text(_: str, text: str, **__: float) -> list[str]:
+        sent.append(text)
+        return sent
+
+    for last in (evaluated, None):
+        worker = new_worker(Script())
+        worker._state = LoopState(Progress(step=3), record=last, is_open=True)
+        args = view, begun, SimpleNamespace(all_gather_text=all_gather_text), SimpleNamespace(event=print), None
+        worker._report_start(*args)  # type: ignore[arg-type]
+        assert worker._state.record == evaluated
 
 
 class Script:

@@ -66,6 +66,10 @@ class StepRecord(NamedTuple):
         del numbers["evaluation"], numbers["ranks"]
         return {name: _finite(value) for name, value in numbers.items()}
 
+    def fields(self) -> dict[str, object]:
+        """Return the fields of the record by name, JSON values; `StepRecord(**fields)` is the record."""
+        return self._asdict() | {"ranks": dict(self.ranks), "evaluation": dict(self.evaluation)}
+
     def line(self) -> dict[str, object]:
         """Return the fields of the line, JSON values."""
         return self.numbers() | ({"ranks": dict(self.ranks)} if self.ranks else {})
