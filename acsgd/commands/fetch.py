@@ -27,7 +27,8 @@ class FetchCommand:
     """Collect one whole checkpoint of an elastic run on this host, from the hosts that have parts of it.
 
     The files that this host has stay; the others come from running hosts, and from directories given with --from. All
-    are verified. An interrupted fetch continues when the same command is started again.
+    are verified. What running hosts have counts before what directories on this host have. An interrupted fetch
+    continues when the same command is started again.
     """
 
     run_name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -54,9 +55,9 @@ class FetchCommand:
             raise ValueError(
                 f"{self.run_name} is one checkpoint already; give its run directory, or no --step or --best"
             )
-        with self._sources(checkpoints, invitation) as sources:
-            name, sha256 = self._choose(sources, step or self.step)
-            fetched = DirectoryFetch(sources, name, sha256)
+        with self._sources(checkpoints, invitation) as (local, running):
+            name, sha256 = self._choose(local, running, step or self.step)
+            fetched = DirectoryFetch([*local, *running], name, sha256)
             manifest, raw = fetched.manifest()
             target, wanted = self.to or checkpoints / name, _files(manifest, has_state=self.state)
             with progress_bar() as report:
@@ -90,7 +91,10 @@ class FetchCommand:
         return path, step, known[0] if known else None
 
     @contextlib.contextmanager
-    def _sources(self, checkpoints: Path, invitation: Invitation | None) -> Iterator[list[ListedSource]]:
+    def _sources(
+        self, checkpoints: Path, invitation: Invitation | None
+    ) -> Iterator[tuple[list[ListedSource], list[ListedSource]]]:
+        """Return the directories on this host, and the running hosts."""
         from acsgd.commands.members import ListedSource, open_members
         from acsgd.elastic.host.files import LocalFiles
         from acsgd.elastic.membership.messages import SharedFiles
@@ -101,35 +105,46 @@ class FetchCommand:
             if not path.is_dir() or not (found := checkpoints_of(path)):
                 raise ValueError(f"--from {path} is no run directory and no directory of checkpoints")
             directories.append(found[0].parent)
-        local = [LocalFiles(SharedFiles(str(path))) for path in directories]
-        sources = [ListedSource(each, each.list()) for each in local]
+        files = [LocalFiles(SharedFiles(str(path))) for path in directories]
+        local, running = [ListedSource(each, each.list()) for each in files], list[ListedSource]()
         with contextlib.ExitStack() as stack:
             if invitation is not None:
                 try:
-                    sources += stack.enter_context(open_members(invitation))
+                    running = stack.enter_context(open_members(invitation))
                 except ValueError as error:
                     if not self.from_:
                         raise
                     print_note(str(error))
-            yield sources
+            yield local, running
 
-    def _choose(self, sources: Sequence[ListedSource], step: int | None) -> tuple[str, str]:
-        """Return name and manifest of the checkpoint to collect. Raises ValueError if none is complete."""
+    def _choose(
+        self, local: Sequence[ListedSource], running: Sequence[ListedSource], step: int | None
+    ) -> tuple[str, str]:
+        """Return name and manifest of the checkpoint to collect. Raises ValueError if none is complete.
+
+        Those of running hosts come first: directories on this host may be of steps that the run has given up.
+        """
         from acsgd.commands.members import DirectoryFetch
+        from acsgd.elastic.host.files import HeldFiles
         from acsgd.io.checkpoint.directory import CheckpointDirectory
 
-        counts = Counter(
-            (name, held.sha256) for each in sources for name, held in each.listing.directories.items() if held.sha256
-        )
+        def listed(sources: Sequence[ListedSource]) -> Counter[tuple[str, str]]:
+            held = [each.listing.directories.items() for each in sources]
+            return Counter((name, files.sha256) for items in held for name, files in items if files.sha256)
+
+        sources, current, counts = [*local, *running], listed(running), listed([*local, *running])
+        names = {name for name, _ in current}
         name = None if step is None else CheckpointDirectory(Path()).of(step).name
-        if self.best and (name := next((each.listing.best for each in sources if each.listing.best), None)) is None:
-            raise ValueError("no host has a best checkpoint: the run has no checkpoint.best, or no evaluation yet")
-        found = [each for each in counts if name in (None, each[0])]
+        if self.best:
+            name = next((each.listing.best for each in (*running, *local) if each.listing.best), None)
+            if name is None:
+                raise ValueError("no host has a best checkpoint: the run has no checkpoint.best, or no evaluation yet")
+        found = [each for each in counts if name in (None, each[0]) and (each in current or each[0] not in names)]
         if not found:
             have = ", ".join(sorted({each for each, _ in counts})) or "none"
             raise ValueError(f"no host has {name or 'a checkpoint'}; checkpoints there: {have}")
         problems = []
-        for candidate in sorted(found, key=lambda each: (each[0], counts[each]), reverse=True):
+        for candidate in sorted(found, key=lambda each: (each in current, each[0], counts[each]), reverse=True):
             fetched = DirectoryFetch(sources, *candidate)
             try:
                 manifest, _ = fetched.manifest()
@@ -137,6 +152,11 @@ class FetchCommand:
                 problems.append(str(error))
                 continue
             if not (missing := fetched.missing(_files(manifest, has_state=self.state))):
+                if running and candidate not in current:
+                    problems.append(f"no running host has {candidate[0]}: the run may have given up its steps")
+                for each in local:
+                    if each.listing.directories.get(candidate[0], HeldFiles(())).sha256 not in ("", candidate[1]):
+                        problems.append(f"{each.name} has another {candidate[0]}, which is left out")
                 for problem in problems:
                     print_note(problem)
                 return candidate

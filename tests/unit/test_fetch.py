@@ -17,6 +17,7 @@ from acsgd.commands.invitation import VERSION, Invitation
 from acsgd.config.options import Config, DataConfig, ModelConfig, OptimConfig
 from acsgd.elastic.host.files import FileRequest, LocalFiles, RemoteFiles
 from acsgd.elastic.membership.messages import SharedFiles
+from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.inspect import inspect
 from acsgd.io.files.checksum import file_checksum
 from acsgd.shards.convert import from_hf
@@ -109,6 +110,25 @@ def test_a_host_completes_its_own_part_in_place(
         assert_equal(parts[0] / STEP, whole / STEP)
         assert {file: file.stat().st_ino for file in before} == before
     assert commands.acsgd("convert", "to-hf", parts[0] / STEP, tmp_path / "hf")[0] == 0
+
+
+def test_running_hosts_decide_which_checkpoints_count(invitation: Path, whole: Path, tmp_path: Path) -> None:
+    """Not a directory that is left from steps that the run has given up."""
+    run, last = tmp_path / "member/run/checkpoints", "step-00000003"
+    shutil.copytree(whole, run, symlinks=True)
+    manifest = Manifest.read(run / STEP)
+    dataclasses.replace(manifest, hosts={}).write(run / STEP)
+    shutil.copytree(run / STEP, run / last)
+    dataclasses.replace(manifest, hosts={}, step=3).write(run / last)
+    best = (whole / "best").resolve().name
+    CheckpointDirectory(run).mark_best(1 if best == STEP else 2)
+    code, printed = commands.acsgd("fetch", invitation, "--to", tmp_path / "newest")
+    assert (code, f"{run} has another {STEP}, which is left out" in printed) == (0, True)
+    assert_equal(tmp_path / "newest", whole / STEP)
+    assert commands.acsgd("fetch", invitation, "--best", "--to", tmp_path / "best")[0] == 0
+    assert_equal(tmp_path / "best", whole / best)
+    code, printed = commands.acsgd("fetch", invitation, "--step", 3, "--to", tmp_path / "last")
+    assert (code, f"no running host has {last}: the run may have given up its steps" in printed) == (0, True)
 
 
 def test_hosts_that_have_ended_are_read_from_their_directories(parts: list[Path], whole: Path, tmp_path: Path) -> None:
