@@ -122,6 +122,8 @@ class ElasticWorker:
         """Whether `_session` is that of the present view."""
         self._reader: BatchReader | None = None
         """Of the view in which `_session` was trained."""
+        self._replica_id = 0
+        """See WorkerState; of `_session`."""
         self._state = LoopState(Progress())
         self._transfers: StateSource | JoiningRank | None = None
         """Background transfers of the present view in which this worker takes part."""
@@ -177,7 +179,8 @@ class ElasticWorker:
     def _report(self) -> WorkerState:
         """Return the state of this worker, which has stopped."""
         state = worker_state(self._session, self._state, self._reader, self._store.port)
-        return replace(state, snapshots=self._snapshots.reports(), saved_step=self._saved_step)
+        snapshots = self._snapshots.reports()
+        return replace(state, snapshots=snapshots, saved_step=self._saved_step, replica_id=self._replica_id)
 
     def _run_view(self, view: View, name: str, signals: StopSignals, context: RunContext) -> bool:
         """Train in a view, until it ends; return whether the run has ended."""
@@ -350,10 +353,11 @@ class ElasticWorker:
     def _begin(self, job: Job, inputs: RunInputs, groups: Groups, view: View) -> ViewStart:
         """Return the session of this rank: from disk, from its own memory, or from that of other ranks."""
         plan = view.plan
+        replica_id = plan.replica_ids[job.topology.replica] if job.plugins.mode.exchanges == "nothing" else 0
         if plan.from_disk:
             self._session = None
             begin = start(job, inputs, groups, gives_up=self._config.elastic.force or self._view is not None)
-            self._session, self._is_connected = begin.session, True
+            self._session, self._is_connected, self._replica_id = begin.session, True, replica_id
             self._state.restart(begin.progress)
             if begin.unevaluated is not None:
                 self._state.reopen(begin.unevaluated, job.topology)
@@ -372,7 +376,7 @@ class ElasticWorker:
         host, caches = view.host_of(job.topology.rank), inputs.cache_plan
         joined = join(self._session, job, groups, plan, constants, host=host, cache_plan=caches, snapshot=snapshot)
         self._session, received_bytes, self._transfers, self._state.idle = joined
-        self._is_connected = True
+        self._is_connected, self._replica_id = True, replica_id
         progress = from_json(Progress, plan.progress)
         self._state.progress, self._state.is_open = progress, plan.is_open
         run_missing_exchange(self._session, self._state, plan)

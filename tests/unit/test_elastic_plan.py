@@ -117,6 +117,32 @@ def test_any_holders_of_any_layers_give_each_rank_its_layers_or_the_run_returns_
             assert not plan.transfers + plan.holders + plan.behind
 
 
+def test_replicas_that_exchange_nothing_never_form_one_model_of_two() -> None:
+    """Each rank has the weights of one replica, as all others of its replica; if none is complete, the run returns."""
+    for cut, workers, left in cases():
+        stages = len(cut)
+        ids = {f"h{rank}/0": 3 + rank // stages for rank in range(9)}
+        workers = {name: dataclasses.replace(state, replica_id=ids[name]) for name, state in workers.items()}
+        workers["new/0"] = WorkerState()
+        plan = make_plan(workers, staying=[*left, "new/0"], cuts=[cut])
+        full = [each for each, number in Counter(ids[name] for name in left).items() if number == stages]
+        if not plan.ranks:
+            continue
+        assert plan.from_disk == (not full)
+        assert len({*plan.replica_ids}) == plan.replicas
+        kept = [] if plan.from_disk else full[: plan.replicas]
+        assert [*plan.replica_ids[: len(kept)]] == kept
+        assert not {0, *(ids[name] for name in left)}.intersection(plan.replica_ids[len(kept) :])
+        if plan.from_disk:
+            continue
+        layers_after(plan, workers, cut)
+        sources = [{ids[name]} if name in plan.holders else set[int]() for name in plan.ranks]
+        for each in plan.transfers:
+            sources[each.target].add(ids[plan.ranks[each.source]])
+        for replica in range(plan.replicas):
+            assert len(set[int]().union(*sources[replica * stages : (replica + 1) * stages])) == 1
+
+
 def test_newcomers_get_state_and_the_sending_is_spread() -> None:
     cut = ((0, 1, 2, 3),)
     workers = {**states(cut, 2), "new0/0": WorkerState(), "new1/0": WorkerState()}
@@ -154,7 +180,7 @@ def test_state_that_cannot_reach_the_last_step_is_replaced(stale: WorkerState) -
 def test_a_run_that_has_not_started_starts_from_disk() -> None:
     workers = {"a/0": WorkerState(store_port=5), "a/1": WorkerState(), "b/0": WorkerState()}
     plan = make_plan(workers, staying=list(workers), cuts=[cut_of(2)])
-    assert plan == Plan(2, ranks=("a/0", "a/1"), spares=("b/0",), store_port=5)
+    assert plan == Plan(2, ranks=("a/0", "a/1"), spares=("b/0",), store_port=5, replica_ids=(1,))
 
 
 def test_hosts_whose_workers_have_all_ended_get_a_view_without_ranks() -> None:

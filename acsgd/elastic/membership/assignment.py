@@ -10,8 +10,12 @@ from acsgd.io.files.fields import Natural
 
 StoredCut = tuple[tuple[Natural, ...], ...]
 """The layers of each position of a pipeline, by their indices in the model. Each layer has one position."""
-Held = Mapping[str, frozenset[int]]
+ReplicaLayer = tuple[int, int]
+"""A layer with the id of the replica whose weights it has, see `WorkerState.replica_id`."""
+Held = Mapping[str, frozenset[ReplicaLayer]]
 """The layers of which each worker can keep or send the state; a worker without any may be missing."""
+Wanted = Sequence[frozenset[ReplicaLayer]]
+"""The layers of each rank."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +27,18 @@ class Transfer:
     target: Natural
 
 
-def assign(workers: Sequence[str], held: Held, wanted: StoredCut) -> tuple[str, ...]:
-    """Return the worker of each rank: those that hold most of its layers first. wanted: the layers of each rank."""
+def complete_replicas(workers: Sequence[str], held: Held, cut: StoredCut) -> list[int]:
+    """Return the ids of the replicas of which workers hold all layers, those of the first workers first."""
+    layers = {layer for position in cut for layer in position}
+    found: dict[int, set[int]] = {}
+    for name in workers:
+        for replica_id, layer in sorted(held.get(name, ())):
+            found.setdefault(replica_id, set()).add(layer)
+    return [replica_id for replica_id, has in found.items() if has >= layers]
+
+
+def assign(workers: Sequence[str], held: Held, wanted: Wanted) -> tuple[str, ...]:
+    """Return the worker of each rank: those that hold most of its layers first."""
     overlaps = (
         (-len(held[name].intersection(layers)), rank, seniority)
         for seniority, name in enumerate(workers)
@@ -39,15 +53,17 @@ def assign(workers: Sequence[str], held: Held, wanted: StoredCut) -> tuple[str, 
     return tuple(ranks[rank] if rank in ranks else free.pop(0) for rank in range(len(wanted)))
 
 
-def lacks_layers(ranks: Collection[str], held: Held, cut: StoredCut) -> bool:
+def lacks_layers(ranks: Collection[str], held: Held, wanted: Wanted) -> bool:
     """Return whether no rank holds some layer."""
-    return len({layer for name in ranks for layer in held.get(name, ())}) < sum(map(len, cut))
+    return not ranks or not {each for layers in wanted for each in layers} <= {
+        each for name in ranks for each in held.get(name, ())
+    }
 
 
-def transfers_of(held: Sequence[frozenset[int]], wanted: StoredCut) -> tuple[Transfer, ...]:
+def transfers_of(held: Wanted, wanted: Wanted) -> tuple[Transfer, ...]:
     """Return the transfers that give each rank its layers, spread evenly over the ranks that hold them.
 
-    held, wanted: layers by rank. Ranks that keep a layer are preferred as its sources.
+    held: layers by rank. Ranks that keep a layer are preferred as its sources.
     """
     load, layers_of = Counter[int](), dict[tuple[int, int], list[int]]()
     for target, layers in enumerate(wanted):
@@ -55,11 +71,11 @@ def transfers_of(held: Sequence[frozenset[int]], wanted: StoredCut) -> tuple[Tra
             sources = (rank for rank in range(len(wanted)) if layer in held[rank])
             source = min(sources, key=lambda rank: (layer not in wanted[rank], load[rank], rank))
             load[source] += 1
-            layers_of.setdefault((source, target), []).append(layer)
+            layers_of.setdefault((source, target), []).append(layer[1])
     return tuple(Transfer(tuple(layers), source, target) for (source, target), layers in layers_of.items())
 
 
-def holders_of(ranks: Sequence[str], held: Held, wanted: StoredCut, transfers: Sequence[Transfer]) -> tuple[str, ...]:
+def holders_of(ranks: Sequence[str], held: Held, wanted: Wanted, transfers: Sequence[Transfer]) -> tuple[str, ...]:
     """Return the workers that keep or send state."""
     senders = {transfer.source for transfer in transfers}
     return tuple(

@@ -8,9 +8,11 @@ from typing import Any
 
 from acsgd.elastic.membership.assignment import (
     Held,
+    ReplicaLayer,
     StoredCut,
     Transfer,
     assign,
+    complete_replicas,
     holders_of,
     lacks_layers,
     transfers_of,
@@ -60,6 +62,9 @@ class WorkerState:
     snapshots: tuple[CopiedLayers, ...] = ()
     saved_step: Natural = 0
     """Step of the newest checkpoint that it knows of; 0 = none."""
+    replica_id: Natural = 0
+    """Identifies the replica whose weights it holds, if replicas exchange nothing, so that weights of different ones
+    never form one model; else 0."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,8 @@ class Plan:
     """Whether no host was in an earlier view."""
     streams: tuple[dict[str, Any] | None, ...] = ()
     """StreamState of each source, at or before the next sequence, None if it is not streamed; empty if none is."""
+    replica_ids: tuple[Natural, ...] = ()
+    """See WorkerState; of each replica. One that gets the state of another has a new id."""
 
     @property
     def replicas(self) -> int:
@@ -147,7 +154,7 @@ def make_plan(
     if plan.from_disk:
         return _plan_of_snapshot(workers, staying, cut, wanted) or plan
     behind = tuple(name for name in plan.holders if holders[name].step < ahead.step)
-    unsynced = {layer for name in plan.holders if not _is_synced(holders[name], ahead) for layer in held[name]}
+    unsynced = {layer for name in plan.holders if not _is_synced(holders[name], ahead) for _, layer in held[name]}
     return replace(
         plan,
         step=ahead.step,
@@ -166,10 +173,12 @@ def _held(holders: Mapping[str, WorkerState], staying: Sequence[str], ahead: Wor
     Of a layer that some workers hold with the last exchange and others without, only the former hold it.
     """
     reaching = {name: holders[name] for name in staying if name in holders and _reaches(holders[name], ahead)}
-    synced = {layer for state in reaching.values() if _is_synced(state, ahead) for layer in state.layers}
+    layers = {name: frozenset((state.replica_id, layer) for layer in state.layers) for name, state in reaching.items()}
+    synced = frozenset[ReplicaLayer]().union(
+        *(layers[name] for name, state in reaching.items() if _is_synced(state, ahead))
+    )
     return {
-        name: frozenset(state.layers) if _is_synced(state, ahead) else frozenset(state.layers) - synced
-        for name, state in reaching.items()
+        name: layers[name] if _is_synced(state, ahead) else layers[name] - synced for name, state in reaching.items()
     }
 
 
@@ -180,13 +189,27 @@ def _plan_of(
 
     wanted: the layers of each rank, none if there are too few workers.
     """
-    ranks = assign(staying, held, wanted)
+    complete, replicas = complete_replicas(staying, held, cut), len(wanted) // len(cut)
+    new, sources = _new_ids(workers, replicas), complete or [0]
+    of_ranks = [
+        frozenset((sources[rank // len(cut) % len(sources)], layer) for layer in layers)
+        for rank, layers in enumerate(wanted)
+    ]
+    ranks = assign(staying, held, of_ranks)
     spares = tuple(name for name in staying if name not in ranks)
-    plan = Plan(len(cut), ranks, spares, workers[ranks[0]].store_port if ranks else 0)
-    if lacks_layers(ranks, held, cut):
+    plan = Plan(len(cut), ranks, spares, workers[ranks[0]].store_port if ranks else 0, replica_ids=new)
+    if lacks_layers(ranks, held, of_ranks):
         return plan
-    transfers = transfers_of([held.get(name, frozenset()) for name in ranks], wanted)
-    return replace(plan, from_disk=False, holders=holders_of(ranks, held, wanted, transfers), transfers=transfers)
+    ids = (*complete, *new)[:replicas]
+    transfers = transfers_of([held.get(name, frozenset()) for name in ranks], of_ranks)
+    holders = holders_of(ranks, held, of_ranks, transfers)
+    return replace(plan, from_disk=False, holders=holders, transfers=transfers, replica_ids=ids)
+
+
+def _new_ids(workers: Mapping[str, WorkerState], replicas: int) -> tuple[int, ...]:
+    """Return an id for each replica that no worker has."""
+    first = 1 + max((state.replica_id for state in workers.values()), default=0)
+    return tuple(range(first, first + replicas))
 
 
 def _plan_of_snapshot(
@@ -200,11 +223,13 @@ def _plan_of_snapshot(
     saved_step = max((state.saved_step for state in workers.values()), default=0)
     for epoch, step in sorted({taken for own in copies.values() for taken in own}, reverse=True):
         held = {name: own[epoch, step] for name, own in copies.items() if (epoch, step) in own}
-        layers = {name: frozenset(each.layers) for name, each in held.items()}
+        layers = {name: frozenset((0, layer) for layer in each.layers) for name, each in held.items()}
         plan = _plan_of(workers, staying, cut, wanted, layers)
         if not plan.from_disk and step >= saved_step:
             known = max(held.values(), key=lambda each: len(each.streams))
-            return replace(plan, step=step, from_snapshot=True, progress=known.progress, streams=known.streams)
+            ids = _new_ids(workers, plan.replicas)  # all get the same weights, the mean of the replicas
+            origin = replace(plan, step=step, from_snapshot=True, replica_ids=ids)
+            return replace(origin, progress=known.progress, streams=known.streams)
     return None
 
 
