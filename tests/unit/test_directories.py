@@ -158,19 +158,39 @@ def test_a_host_that_cannot_write_ends_the_start_of_a_run_but_no_view_that_train
 
 
 @pytest.mark.parametrize(
-    ("keep", "every", "copies", "fits"),
-    [(2, "1", 2, True), (3, "1", 2, False), (4, "1", 1, True), (3, "5", 2, True), (9, None, 2, True)],
+    ("keep", "every", "copies", "there", "fits"),
+    [
+        (2, "1", 2, "", True),
+        (3, "1", 2, "", False),
+        (4, "1", 1, "", True),
+        (3, "5", 2, "", True),
+        (9, None, 2, "", True),
+        (3, "1", 2, ".step-00000001.run.partial", True),
+        (3, "1", 2, ".step-00000001.removed", True),
+        (3, "1", 2, "step-00000001", True),
+        (3, "1", 2, "never step-00000001", False),
+    ],
 )
 def test_a_run_does_not_start_if_a_host_has_no_room_for_the_checkpoints_it_keeps(
-    keep: int, every: str | None, copies: int, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keep: int, every: str | None, copies: int, there: str, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """10 steps of 1,000 parameters with AdamW, on two hosts, of which the second has 40,000 bytes free."""
+    """10 steps of 1,000 parameters with AdamW, on two hosts, of which the second has 40,000 bytes free.
+
+    there: checkpoint.resume, and what is there with 9,000 bytes, a link without a target, and a file that vanishes.
+    """
+    stat = Path.stat
+
+    def vanish(path: Path, **options: bool) -> Any:
+        if path.name == "vanished":
+            raise FileNotFoundError
+        return stat(path, **options)
 
     def usage(path: Path) -> Any:
-        return SimpleNamespace(free=40_000 if "b" in path.name else 10**9)
+        return SimpleNamespace(free=40_000 if tmp_path / "b" in (path, path.parent) else 10**9)
 
     def check(job: Job, groups: Groups) -> list[str]:
-        checkpoint = CheckpointConfig(keep=keep, every=every, copies=copies)
+        resume = "never" if "never" in there else "auto"
+        checkpoint = CheckpointConfig(keep=keep, every=every, copies=copies, resume=resume)
         config = SimpleNamespace(checkpoint=checkpoint, optim=SimpleNamespace(steps=10))
         model = SimpleNamespace(parameters=ParameterCount(1000, 0))
         plugins = SimpleNamespace(optimizer=AdamW())
@@ -179,7 +199,14 @@ def test_a_run_does_not_start_if_a_host_has_no_room_for_the_checkpoints_it_keeps
 
     for name in "ab":
         (tmp_path / name).mkdir()
+        if there:
+            left = job_of(0, 1, tmp_path / name).paths.checkpoints.path / there.split()[-1]
+            left.mkdir(parents=True)
+            (left / "file").write_bytes(bytes(9000))
+            (left / "vanished").touch()
+            (left / "link").symlink_to("nowhere")
     monkeypatch.setattr(shutil, "disk_usage", usage)
+    monkeypatch.setattr(Path, "stat", vanish)
     results = on_ranks([tmp_path / "a", tmp_path / "b"], check)
     if fits:
         assert results == [[], []]

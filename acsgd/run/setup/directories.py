@@ -156,8 +156,9 @@ def check_room(job: Job, groups: Groups, disks: Disks) -> list[str]:
 def _lack_of_room(job: Job, disks: Disks) -> str:
     """Return how much room the disk of this rank lacks, and what to do; empty if it is enough. Raises OSError.
 
-    The least size of a checkpoint counts: fp32 weights, and state of the optimizer that has their shape. Checkpoints
-    that are there count as free, since new ones replace them.
+    The least size of a checkpoint counts: fp32 weights, and state of the optimizer that has their shape. Leftovers of
+    saves count as free, since they are removed; so do checkpoints that are there, since new ones replace them, unless
+    they are set aside.
     """
     config, directory = job.config.checkpoint, job.paths.checkpoints.path
     optimizer = job.plugins.optimizer.states
@@ -167,7 +168,8 @@ def _lack_of_room(job: Job, disks: Disks) -> str:
     steps, every = job.config.optim.steps, config.every_steps
     saves = -(-steps // every) if steps and every else 1  # at least
     count = min(saves, config.keep + 1)  # a new one is complete before the oldest is removed
-    present = sum(path.stat().st_size for path in directory.glob("step-*/*"))
+    replaced = [*directory.glob(".step-*"), *([] if config.resume == "never" else directory.glob("step-*"))]
+    present = sum(_size(path) for each in replaced for path in each.rglob("*"))
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free + present
     if count * size <= free:
@@ -179,6 +181,13 @@ def _lack_of_room(job: Job, disks: Disks) -> str:
         f"{count} of at least {size / 1e9:.2f} GB each are to be there at once (checkpoint.keep={config.keep}, "
         f"copies={config.copies}): {advice}free space on its disk, or give another checkpoint.dir"
     )
+
+
+def _size(path: Path) -> int:
+    """Return the size of a file; 0 if another host has just removed it, or for a link without a target."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
 
 
 def _check_copies(directory: Path, exchange: FileExchange, *, timeout_s: float) -> None:
