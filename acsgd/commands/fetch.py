@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import tyro
 
-from acsgd.commands.invitation import Invitation, known_invitations
+from acsgd.commands.invitation import Invitation, known_invitations, private_file, write_privately
 from acsgd.config.ranges import COUNT
 from acsgd.notes import print_note, progress_bar
 
@@ -41,8 +42,8 @@ class FetchCommand:
     """Whether the state of all replicas is taken, too, with which a run resumes."""
     to: Path | None = None
     """Directory of the checkpoint to create. Default: where this host has it as a member of the run."""
-    from_: Annotated[tuple[Path, ...], tyro.conf.arg(name="from")] = ()
-    """Run directories, or directories of checkpoints, of hosts that have ended: mounted here, or copied."""
+    from_: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction, tyro.conf.arg(name="from")] = ()
+    """Run directory or directory of checkpoints of a host that has ended: mounted, or copied. Can be repeated."""
 
     def run(self) -> None:
         """Run the command. Raises ValueError if the checkpoint cannot be completed."""
@@ -73,8 +74,10 @@ class FetchCommand:
         from acsgd.io.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, step_of
 
         path = Path(self.run_name)
-        if not path.is_dir():
+        if not os.path.isdir(path):  # also for a text that is too long for a path
             invitation = Invitation.open(self.run_name)
+            if not os.path.isfile(path):
+                self._restart(invitation)
             return _checkpoints_of(invitation), None, invitation
         step = step_of(path.resolve())
         if step is not None:
@@ -89,6 +92,15 @@ class FetchCommand:
                 "directories of its other hosts, mounted or copied"
             )
         return path, step, known[0] if known else None
+
+    def _restart(self, invitation: Invitation) -> NoReturn:
+        """Run the command again, without the secret on the command line, which other users of this host can see."""
+        write_privately(file := private_file(f"{invitation.run}.fetch"), invitation.encode())
+        options = {"--step": self.step, "--to": self.to}
+        arguments = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+        arguments += [name for name, value in {"--best": self.best, "--state": self.state}.items() if value]
+        arguments += [word for path in self.from_ for word in ("--from", str(path))]
+        os.execv(sys.executable, [sys.executable, "-m", "acsgd.cli", "fetch", str(file), *arguments])
 
     @contextlib.contextmanager
     def _sources(

@@ -101,7 +101,10 @@ def test_host_and_join_start_torchrun_alike_and_show_no_secret(
     hidden = started("join", text, "--nproc", 2)
     joined = started(*hidden[3:])
     assert (joined, file.read_text()) == (words, secret)
-    for line in (words, hidden, joined):
+    fetch = started("fetch", text, "--step", 7, "--state", "--to", "a b", "--from", "c", "--from", "d")
+    assert Path(fetch[4]).read_text() == text
+    assert fetch[5:] == ["--step", "7", "--to", "a b", "--state", "--from", "c", "--from", "d"]
+    for line in (words, hidden, joined, fetch):
         assert secret not in " ".join(line)
         assert text not in line
     for path in (run_dir / "home/.acsgd", *(run_dir / "home/.acsgd").iterdir()):
