@@ -21,7 +21,6 @@ from acsgd.config.options import Config
 from acsgd.elastic.host.files import (
     DATA,
     MODEL,
-    TIMEOUT_S,
     FileSource,
     HeldFiles,
     Listing,
@@ -38,7 +37,7 @@ from acsgd.shards.disk import flush, verify_file
 from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
 
 CONNECT_S = 20.0
-"""Time for a host to answer first, seconds: a new host of a mesh has to find the others."""
+"""Time to find the hosts of a mesh, and for a host to accept a connection and to greet, seconds."""
 RETRY_S = 0.2
 """Time between two attempts to connect, seconds."""
 
@@ -71,9 +70,8 @@ def open_members(invitation: Invitation) -> Iterator[list[ListedSource]]:
             secret = invitation.run.encode()  # by which daemons sign in a mesh
         found: dict[str, ListedSource] = {}
         problems: list[str] = []
-        awaited = [*endpoints]
-        while awaited:
-            address = awaited.pop(0)
+        addresses = [*endpoints]
+        for address in addresses:  # which grows
             try:
                 remote = _connect(address, invitation.run, secret)
                 stack.callback(remote.close)
@@ -81,7 +79,7 @@ def open_members(invitation: Invitation) -> Iterator[list[ListedSource]]:
             except (OSError, ValueError) as error:
                 problems.append(f"{address}: {explain_short(error)}")
                 continue
-            awaited += [each for each in found[address].listing.hosts if each not in (*found, *awaited)]
+            addresses += [each for each in found[address].listing.hosts if each not in addresses]
         if not found:
             raise ValueError(f"no host of run {invitation.run} answers ({'; '.join(problems)}); start one of them")
         for problem in problems:
@@ -168,22 +166,22 @@ def explain_short(error: OSError | ValueError) -> str:
 
 def _enter_mesh(stack: contextlib.ExitStack, invitation: Invitation, secret: bytes) -> list[str]:
     """Take part in the mesh of a run as a host without a port; return the daemons at the endpoints."""
-    rejections: list[str] = []
+    rejections: dict[str, str] = {}
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="acsgd-")))
     options = MeshOptions(invitation.run, secret, None, invitation.endpoints, listener=None, announced=None)
     mesh = Mesh(
         options,
         directory / "files",  # not as hosts name it: `acsgd net rotate` is for hosts that stay
-        on_rejected=lambda address, problem: rejections.append(f"{address} {problem}"),
+        on_rejected=lambda address, problem: rejections.update({address: f"{address} {problem}"}),
         on_note=print_note,
     )
     mesh.start()
     stack.callback(mesh.stop)
     until = time.monotonic() + CONNECT_S
-    while not mesh.daemons and not rejections and time.monotonic() < until:
+    while not mesh.daemons and not rejections.keys() >= {*invitation.endpoints} and time.monotonic() < until:
         time.sleep(RETRY_S)
     if not mesh.daemons:
-        problem = rejections[0] if rejections else f"{', '.join(invitation.endpoints)}: none answers"
+        problem = "; ".join(rejections.values()) if rejections else f"{', '.join(invitation.endpoints)}: none answers"
         raise ValueError(f"no host of run {invitation.run} can be reached ({problem})")
     return mesh.daemons
 
@@ -193,7 +191,7 @@ def _connect(address: str, run: str, secret: bytes) -> RemoteFiles:
     until = time.monotonic() + CONNECT_S / 4
     while True:
         try:
-            return RemoteFiles(address, run, secret, timeout_s=TIMEOUT_S)
+            return RemoteFiles(address, run, secret, connect_s=CONNECT_S)
         except ConnectionRefusedError:
             if time.monotonic() >= until:
                 raise

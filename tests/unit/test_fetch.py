@@ -7,6 +7,7 @@ import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from lib import commands, daemons
@@ -15,7 +16,7 @@ from lib.saved import SMALL, small_run, train_alone
 from acsgd.commands import members
 from acsgd.commands.invitation import VERSION, Invitation
 from acsgd.config.options import Config, DataConfig, ModelConfig, OptimConfig
-from acsgd.elastic.host.files import FileRequest, LocalFiles, RemoteFiles
+from acsgd.elastic.host.files import TIMEOUT_S, FileAnswer, FileRequest, Listing, LocalFiles, RemoteFiles
 from acsgd.elastic.membership.messages import SharedFiles
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.inspect import inspect
@@ -221,6 +222,54 @@ def test_an_answer_that_was_recorded_is_refused(invitation: Path, monkeypatch: p
 
         with pytest.raises(ValueError, match="something else than an answer"):
             member.list()
+
+
+@pytest.mark.parametrize(("directory", "file"), [("", ""), (STEP, MANIFEST)])
+def test_a_list_without_a_digest_is_refused(
+    directory: str, file: str, invitation: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = Invitation.decode(invitation.read_text()).endpoints[0]
+    monkeypatch.setattr("acsgd.elastic.host.files._answer", lambda *_: (FileAnswer(2), b"{}"))
+    with contextlib.closing(RemoteFiles(address, "run", b"secret", connect_s=3.0)) as member:
+        assert member._connection.gettimeout() == TIMEOUT_S, "once it has greeted"
+        with pytest.raises(ValueError, match="what was received is not what was sent"):
+            b"".join(member.read(directory, file, 0))
+
+
+def test_each_host_is_tried_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tried = list[str]()
+
+    def connect(address: str, *_: object) -> SimpleNamespace:
+        tried.append(address)
+        if address == "dead":
+            raise ConnectionRefusedError("refused")
+        return SimpleNamespace(close=lambda: None, list=lambda: Listing(hosts=("a", "b", "c", "dead")))
+
+    monkeypatch.setattr(members, "_connect", connect)
+    invitation = Invitation("run", "secret", ("a", "b"), "1:8", "false", "", VERSION)
+    with members.open_members(invitation) as found:
+        assert (len(found), tried) == (3, ["a", "b", "c", "dead"])
+    assert capsys.readouterr().err.count("dead") == 1
+
+
+def test_an_endpoint_of_another_mesh_does_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mesh:
+        def __init__(self, *_: object, on_rejected: Callable[[str, str], None], **__: object) -> None:
+            self.start = lambda: on_rejected("a:1", "is of another mesh")
+            self.stop = lambda: None
+            self._polls = iter(range(9))
+
+        @property
+        def daemons(self) -> list[str]:
+            return ["v:1"] if next(self._polls) > 2 else []
+
+    monkeypatch.setattr(members, "Mesh", Mesh)
+    monkeypatch.setattr(members, "RETRY_S", 0.0)
+    invitation = Invitation("run", "secret", ("a:1", "b:1"), "1:8", "true", "", VERSION)
+    with contextlib.ExitStack() as stack:
+        assert members._enter_mesh(stack, invitation, b"secret") == ["v:1"]
+    with contextlib.ExitStack() as stack, pytest.raises(ValueError, match="a:1 is of another mesh"):
+        members._enter_mesh(stack, dataclasses.replace(invitation, endpoints=("a:1",)), b"secret")
 
 
 @pytest.mark.parametrize("name", ["model.py", "weights.bin", "optimizer.pt", "a.pkl", "tokenizer.so"])

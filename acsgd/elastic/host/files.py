@@ -266,16 +266,20 @@ def _answer(request: FileRequest, files: LocalFiles, hosts: tuple[str, ...]) -> 
 
 
 class RemoteFiles:
-    """The files of a run on another host. Connects to its daemon. Raises OSError, ValueError."""
+    """The files of a run on another host. Connects to its daemon. Raises OSError, ValueError.
 
-    def __init__(self, address: str, run: str, secret: bytes, *, timeout_s: float = TIMEOUT_S) -> None:
+    connect_s: time in which it accepts the connection, and in which it greets, seconds.
+    """
+
+    def __init__(self, address: str, run: str, secret: bytes, *, connect_s: float = TIMEOUT_S) -> None:
         self.name = address
         self._run, self._secret, self._number = run, secret, 0
-        self._connection = socket.create_connection(split_address(address), timeout_s)
+        self._connection = socket.create_connection(split_address(address), connect_s)
         self._file = self._connection.makefile("rb")
         match self._file.readline(MAX_ANSWER).decode(errors="replace").split():
             case ["acsgd", protocol, _, name] if protocol == str(PROTOCOL):
                 self._greeting = name
+                self._connection.settimeout(TIMEOUT_S)
             case ["acsgd", *_]:
                 self.close()
                 raise ValueError(f"{address} has another version of acsgd: install the same version on all hosts")
@@ -314,7 +318,7 @@ class RemoteFiles:
         answer: FileAnswer = from_json(FileAnswer, envelope.body)
         if answer.problem is not None:
             raise ValueError(f"{self.name}: {answer.problem}")
-        if not answer.sha256:
+        if request.file not in ("", MANIFEST):
             yield from self._parts(answer.bytes)
             return
         if answer.bytes > MAX_LISTING:
