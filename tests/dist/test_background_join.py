@@ -142,7 +142,7 @@ def runs(
 def _train(rank: int, world_size: int, path: Path, runs: dict[str, tuple[Config, Script]]) -> dict[str, Trained]:
     """Train without memory for the gradients of more than one step, so that each layer arrives one step later."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handover, "memory_for_gradients", lambda _: 0)
+        patch.setattr(handover, "memory_for_joins", lambda _: 0)
         return train_in_views(rank, world_size, path, runs)
 
 

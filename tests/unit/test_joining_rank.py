@@ -13,14 +13,20 @@ import pytest
 from lib.patience import NO_LIMIT_S, Patience
 
 from acsgd.dp.modes.allreduce import AllReduce
-from acsgd.elastic.state.channel import StateReceiver
-from acsgd.elastic.state.joins import JoiningRank
+from acsgd.dp.modes.local import Local
+from acsgd.dp.sync import Mode
+from acsgd.elastic.state import joins
+from acsgd.elastic.state.channel import StateReceiver, StateSender
+from acsgd.elastic.state.joins import JoiningRank, StateSource
 from acsgd.errors import CorruptFileError
+from acsgd.groups import Groups
 from acsgd.optim.base import Optimizer
 from acsgd.optim.ownership import OwnedWeights, Ownership
 from acsgd.optim.replay import ReplayOptimizer
+from acsgd.run.plan.job import Job
 from acsgd.run.session import Session
 from acsgd.run.setup.build import DeferredConstants
+from acsgd.shards.load import LoadedLayer
 
 LAYERS = 2
 LIMIT_S = 30.0
@@ -113,3 +119,46 @@ def test_a_corrupt_file_of_constants_ends_it() -> None:
     constants.may_end.set()
     with pytest.raises(CorruptFileError, match=r"embed\.safetensors is corrupt"):
         step_until(joining_rank(constants), lambda: False)
+
+
+@pytest.mark.parametrize(("mode", "copied"), [(AllReduce(), [1]), (Local(), [0, 1])])
+def test_a_source_copies_layers_once_for_all_ranks_that_join(
+    mode: Mode, copied: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies, sent = list[int](), {1: list[bytes](), 2: list[bytes]()}
+
+    def message(_: Session, layer: LoadedLayer, *, rounds_moments: bool) -> bytes:
+        copies.append(layer.spec.index)
+        return bytes([layer.spec.index])
+
+    monkeypatch.setattr(joins, "layer_message", message)
+    layers = [SimpleNamespace(spec=SimpleNamespace(index=index)) for index in range(LAYERS)]
+    config = SimpleNamespace(elastic=SimpleNamespace(join_rate=1.0, join_moments="exact"))
+    job = SimpleNamespace(config=config, plugins=SimpleNamespace(mode=mode))
+    senders = {rank: SimpleNamespace(error=None, limit=print, compresses=True, send=sent[rank].append) for rank in sent}
+    source = StateSource(
+        cast(Session, SimpleNamespace(layers=layers, job=job)), cast(dict[int, StateSender], senders), {}
+    )
+    source.after_step([None, 1, 1])
+    assert copies == copied
+    assert sent[1] == sent[2] == [bytes([layer]) for layer in copied]
+
+
+@pytest.mark.parametrize(
+    ("mode", "available", "fits"), [(AllReduce(), 0, True), (Local(), 99, False), (Local(), 200, True)]
+)
+def test_a_source_without_memory_for_copies_of_all_layers_sends_them_before_training_continues(
+    mode: Mode, available: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"state_bytes": 100, "measure_link": 7.0}.items():
+        monkeypatch.setattr(joins, name, lambda *_, value=value: value)
+    monkeypatch.setattr(joins, "available_memory_bytes", lambda: available)
+    layers = [SimpleNamespace(spec=SimpleNamespace(index=index)) for index in range(LAYERS)]
+    plugins = SimpleNamespace(mode=mode)
+    job = SimpleNamespace(
+        topology=SimpleNamespace(rank=0), plugins=plugins, layout=SimpleNamespace(layers=[0, 1]), local_world_size=1
+    )
+    session = cast(Session, SimpleNamespace(layers=layers, job=job))
+    groups = SimpleNamespace(world=None, timeout_s=1.0, all_gather_text=lambda _, text, **__: [text, "0.0 1.0 1.0"])
+    seconds, _ = joins._measure(session, cast(Job, job), cast(Groups, groups), {1: 0}, cast(joins.Constants, None))
+    assert seconds == (8.0 if fits else 0.0)

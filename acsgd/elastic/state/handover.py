@@ -15,7 +15,7 @@ from acsgd.dp.resize import ReplicaPlace
 from acsgd.elastic.membership.messages import View
 from acsgd.elastic.membership.plan import Plan, WorkerState
 from acsgd.elastic.state.channel import StateReceiver
-from acsgd.elastic.state.joins import JoiningRank, StateSource, memory_for_gradients, plan_joins
+from acsgd.elastic.state.joins import JoiningRank, StateSource, memory_for_joins, plan_joins
 from acsgd.elastic.state.snapshot_store import Snapshot
 from acsgd.elastic.state.transfer import HeldLayers, LayersInMemory, receive_layers
 from acsgd.groups import Groups, collective_errors
@@ -168,7 +168,7 @@ def join(
         new = build_session(job, blank, groups, cache_plan, deferred=deferred, observers=observers)
         open_optimizer = partial(job.plugins.optimizer.open, config=job.config.optim)
         new = _follow(new) if observers else replace(new, optimizer=ReplayOptimizer(new.optimizer, open_optimizer))
-        limit_bytes = memory_for_gradients(job)
+        limit_bytes = memory_for_joins(job)
         joining = JoiningRank(new, joins.sources[rank], receiver, deferred, limit_bytes)
         return Joined(new, 0, joining, replicas)
     now = replace(plan, transfers=tuple(each for each in plan.transfers if each.target not in joins.sources))

@@ -42,7 +42,8 @@ LINK_SHARE, SLOW_SHARE = 0.5, 0.1
 when it has taken the link for BUDGET_SHARE of elastic.join_budget."""
 BUDGET_SHARE = 0.75
 MEMORY_SHARE = 0.5
-"""Share of the available host memory that recorded gradients may take; then training waits for a layer."""
+"""Share of the available host memory that recorded gradients may take; then training waits for a layer. And share that
+copies of all layers may take, if they are copied in one step; with less memory, ranks join before training goes on."""
 
 
 class StateSource:
@@ -60,13 +61,16 @@ class StateSource:
     def after_step(self, requested: Sequence[int | None]) -> None:
         """Copy the layers that were requested in a step, by rank. Raises RunError if a connection has failed."""
         self._limit()
+        copies = dict[tuple[int, bool], bytes]()
         for rank, sender in self._senders.items():
             if sender.error is not None:
                 raise _failure(self._session, f"sending state to rank {rank}", sender.error, rank)
             if (layer := requested[rank]) is not None:
                 rounds = self._session.job.config.elastic.join_moments == "rounded" and sender.compresses
                 for each in _copied_layers(self._session, layer):
-                    sender.send(layer_message(self._session, self._layers[each], rounds_moments=rounds))
+                    if (each, rounds) not in copies:
+                        copies[each, rounds] = layer_message(self._session, self._layers[each], rounds_moments=rounds)
+                    sender.send(copies[each, rounds])
 
     def close(self) -> None:
         for sender in self._senders.values():
@@ -222,8 +226,8 @@ def plan_joins(
     return BackgroundJoins(sources, addresses, senders, link_rates)
 
 
-def memory_for_gradients(job: Job) -> float:
-    """Return how much host memory recorded gradients of one rank may take, bytes."""
+def memory_for_joins(job: Job) -> float:
+    """Return how much host memory recorded gradients of one rank, or its copies of all layers, may take, bytes."""
     return MEMORY_SHARE * available_memory_bytes() / job.local_world_size
 
 
@@ -247,9 +251,10 @@ def _measure(
     """Return the time that all other ranks would wait for ranks that join, seconds, and the rates of links.
 
     The time, the same on all ranks, is that to send their state to one after another. Meanwhile, all read their
-    constants from disk. The rates are those to the ranks of which this rank is the source, bytes per second.
+    constants from disk. The rates are those to the ranks of which this rank is the source, bytes per second. The time
+    is 0 if a source has no memory for copies of its layers.
     """
-    rank, sending_s, reading_s, rates = job.topology.rank, 0.0, 0.0, dict[int, float]()
+    rank, sending_s, reading_s, rates, has_room = job.topology.rank, 0.0, 0.0, dict[int, float](), True
     with collective_errors("measuring links", groups.world):
         for target, source in sources.items():
             if target == rank:
@@ -258,12 +263,13 @@ def _measure(
             elif source == rank:
                 assert session is not None
                 nbytes = state_bytes(session, job.layout.layers)
+                has_room = len(_copied_layers(session, 0)) == 1 or nbytes <= memory_for_joins(job)
                 seconds = measure_link(groups, target, nbytes)
                 sending_s, rates[target] = sending_s + seconds, nbytes / seconds or math.inf
-    mine = f"{sending_s} {reading_s}"
+    mine = f"{sending_s} {reading_s} {float(has_room)}"
     times = groups.all_gather_text("measuring links", mine, timeout_s=groups.timeout_s)
-    sending, reading = zip(*(map(float, each.split()) for each in times), strict=True)
-    return sum(sending) + max(reading), rates
+    sending, reading, have_room = zip(*(map(float, each.split()) for each in times), strict=True)
+    return (sum(sending) + max(reading) if all(have_room) else 0.0), rates
 
 
 def _reading_s(job: Job, constants: Constants) -> float:
