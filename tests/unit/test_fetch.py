@@ -16,7 +16,8 @@ from lib.saved import SMALL, small_run, train_alone
 from acsgd.commands import members
 from acsgd.commands.invitation import VERSION, Invitation
 from acsgd.config.options import Config, DataConfig, ModelConfig, OptimConfig
-from acsgd.elastic.host.files import TIMEOUT_S, FileAnswer, FileRequest, Listing, LocalFiles, RemoteFiles
+from acsgd.elastic.host import files
+from acsgd.elastic.host.files import DATA, TIMEOUT_S, FileAnswer, FileRequest, Listing, LocalFiles, RemoteFiles
 from acsgd.elastic.membership.messages import SharedFiles
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.inspect import inspect
@@ -222,6 +223,20 @@ def test_an_answer_that_was_recorded_is_refused(invitation: Path, monkeypatch: p
 
         with pytest.raises(ValueError, match="something else than an answer"):
             member.list()
+
+
+def test_files_of_data_are_read_once_for_all_hosts_that_join_unless_they_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = list[Path]()
+    monkeypatch.setattr(files, "file_checksum", lambda path: read.append(path) or file_checksum(path))
+    (tmp_path / "a.txt").write_text("one")
+    source = LocalFiles(SharedFiles(data=(str(tmp_path / "a.txt"),)))
+    before = [source.held(DATA) for _ in range(3)]
+    assert len(read) == 1
+    (tmp_path / "a.txt").write_text("another")
+    assert source.held(DATA) not in before
+    assert len(read) == 2
 
 
 @pytest.mark.parametrize(("directory", "file"), [("", ""), (STEP, MANIFEST)])

@@ -16,7 +16,9 @@ import secrets
 import socket
 import time
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Annotated, Protocol
 
@@ -37,6 +39,8 @@ named by its number in `SharedFiles.data` and its ending, "0.jsonl", so that no 
 KINDS = (".safetensors", ".json", ".txt", ".model", ".spm", ".jinja", ".bpe", *READERS)
 """Ends of the names of files that are taken from another host: none is code, and none is unpickled."""
 CHUNK_BYTES = 1 << 20
+THREADS = 4
+"""Number of threads that list files for others."""
 TIMEOUT_S = 60.0
 """Time for a part of CHUNK_BYTES, or for an answer, seconds."""
 HELD_S = 600.0
@@ -157,7 +161,7 @@ class LocalFiles:
     def held(self, directory: str) -> HeldFiles:
         if directory == DATA:
             paths = self._data.items()
-            return HeldFiles(tuple(StoredFile(name, path.stat().st_size, file_checksum(path)) for name, path in paths))
+            return HeldFiles(tuple(_stored(name, path) for name, path in paths))
         if directory != MODEL or not self.shared.model:
             raise ValueError(f"there is no directory {directory!r:.50}")
         return _held(Path(self.shared.model))
@@ -193,7 +197,19 @@ def _listed(path: Path) -> list[StoredFile]:
     if (path / MANIFEST).is_file():
         return Manifest.read(path).files
     found = [file for file in model_files(path) if file.name.endswith(KINDS)]
-    return [StoredFile(file.name, file.stat().st_size, file_checksum(file)) for file in found]
+    return [_stored(file.name, file) for file in found]
+
+
+def _stored(name: str, path: Path) -> StoredFile:
+    """Return a file with its size and its checksum, which is computed again only if the file has changed."""
+    stat = path.stat()
+    return StoredFile(name, stat.st_size, _checksum(path, stat.st_size, stat.st_mtime_ns))
+
+
+@lru_cache(maxsize=4096)
+def _checksum(path: Path, size: int, mtime_ns: int) -> str:
+    """Return the checksum of a file as it was at some time. Raises OSError."""
+    return file_checksum(path)
 
 
 def _held(path: Path) -> HeldFiles:
@@ -214,13 +230,16 @@ class FileService:
     def __init__(self) -> None:
         self._free_at = 0.0
         """When the bytes sent so far are within the rate, a time.monotonic()."""
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="files")
+        """Apart from those of the daemon's votes: checksums of all data take minutes."""
 
     async def answer(
         self, request: FileRequest, shared: SharedFiles, hosts: Collection[str]
     ) -> tuple[FileAnswer, IO[bytes] | bytes]:
         """Return an answer and what follows it. hosts: addresses of the daemons that this one knows."""
         try:
-            return await asyncio.to_thread(_answer, request, LocalFiles(shared), tuple(hosts))
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, _answer, request, LocalFiles(shared), tuple(hosts))
         except (OSError, ValueError, CorruptFileError) as error:
             return FileAnswer(problem=(isinstance(error, OSError) and explain(error)) or str(error)), b""
 
