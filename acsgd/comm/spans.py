@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 Category = Literal["step", "phase", "action", "codec", "wait", "send", "receive", "replicas"]
@@ -33,14 +34,17 @@ class SpanRecorder:
     spans: list[Span] = field(default_factory=list)
     subject: str = ""
     """What the messages and waits are about that this recorder records."""
+    limit: int = sys.maxsize
+    """Number of spans after which only steps are recorded."""
 
     def about(self, subject: str) -> SpanRecorder:
         """Return a recorder of the same spans with another subject."""
-        return SpanRecorder(self.spans, subject)
+        return replace(self, subject=subject)
 
     def add(self, category: Category, name: str, start: float, end: float, **details: Any) -> None:
-        """Record a span. From any thread."""
-        self.spans.append(Span(category, name, start, end, threading.get_ident(), details))
+        """Record a span, unless there are too many. From any thread."""
+        if len(self.spans) < self.limit or category == "step":
+            self.spans.append(Span(category, name, start, end, threading.get_ident(), details))
 
     @contextlib.contextmanager
     def span(self, category: Category, name: str, **details: Any) -> Iterator[None]:

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from acsgd.config.checks import traced_steps
 from acsgd.config.options import Config
 from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.telemetry.metrics import Metrics
 from acsgd.launch import Launch
 from acsgd.pp.schedules.actions import Action, parse_action
 from acsgd.pp.schedules.lowering import lower
@@ -28,10 +30,13 @@ from acsgd.pp.schedules.schedules import OneFOneB
 from acsgd.pp.schedules.simulate import Cost, Time, simulate
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
+from acsgd.run.report import STEP_FIELDS, StepSummary
 from acsgd.run.setup.build import build_session
-from acsgd.run.step.hooks import LoopState
+from acsgd.run.step import tracing
+from acsgd.run.step.hooks import LoopState, StepHook, StepHooks
 from acsgd.run.step.trace_file import RankTrace, plan_steps, trace_json
 from acsgd.run.step.tracing import StepTrace
+from acsgd.topology import Topology
 from acsgd.train import train_step
 
 STEPS, TRACED = 4, "2:3"
@@ -50,7 +55,7 @@ def train(rank: int, world_size: int, store: Path, config: Config) -> list[str]:
             train_step(session, batch, state.progress, state=state)
             trace.after_step(state)
             assert session.pipeline.trace is None
-            trace.after_log(state)
+            trace.before_next(state)
         trace.at_end(state)
         late.at_end(state)
     return notes
@@ -80,6 +85,63 @@ def test_a_trace_holds_all_ranks_on_one_clock(tiny_model: Callable[..., Path], t
     assert all({"late_ms", "added_ms", "planned_ms"} <= event["args"].keys() for event in actions + plan)
     messages = [event for event in events if event["ph"] == "b" and event["name"].startswith(("activ", "gradients"))]
     assert len(messages) == len(actions) / 2  # each computation but the last stage's forward, the first's backward
+
+
+class _Save(StepHook):
+    """Notes when a save begins and is complete."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+
+    def after_log(self, state: LoopState) -> None:
+        self._note("save")
+
+    def at_end(self, state: LoopState) -> None:
+        self._note("saved")
+
+
+@pytest.mark.parametrize(
+    ("per_step", "num_steps", "last", "order"),
+    [
+        (9, 50, 20, [*["save"] * 20, "trace", *["save"] * 30, "saved"]),
+        (3, 40, 40, [*["save"] * 40, "saved", "trace"]),
+        (3, 41, 40, [*["save"] * 40, "trace", "save", "saved"]),
+        (500, 3, 2, ["save", "save", "trace", "save", "saved"]),
+    ],
+)
+def test_a_trace_has_as_many_steps_as_are_written_in_seconds_and_no_save_waits_for_it(
+    per_step: int, num_steps: int, last: int, order: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "MAX_SPANS", 200)
+    config = make_config(tmp_path, tmp_path, steps=num_steps)
+    config = dataclasses.replace(config, log=dataclasses.replace(config.log, dir=str(tmp_path), trace="1:40"))
+    topology = Topology.of(0, 1, 1)
+    pipeline, job = (
+        SimpleNamespace(trace=None),
+        SimpleNamespace(config=config, topology=topology, layout=SimpleNamespace(stages=[0])),
+    )
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    session: Any = SimpleNamespace(job=job, pipeline=pipeline, meters=lambda: [], groups=SimpleNamespace(world=group))
+    notes = list[str]()
+    hooks = StepHooks([StepTrace(session, notes.append), _Save(notes.append)], Metrics([]))
+    state = LoopState(Progress())
+    for step in range(1, num_steps + 1):
+        state.started_at = time.perf_counter()
+        assert hooks.before_step(state)
+        numbers = hooks.report(state)
+        for micro in range(per_step if pipeline.trace else 0):
+            pipeline.trace.add("action", f"0F{micro}", time.perf_counter(), time.perf_counter())
+        state.progress = Progress(step)
+        state.summary = StepSummary.of([dict.fromkeys(STEP_FIELDS, 0.0) | dict(numbers)], topology)
+        hooks.after_step(state)
+        hooks.before_next(state)
+    hooks.at_end(state)
+    assert [note.partition(":")[0] for note in notes] == order
+    (wrote,) = (note for note in notes if note.startswith("trace"))
+    assert (f", steps 1 to {last}: 200 spans of all ranks have room, clocks" in wrote) == (last != 40)
+    events = json.loads((tmp_path / "trace-1-40.json").read_text())["traceEvents"]
+    assert sum(event.get("cat") == "step" for event in events) == last
+    assert sum(event.get("cat") == "action" for event in events) <= 200
 
 
 def check_events(events: list[dict[str, Any]]) -> None:

@@ -118,7 +118,7 @@ class StepHook:
         """Drop what is known of later steps: the weights of an earlier step were loaded."""
 
     def at_end(self, state: LoopState) -> None:
-        """Act at the end of the run."""
+        """Act at the end of the run, after the participants that follow this one."""
 
 
 class StepHooks:
@@ -169,6 +169,6 @@ class StepHooks:
             hook.before_next(state)
 
     def at_end(self, state: LoopState) -> None:
-        """Act at the end of the run."""
-        for hook in self._hooks:
+        """Act at the end of the run, the last participant first."""
+        for hook in reversed(self._hooks):
             hook.at_end(state)

@@ -6,7 +6,7 @@ The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,12 +95,14 @@ def plan_steps(traces: Sequence[RankTrace]) -> list[PlannedStep]:
     for replica in sorted({trace.replica for trace in traces}):
         pipeline = [trace for trace in traces if trace.replica == replica]
         cost = _measured_cost(pipeline)
+        spans = [[*trace.of("action")] for trace in pipeline]
+        starts = [[span.start for span in of_rank] for of_rank in spans]
         for boundaries in zip(*(trace.of("step") for trace in pipeline), strict=True):
-            pairs = zip(pipeline, boundaries, strict=True)
-            actions = [
-                {parse_action(span.name): span for span in trace.of("action") if step.start <= span.start <= step.end}
-                for trace, step in pairs
+            within = [
+                of_rank[bisect_left(times, step.start) : bisect_right(times, step.end)]
+                for of_rank, times, step in zip(spans, starts, boundaries, strict=True)
             ]
+            actions = [{parse_action(span.name): span for span in of_rank} for of_rank in within]
             if any(action.is_compute for of_rank in actions for action in of_rank):
                 ranks = [trace.rank for trace in pipeline]
                 steps.append(_plan_step(replica, boundaries[0].name, ranks, actions, cost))
@@ -114,7 +116,7 @@ def _plan_step(
     timeline = simulate(program, cost)
     dependencies = Dependencies.of(program)
     start = min(span.start for of_rank in actions for action, span in of_rank.items() if action.is_compute)
-    late: dict[Action, float] = {}
+    late, least = dict[Action, float](), DIFFERS * float(timeline.makespan)
     differences = {}
     for of_rank in actions:
         for action, span in of_rank.items():
@@ -125,7 +127,7 @@ def _plan_step(
         for action in (action for action in of_rank if action.is_compute):
             causes = [before, *(late[need] for need in dependencies.inputs(action)), 0.0]
             added, planned = late[action] - max(causes), timeline.spans[action]
-            is_marked = added > DIFFERS * float(timeline.makespan)
+            is_marked = added > least
             times = (start + float(planned.start), start + float(planned.end))
             differences[rank, action] = Difference(rank, action, *times, late[action], added, is_marked)
             before = late[action]

@@ -14,6 +14,7 @@ from torch import Tensor
 from acsgd.comm.spans import Span, SpanRecorder
 from acsgd.config.checks import traced_steps
 from acsgd.groups import Groups, collective_errors
+from acsgd.run.report import Report, StepField, on_any
 from acsgd.run.session import Session
 from acsgd.run.step.hooks import LoopState, StepHook
 from acsgd.run.step.trace_file import RankTrace, describe_plan, plan_steps, trace_json
@@ -22,13 +23,22 @@ TAG = 3
 """Tag of the messages of this file."""
 ROUNDS = 5
 """Round trips per rank, of which the shortest gives the difference of the clocks."""
+MAX_SPANS = 20_000
+"""Number of spans of all ranks in a file. Rank 0 needs about 0.1 ms for each, for which training waits."""
+FULL = StepField("trace_full", on_any)
+"""Whether a rank has no room for the spans of another step."""
 
 
 class StepTrace(StepHook):
-    """Records the steps of log.trace and writes them after the last one. note: prints a sentence for the user.
+    """Records the steps of log.trace, as many as have room, and writes them after the last one.
+
+    A save is not kept waiting: it is being written by then, and at the end of a run it is complete. note: prints a
+    sentence for the user.
 
     A view of an elastic run records its own steps: after a change in the middle, the file begins with the next step.
     """
+
+    fields = (FULL,)
 
     def __init__(self, session: Session, note: Callable[[str], None]) -> None:
         config = session.job.config.log
@@ -36,20 +46,34 @@ class StepTrace(StepHook):
         self._steps = traced_steps(config.trace)
         self._path = Path(config.dir) / f"trace-{str(config.trace).replace(':', '-')}.json"
         self._recorder: SpanRecorder | None = None
+        self._limit = max(1, MAX_SPANS // session.job.topology.world_size)
+        self._ends: dict[int, int] = {}
+        """By recorded step, the number of spans after it."""
+
+    def report(self, state: LoopState) -> Report:
+        if self._recorder is None or not self._ends:
+            return {}
+        recorded = len(self._recorder.spans)  # without those of the step that begins
+        return {FULL: recorded + 2 * recorded / len(self._ends) > self._limit}
 
     def before_step(self, state: LoopState) -> None:
         if state.progress.step + 1 in self._steps:
-            self._recorder = self._recorder or SpanRecorder()
+            self._recorder = self._recorder or SpanRecorder(limit=self._limit)
             self._record_to(self._recorder)
 
     def after_step(self, state: LoopState) -> None:
         if self._recorder is not None:
+            assert state.summary is not None
             self._record_to(None)
             self._recorder.add("step", f"step {state.progress.step}", state.started_at, time.perf_counter())
+            self._ends[state.progress.step] = len(self._recorder.spans)
+            if state.summary[FULL]:
+                self._steps = range(self._steps[0], state.progress.step + 1)
 
-    def after_log(self, state: LoopState) -> None:
-        """Write the file after the last step. A collective call, then."""
-        if self._recorder is not None and state.progress.step >= self._steps[-1]:
+    def before_next(self, state: LoopState) -> None:
+        """Write the file after the last step, unless the run ends. A collective call, then."""
+        is_over = state.is_stopped or state.progress.step == self._session.job.config.optim.num_steps
+        if self._recorder is not None and state.progress.step >= self._steps[-1] and not is_over:
             self._write()
 
     def at_end(self, state: LoopState) -> None:
@@ -69,6 +93,7 @@ class StepTrace(StepHook):
         """Gather the spans of all ranks and write the file, on rank 0. A collective call."""
         assert self._recorder is not None
         spans, self._recorder = self._recorder.spans, None
+        steps, self._ends = [*self._ends], {}
         job = self._session.job
         topology, stages = job.topology, ", ".join(map(str, job.layout.stages))
         label = f"rank {topology.rank}, stage {stages}, replica {topology.replica} on {socket.gethostname()}"
@@ -79,16 +104,19 @@ class StepTrace(StepHook):
         try:
             plans, of_plan = (found := plan_steps(traces)), describe_plan(found)
         except (KeyError, ValueError) as error:  # a step that is not complete on all ranks
-            plans, of_plan = [], f"; without a plan, since a step is not complete: {error}"
+            plans, of_plan = [], f"; without a plan, since a step is not complete: {str(error).partition(chr(10))[0]}"
         error_ms = 1e3 * max(trace.clock_error_s for trace in traces)
         try:
             self._path.write_text(trace_json(traces, plans))
         except OSError as error:
             self._note(f"{self._path} cannot be written ({error.strerror}); training continues")
             return
+        wanted = traced_steps(job.config.log.trace)
+        is_cut = self._steps != wanted or any(len(trace.spans) >= self._limit for trace in traces)
+        room = f", steps {steps[0]} to {steps[-1]}: {MAX_SPANS:,} spans of all ranks have room" if is_cut else ""
         self._note(
-            f"trace: {self._path}, clocks of the ranks agree within {error_ms:.2g} ms; open it with ui.perfetto.dev or "
-            f"chrome://tracing{of_plan}"
+            f"trace: {self._path}{room}, clocks of the ranks agree within {error_ms:.2g} ms; open it with "
+            f"ui.perfetto.dev or chrome://tracing{of_plan}"
         )
 
 
