@@ -80,7 +80,7 @@ def tables_of(run: RunHistory) -> Group:
     steps = [_step_row(line) for line in run.steps[-STEPS:]]
     if steps:
         parts.append(table("Steps", "step", "loss", "lr", "tokens/s", "s/step", "limit", rows=steps))
-    by_rank = next((line for line in reversed(run.steps) if line.get("ranks")), {})
+    by_rank: Mapping[str, Any] = next((line for line in reversed(run.steps) if line.get("ranks")), {})
     if ranks := _rank_rows(by_rank):
         names = (
             "rank",

@@ -99,8 +99,8 @@ def _read_metrics(run: RunHistory, last_bytes: int | None) -> list[LoggedEvent]:
             line = json.loads(text, parse_constant=lambda _: None)
             if "event" in line:
                 details = ", ".join(f"{name} {value}" for name, value in line.items() if name not in _EVENT_FIELDS)
-                texts = (each.encode(errors="replace").decode() for each in (str(line["event"]), details))
-                events.append(LoggedEvent(int(line["after_step"]), *texts, ""))
+                name, details = (each.encode(errors="replace").decode() for each in (str(line["event"]), details))
+                events.append(LoggedEvent(int(line["after_step"]), name, details, ""))
             else:
                 number = int(line["step"])
                 steps[number] = line | {"step": number}
