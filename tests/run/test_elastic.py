@@ -37,7 +37,7 @@ def run_file(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) ->
     path.write_text(
         f"""
         [model]
-        name = "{tiny_model()}"
+        name = "{tiny_model(n_layer=2)}"
         [data]
         sources = "stream:{directory / "a.jsonl"}:0.5,demo:0.5"
         window = 32

@@ -25,7 +25,7 @@ def test_a_host_joins_by_an_invitation(tiny_model: TinyModel, tmp_path: Path, mo
     (tmp_path / "run.toml").write_text(
         f"""
         [model]
-        name = "{tiny_model()}"
+        name = "{tiny_model(n_layer=2)}"
         [data]
         sources = "demo"
         sequence = 32

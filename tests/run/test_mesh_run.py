@@ -38,7 +38,7 @@ def test_a_run_in_a_mesh_of_which_hosts_end_and_join_and_the_secret_is_replaced_
     run_file = tmp_path / "run.toml"
     run_file.write_text(
         f"""
-        model.name = "{tiny_model()}"
+        model.name = "{tiny_model(n_layer=2)}"
         data = {{ sources = "demo", window = 32, sequence = 32, batch = 8 }}
         pp.micro = 1
         optim = {{ lr = 1e-3, steps = {STEPS} }}

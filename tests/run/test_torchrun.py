@@ -67,7 +67,7 @@ def test_runs_of_two_and_of_four_are_the_run_of_one_and_their_exports_are_what_i
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     """Two ranks under torchrun; four without it."""
-    file = run_file(tmp_path, tiny_model())
+    file = run_file(tmp_path, tiny_model(n_layer=2))
     train_forked(1, file)
     flags = ["--pp.stages", "2", "--checkpoint.every", "4"]
     train_forked(4, file, *flags, "--log.dir", f"{tmp_path}/runs/four")
@@ -128,7 +128,7 @@ def test_a_run_starts_from_a_checkpoint_of_another_run_in_bf16_and_interleaved(
 
 
 def test_an_error_at_start_is_printed_once_before_anything_is_written(tiny_model: TinyModel, tmp_path: Path) -> None:
-    file = run_file(tmp_path, tiny_model())
+    file = run_file(tmp_path, tiny_model(n_layer=2))
     files = sorted(tmp_path.rglob("*"))
     with torchrun(tmp_path / "host", "--standalone", "--nproc-per-node", "2", TRAIN, file, "--pp.stages", "3") as run:
         assert run.wait(LIMIT_S) != 0
@@ -155,7 +155,7 @@ def rank_1_dies() -> None:
 
 
 def test_a_dead_rank_is_named_once_with_stage_and_action(tiny_model: TinyModel, tmp_path: Path) -> None:
-    file = run_file(tmp_path, tiny_model())
+    file = run_file(tmp_path, tiny_model(n_layer=2))
     flags = ["--pp.stages", "2", "--run.timeout", stretched(12.0), "--data.batch", "8", "--pp.micro", "2"]
     arguments = ["--standalone", "--nproc-per-node", "2", TRAIN, file, *flags]
     with torchrun(tmp_path / "host", *arguments, worker=rank_1_dies) as run:
@@ -173,7 +173,7 @@ def test_a_run_whose_worker_is_killed_is_started_again_by_torchrun_and_resumes(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     """--max-restarts: torchrun's store keeps what the first attempt has written, its failures among it."""
-    file, steps = run_file(tmp_path, tiny_model()), 20
+    file, steps = run_file(tmp_path, tiny_model(n_layer=2)), 20
     static = ["--nnodes", "1", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     flags = ["--pp.stages", "2", "--checkpoint.every", "1", "--optim.steps", steps]
     arguments = [*static, "--max-restarts", "1", "--nproc-per-node", "2", TRAIN, file, *flags]
@@ -188,7 +188,7 @@ def test_a_run_whose_worker_is_killed_is_started_again_by_torchrun_and_resumes(
 def test_a_run_of_one_host_resumes_on_two_with_disks_of_their_own_of_which_one_is_empty(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    file, hosts = run_file(tmp_path, tiny_model()), [tmp_path / name for name in ("a", "b")]
+    file, hosts = run_file(tmp_path, tiny_model(n_layer=2)), [tmp_path / name for name in ("a", "b")]
     flags = ["--pp.stages", "2", "--checkpoint.every", "2"]
     train_forked(2, file, *flags, "--log.dir", str(hosts[0] / "run"))
     paths = [CheckpointDirectory(host / "run" / "checkpoints") for host in hosts]
