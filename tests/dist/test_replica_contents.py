@@ -38,12 +38,13 @@ SPECS = [
     "diloco:inner=4,delay=2",
     "sparseloco:inner=2",
 ]
+ON_STAGES = ("powersgd:rank=1", "diloco:inner=4,delay=2")
 STEPS = 2
 
 
 @pytest.fixture(scope="module")
 def runs(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Config]:
-    """Return a run of each mode on 2 stages x 2 replicas, of a model with a tied weight, saved after each step."""
+    """Return a run of each mode on 1 or 2 stages x 2 replicas, of a model with a tied weight, saved after each step."""
     directory, model = tmp_path_factory.mktemp("contents"), tiny_model("gpt2", **SMALL | {"n_layer": 2})
     configs = {}
     for number, spec in enumerate(SPECS):
@@ -52,10 +53,12 @@ def runs(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> dic
         configs[spec] = dataclasses.replace(
             config,
             data=dataclasses.replace(config.data, batch=4),
-            pp=dataclasses.replace(config.pp, micro=1, stages=2),
+            pp=dataclasses.replace(config.pp, micro=1, stages=2 if spec in ON_STAGES else 1),
             dp=ReplicaConfig(spec),
         )
-    on_ranks(4, train_ranks, directory / "store", list(configs.values()))
+    for stages in (1, 2):
+        ours = [config for config in configs.values() if config.pp.stages == stages]
+        on_ranks(2 * stages, train_ranks, directory / f"store-{stages}", ours)
     return configs
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from lib.models import DROPOUT
+from lib.models import DROPOUT, blocks_of
 from lib.ranks import on_ranks
 from lib.training import RELATIVE, TIMEOUT, make_config, mask, oracle_losses, train
 from lib.views import ScriptedView, train_in_views
@@ -131,7 +131,7 @@ def test_steps_are_those_of_one_process_and_so_are_table_and_moments(
 
     One of the models has dropout, the other rows in its table that no token has.
     """
-    model = tiny_model(family, **options)
+    model = tiny_model(family, **options, **blocks_of(family, 2))
     alone = make_config(model, tmp_path, steps=STEPS, micro=1)
     expected = oracle_losses(alone, masked=True)
     [one] = on_ranks(1, train_on, tmp_path / "one", [alone], True)[0]
@@ -192,7 +192,7 @@ def _digest(table: dict[str, Tensor]) -> str:
 
 def test_rows_travel_once_per_step_each_way_and_with_8_bits_a_quarter(tiny_model: TinyModel, tmp_path: Path) -> None:
     """Per direction not more than fp32 activations in one direction, since a token has at most one row."""
-    model = tiny_model("llama", tie_word_embeddings=True)
+    model = tiny_model("llama", tie_word_embeddings=True, num_hidden_layers=2)
     configs = configs_of(model, tmp_path, stages=2, how=("rows", "rows:bits=8", "dense", "rows:entropy_coding=true"))
     configs = [dataclasses.replace(c, pp=dataclasses.replace(c.pp, schedule="1f1b")) for c in configs]
     exact, quantized, dense, coded = on_ranks(2, train_on, tmp_path / "store", configs)[1]
@@ -238,7 +238,9 @@ def _aligned(nbytes: int) -> int:
 
 
 def test_a_rank_without_weights_of_its_own_only_looks_up_rows(tiny_model: TinyModel, tmp_path: Path) -> None:
-    config = make_config(tiny_model("llama", tie_word_embeddings=True), tmp_path, stages=2, layers=(0, 6))
+    config = make_config(
+        tiny_model("llama", tie_word_embeddings=True, num_hidden_layers=2), tmp_path, stages=2, layers=(0, 2)
+    )
     for trained in on_ranks(2, train_on, tmp_path / "store", [config]):
         assert trained[0].losses == pytest.approx(oracle_losses(config), rel=RELATIVE)
 
@@ -247,7 +249,7 @@ def test_a_view_of_other_replicas_continues_with_the_table_of_the_last_stage(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     """2 stages with local weights: an exchange is run again, and a replica joins."""
-    config = make_config(tiny_model(), tmp_path, steps=6, stages=2)
+    config = make_config(tiny_model(n_layer=1), tmp_path, steps=6, stages=2)
     config = dataclasses.replace(config, dp=ReplicaConfig("cocktail_grad:topk=.25"))
     every, last = (0, 1, 2, 3), 6
     scripts = {
