@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from lib.direct import descend, digest, draw_batch, gradients, make_config, session_of
-from lib.models import DROPOUT, blocks_of
+from lib.models import DROPOUT, blocks_of, dropout_of
 from lib.ranks import on_ranks
 from lib.training import RELATIVE, SCHEDULES, TOPOLOGIES
 from transformers import AutoModelForCausalLM
@@ -47,8 +47,8 @@ def test_the_sum_over_ranks_is_the_loss_of_the_model(
     stages: int, replicas: int, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     models = [
-        tiny_model("gpt2", **DROPOUT, n_layer=6),
-        tiny_model("qwen2", attention_dropout=0.1, **blocks_of("qwen2", 6)),
+        tiny_model(family, **dropout_of(family), **blocks_of(family, 6 if stages == 4 else 2))
+        for family in ("gpt2", "qwen2")
     ]
     turn = TOPOLOGIES.index((stages, replicas))
     configs = [  # each pair of topology, model, schedule and micro-batch
@@ -96,7 +96,7 @@ def test_an_evaluation_does_not_affect_training(tiny_model: TinyModel, tmp_path:
         *(make_config(gpt2, tmp_path, stages=2, schedule=schedule) for schedule in SCHEDULES[1:]),
         make_config(llama, tmp_path, stages=2, dtype="bf16", recompute="layers"),
     ]
-    by_rank = on_ranks(4, train_on_rank, tmp_path / "store", configs)
+    by_rank = on_ranks(2, train_on_rank, tmp_path / "store", configs)
     for trained in by_rank:
         assert trained[True] == trained[False]
     assert len({weights for trained in by_rank for _, weights in trained[False]}) > 1, "the hash is constant"

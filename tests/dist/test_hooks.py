@@ -254,14 +254,14 @@ def check_many(rank: int, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return the results of `check_many` of 3 replicas."""
+    """Return the results of `check_many` of 2 replicas."""
     folder = tmp_path_factory.mktemp("check")
-    return on_plain_ranks(3, check_many, folder / "store", folder)
+    return on_plain_ranks(2, check_many, folder / "store", folder)
 
 
 def test_any_memory_layout_and_parameters_without_elements(checked: list[dict[str, Any]]) -> None:
     """Replicas have the same weights, and equal row means of second moments after a measurement."""
-    for (weights, mine), (others, theirs), _ in zip(*(each["images"] for each in checked), strict=True):
+    for (weights, mine), (others, theirs) in zip(*(each["images"] for each in checked), strict=True):
         assert all(torch.equal(weights[name], others[name]) for name in weights)
         second, other = (of_kind(saved, "second_moment") for saved in (mine, theirs))
         assert not torch.equal(second["0.weight"], other["0.weight"])
@@ -308,7 +308,7 @@ def total_residual(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(checked: list[dict[str, Any]]) -> None:
-    assert [each["resumed"] for each in checked] == [[(True, True, True)] * 2] * 3
+    assert [each["resumed"] for each in checked] == [[(True, True, True)] * 2] * 2
 
 
 def train_two(rank: int) -> bool:

@@ -125,15 +125,23 @@ def test_learning_from_the_spike_would_have_mattered_and_false_alarms_do_nothing
         Plan(make_config(model, tmp_path / "runs" / "calm", spike=FACTOR)),
         Plan(make_config(model, tmp_path / "runs" / "early", spike=FACTOR), garbled=frozenset({RECENT - 1})),
         Plan(make_config(model, tmp_path / "runs" / "unsaved", spike=FACTOR, every="20"), garbled=frozenset({18})),
+        Plan(
+            make_config(model, tmp_path / "runs" / "gone", spike=FACTOR), garbled=frozenset({18}), gone=frozenset({10})
+        ),
     ]
     (outcomes,) = on_ranks(1, run_ranks, tmp_path / "store", plans)
     learned, skipped = (plan.config for plan in plans[:2])
     losses = [record["loss"] for record in records_of(learned)]
     assert losses[18] > FACTOR * sum(losses[2:18]) / RECENT
     assert end_of(learned).layers != end_of(skipped).layers
-    for number in (2, 3, 4):  # no spike; too early to be measured; no checkpoint to restore
+    for number in (2, 3, 4, 5):  # no spike; too early to be measured; no checkpoint to restore, or none any more
         assert [step.step for step in outcomes[number].steps] == list(range(STEPS))
         assert all(step.updated for step in outcomes[number].steps)
+    assert_same_end(plans[5].config, learned)
+    assert any(
+        note.startswith("step 19: ") and note.endswith("no valid checkpoint to restore: training continues")
+        for note in outcomes[5].notes
+    )
 
 
 def test_a_rollback_takes_the_newest_valid_checkpoint(model: Path, tmp_path: Path) -> None:
@@ -142,29 +150,17 @@ def test_a_rollback_takes_the_newest_valid_checkpoint(model: Path, tmp_path: Pat
     plans = [
         Plan(make_config(model, runs / "skipping", stages=2), garbled=spikes, skipped=spikes),
         Plan(make_config(model, runs / "invalid", stages=2, spike=FACTOR), garbled=spikes, invalid=frozenset({20})),
-        Plan(
-            make_config(model, runs / "gone", stages=2, spike=FACTOR),
-            garbled=frozenset({18}),
-            gone=frozenset({10}),
-        ),
-        Plan(make_config(model, runs / "learned", stages=2), garbled=frozenset({18})),
     ]
     by_rank = on_ranks(2, run_ranks, tmp_path / "store", plans)
-    invalid, gone = plans[1].config, plans[2].config
+    invalid = plans[1].config
     for outcomes in by_rank:
         again = [*range(19), *range(10, 20), *range(10, 22), *range(10, STEPS)]
         assert [step.step for step in outcomes[1].steps] == again
-        assert [step.step for step in outcomes[2].steps] == list(range(STEPS))
     assert_same_end(invalid, plans[0].config)
-    assert_same_end(gone, plans[3].config)
     notes = by_rank[0][1].notes
     (passed_over,) = [note for note in notes if note.startswith("passed over a checkpoint: ")]
     assert f"{checkpoints_of(invalid).of(20) / 'head.safetensors'} is invalid: " in passed_over
     assert f"; restored {checkpoints_of(invalid).of(10)}, will skip this batch" in notes[notes.index(passed_over) + 1]
-    assert any(
-        note.startswith("step 19: ") and note.endswith("no valid checkpoint to restore: training continues")
-        for note in by_rank[0][2].notes
-    )
 
 
 def test_a_save_in_progress_is_completed_before_nan_ends_the_run(model: Path, tmp_path: Path) -> None:

@@ -69,7 +69,6 @@ def test_training_in_two_parts_is_that_of_whole_backwards(tiny_model: TinyModel,
     whole, split = (
         [
             make_config(tied, tmp_path, stages=2, schedule=schedule),
-            make_config(tied, tmp_path, stages=2, schedule=schedule, recompute="layers"),
             make_config(tied, tmp_path, stages=2, schedule=schedule, tied="dense", dropout_mask="sample"),
             make_config(untied, tmp_path, stages=2, schedule=schedule, dtype="bf16", recompute="layers"),
         ]
