@@ -65,7 +65,7 @@ def rows(*names: str, special: str = "") -> list[Any]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, selected: Callable[[str], set[str]]) -> Runs:
     """The runs of this module, trained, but for rows that are not selected."""
-    left_out = SOAK - selected("model_type") - selected("codec")
+    left_out = SOAK - selected("model_type") - selected("codec") - selected("with_dropout")
     left_out -= {f"{model_type} with dropout" for model_type in selected("with_dropout")}
     runs = Runs(tmp_path_factory.mktemp("typed"))
     for model_type in (each for each in TYPES if each not in left_out):
