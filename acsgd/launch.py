@@ -79,7 +79,9 @@ def run_secret() -> str | None:
 
 _TORCHRUN = """\
 import signal, sys
-former = signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C among the imports ends without a traceback
+former = signal.getsignal(signal.SIGINT)  # ignored, if this process was started in the background
+if former is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C among the imports ends without a traceback
 from torch.distributed.run import main
 signal.signal(signal.SIGINT, former)  # from here on, there is something to clean up
 try:

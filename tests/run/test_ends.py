@@ -352,7 +352,8 @@ def test_an_interrupt_of_torchrun_cleans_up_after_its_imports(
     for path in (package.parent / "__init__.py", package / "__init__.py"):
         path.touch()
     (package / "run.py").write_text(TORCHRUN + lines)  # lines: among the imports
-    start = "from acsgd.launch import start_torchrun; start_torchrun([])"
+    heeded = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # these tests may ignore it
+    start = f"{heeded}; from acsgd.launch import start_torchrun; start_torchrun([])"
     with running([sys.executable, "-c", start], tmp_path) as run:
         assert (run.wait(), run.stdout, run.stderr) == (*ended, "")
 
