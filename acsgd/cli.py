@@ -28,9 +28,9 @@ from acsgd.commands.plan import PlanCommand
 from acsgd.commands.report.command import ReportCommand
 from acsgd.commands.top import TopCommand
 from acsgd.commands.typed import as_typed
+from acsgd.config.ranges import parse_size
 from acsgd.config.run_file import parse_flags
 from acsgd.config.spec import suggest
-from acsgd.config.units import parse_size
 from acsgd.errors import ReportedError
 from acsgd.failures.report import report_startup_error
 from acsgd.failures.signals import build_until_stopped, reporting_stop

@@ -132,31 +132,11 @@ class FetchCommand:
     def _choose(
         self, local: Sequence[ListedSource], running: Sequence[ListedSource], step: int | None
     ) -> tuple[str, str]:
-        """Return name and manifest of the checkpoint to collect. Raises ValueError if none is complete.
-
-        Those of running hosts come first: directories on this host may be of steps that the run has given up.
-        """
+        """Return name and manifest of the checkpoint to collect. Raises ValueError if none is complete."""
         from acsgd.commands.members import DirectoryFetch
-        from acsgd.elastic.host.files import HeldFiles
-        from acsgd.io.checkpoint.directory import CheckpointDirectory
 
-        def listed(sources: Sequence[ListedSource]) -> Counter[tuple[str, str]]:
-            held = [each.listing.directories.items() for each in sources]
-            return Counter((name, files.sha256) for items in held for name, files in items if files.sha256)
-
-        sources, current, counts = [*local, *running], listed(running), listed([*local, *running])
-        names = {name for name, _ in current}
-        name = None if step is None else CheckpointDirectory(Path()).of(step).name
-        if self.best:
-            name = next((each.listing.best for each in (*running, *local) if each.listing.best), None)
-            if name is None:
-                raise ValueError("no host has a best checkpoint: the run has no checkpoint.best, or no evaluation yet")
-        found = [each for each in counts if name in (None, each[0]) and (each in current or each[0] not in names)]
-        if not found:
-            have = ", ".join(sorted({each for each, _ in counts})) or "none"
-            raise ValueError(f"no host has {name or 'a checkpoint'}; checkpoints there: {have}")
-        problems = []
-        for candidate in sorted(found, key=lambda each: (each in current, each[0], counts[each]), reverse=True):
+        sources, problems = [*local, *running], list[str]()
+        for candidate in self._candidates(local, running, step):
             fetched = DirectoryFetch(sources, *candidate)
             try:
                 manifest, _ = fetched.manifest()
@@ -164,17 +144,53 @@ class FetchCommand:
                 problems.append(str(error))
                 continue
             if not (missing := fetched.missing(_files(manifest, has_state=self.state))):
-                if running and candidate not in current:
-                    problems.append(f"no running host has {candidate[0]}: the run may have given up its steps")
-                for each in local:
-                    if each.listing.directories.get(candidate[0], HeldFiles(())).sha256 not in ("", candidate[1]):
-                        problems.append(f"{each.name} has another {candidate[0]}, which is left out")
-                for problem in problems:
+                for problem in (*problems, *_conflicts(candidate, local, running)):
                     print_note(problem)
                 return candidate
             hosts = " and ".join(manifest.hosts.get(missing[0], ())) or "a host that does not answer"
             problems.append(f"{candidate[0]} lacks {len(missing)} files, the first one is {missing[0]} of {hosts}")
         raise ValueError(f"no checkpoint is complete: {'; '.join(problems)}; start these hosts, or give --from")
+
+    def _candidates(
+        self, local: Sequence[ListedSource], running: Sequence[ListedSource], step: int | None
+    ) -> list[tuple[str, str]]:
+        """Return names and manifests of the checkpoints that are asked for, the first choice first.
+
+        Those of running hosts come first: directories on this host may be of steps that the run has given up. Raises
+        ValueError if there are none.
+        """
+        from acsgd.io.checkpoint.directory import CheckpointDirectory
+
+        current, counts = _listed(running), _listed([*local, *running])
+        name = None if step is None else CheckpointDirectory(Path()).of(step).name
+        if self.best:
+            name = next((each.listing.best for each in (*running, *local) if each.listing.best), None)
+            if name is None:
+                raise ValueError("no host has a best checkpoint: the run has no checkpoint.best, or no evaluation yet")
+        names = {each for each, _ in current}
+        found = [each for each in counts if name in (None, each[0]) and (each in current or each[0] not in names)]
+        if not found:
+            have = ", ".join(sorted({each for each, _ in counts})) or "none"
+            raise ValueError(f"no host has {name or 'a checkpoint'}; checkpoints there: {have}")
+        return sorted(found, key=lambda each: (each in current, each[0], counts[each]), reverse=True)
+
+
+def _listed(sources: Sequence[ListedSource]) -> Counter[tuple[str, str]]:
+    """Return how many sources have files of each checkpoint, by name and hash of its manifest."""
+    held = [each.listing.directories.items() for each in sources]
+    return Counter((name, files.sha256) for items in held for name, files in items if files.sha256)
+
+
+def _conflicts(
+    chosen: tuple[str, str], local: Sequence[ListedSource], running: Sequence[ListedSource]
+) -> Iterator[str]:
+    """Yield a sentence on each way in which this host and running hosts differ about the chosen checkpoint."""
+    name, sha256 = chosen
+    if running and chosen not in _listed(running):
+        yield f"no running host has {name}: the run may have given up its steps"
+    for each in local:
+        if any(other[0] == name and other[1] != sha256 for other in _listed([each])):
+            yield f"{each.name} has another {name}, which is left out"
 
 
 def _files(manifest: Manifest, *, has_state: bool) -> list[StoredFile]:

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import tyro
 
 from acsgd.config.options import Config
-from acsgd.config.ranges import COUNT, out_of_range
+from acsgd.config.ranges import COUNT, out_of_range, parse_size
 from acsgd.config.run_file import parse, parse_flags
-from acsgd.config.units import parse_size
 from acsgd.launch import Launch
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class PlanCommand:
             raise ValueError(f"--{error}")
         limit = None if self.memory is None else parse_size(self.memory, option="--memory", example="24GiB")
         config = parse([str(self.run_file), *self.overrides], prog="acsgd plan", is_main=False)
-        planner = Planner(config, self.world or config.pp.stages, self.sequences)
+        planner = MemoryPlanner(config, self.world or config.pp.stages, self.sequences)
         ranks = planner.memory(config)
         needed = [*map(planner.needed, ranks)]
         lacking = limit is not None and max(needed) > limit
@@ -79,7 +78,7 @@ class PlanCommand:
         sys.exit(lacking)
 
 
-class Planner:
+class MemoryPlanner:
     """Plans of a run, and of others that differ in a few options. Each model is traced once per kind of micro-batch."""
 
     def __init__(self, config: Config, world: int, sequences: int | None = None) -> None:

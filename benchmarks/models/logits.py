@@ -3,14 +3,13 @@
     .venv/bin/python -m benchmarks.models.logits [--json runs/benchmarks/logits.json]
 
 GPT-2 of 124 M parameters, 2 x 1024 tokens, fp32, forward and backward of one stage. Both sides alternate in one process
-(common/compare.py); memory is the growth of the resident set of a process of its own for each side, beyond the weights.
+(common/compare.py); memory is the peak of the tensors that a step creates, beyond the weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -29,6 +27,7 @@ from acsgd.layers.composed import ComposedModel
 from acsgd.model_classes import MODEL_CLASSES
 from acsgd.pp.chunked_loss import HeadUse
 from acsgd.pp.stage import MicroBatch, Stage
+from acsgd.run.plan.layer_trace import MemoryTracker
 from acsgd.shards.load import LayerLoader, RandomWeights
 from acsgd.tasks import TASKS
 from benchmarks.common.compare import Comparison, RankRounds, alternate, on_ranks, summarise
@@ -83,12 +82,12 @@ def time_on_rank(rank: int, blocks: int, form: str, rounds: int) -> RankRounds:
 
 
 def memory_on_rank(rank: int, blocks: int, form: str, side: int) -> int:
-    """Return the bytes by which one step of a side exceeds what the process held before."""
+    """Return the peak of the tensors that one step of a side creates, bytes."""
     torch.set_num_threads(1)
     step = steps_of(build(blocks, **FORMS[form]))[side]
-    before = psutil.Process().memory_info().rss
-    step(0)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    with MemoryTracker() as tracker:
+        step(0)
+    return tracker.peak
 
 
 def main() -> None:

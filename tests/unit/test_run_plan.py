@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from acsgd import cli
-from acsgd.commands.plan import GIB, Planner
+from acsgd.commands.plan import GIB, MemoryPlanner
 from acsgd.config.checks import check
 from acsgd.config.options import AdapterConfig, Config, ModelConfig, OptimConfig
 from acsgd.config.run_file import parse, to_toml
@@ -124,7 +124,7 @@ def test_the_state_of_a_mode_is_counted_in_copies_of_the_weights(mode: str, copi
 @pytest.mark.soak
 def test_a_pipeline_keeps_the_micro_batches_that_its_schedule_has_in_flight(tiny_model: Any, tmp_path: Path) -> None:
     config = make_config(tiny_model("llama", **WIDE), tmp_path, stages=3, micro=1)
-    planner, kept = Planner(config, 3), {}
+    planner, kept = MemoryPlanner(config, 3), {}
     for schedule in ("1f1b", "gpipe"):
         kept[schedule] = [
             each.activations for each in planner.memory(replace(config, pp=replace(config.pp, schedule=schedule)))
@@ -167,7 +167,7 @@ def test_memory_is_compared_where_it_is_and_caches_are_counted_if_their_number_i
 ) -> None:
     """Neither the number of steps nor of epochs says how many sequences the data have."""
     config = parse([str(run_file), "--pp.stages", "2", "--pp.forward", "delta:bits=4"], prog="", is_main=False)
-    planner, entry = Planner(config, 2), 32 * 64 * 2
+    planner, entry = MemoryPlanner(config, 2), 32 * 64 * 2
 
     def caches(codec: str, sequences: int | None, steps: int = 8) -> tuple[int, int]:
         planner.sequences = sequences
@@ -197,7 +197,7 @@ def test_memory_is_compared_where_it_is_and_caches_are_counted_if_their_number_i
 
 def test_training_takes_every_run_that_a_plan_proposes(run_file: Path) -> None:
     argv = [str(run_file), "--data.batch", "15", "--pp.micro", "15", "--pp.layers", "3"]
-    variants = [*Planner(parse(argv, prog="", is_main=False), 2)._variants()]
+    variants = [*MemoryPlanner(parse(argv, prog="", is_main=False), 2)._variants()]
     assert [changed.pp.micro for _, changed in variants[::2]] == [15, 5, 1] * 2
     for flags, changed in variants:
         typed = parse([*argv, *(word for flag in flags for word in flag.split())], prog="", is_main=False)

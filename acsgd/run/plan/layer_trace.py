@@ -1,4 +1,4 @@
-"""Memory and arithmetic of each layer of a model in training, traced on fake tensors: no weights, no arithmetic.
+"""Memory of each layer of a model in training, traced on fake tensors: no weights, no arithmetic.
 
 The code that trains is what runs, so that all of it is counted: recomputation, adapters, the loss. Of equal layers
 that follow each other, two are run.
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from acsgd.dp.sync import SingleReplicaSync
@@ -32,16 +31,6 @@ from acsgd.tasks.base import Task
 
 
 @dataclass(frozen=True)
-class Work:
-    """Arithmetic and memory traffic of the forward or the backward of a layer."""
-
-    flops: int = 0
-    """Floating-point operations of the matrix products."""
-    nbytes: int = 0
-    """Bytes of the outputs of all operations."""
-
-
-@dataclass(frozen=True)
 class LayerTrace:
     """What one micro-batch needs in a layer, bytes, besides weights and their gradients."""
 
@@ -53,8 +42,6 @@ class LayerTrace:
     """Largest memory in backward, beyond that before it."""
     first_backward_peak: int
     """The same in the first backward of a step, which makes the gradients of the weights."""
-    forward: Work
-    backward: Work
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -69,21 +56,17 @@ class MemoryTracker(TorchDispatchMode):
         """Bytes of the storages that exist."""
         self.peak = 0
         """Largest value of `now` so far, or since it was set."""
-        self.written = 0
-        """Bytes of the outputs of all operations so far."""
         self._known = weakref.WeakSet[Any]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
-                self._add(tensor, is_view=func.is_view)
+                self._add(tensor)
         return out
 
-    def _add(self, tensor: Tensor, *, is_view: bool) -> None:
+    def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if not is_view:
-            self.written += tensor.nbytes
         if storage in self._known:
             return
         nbytes = storage.nbytes()
@@ -103,10 +86,9 @@ class _Segment(NamedTuple):
     """By how many bytes the memory is larger at the end."""
     peak: int
     """Largest memory, beyond that at the start."""
-    work: Work
 
 
-NOTHING = _Segment(0, 0, Work())
+NOTHING = _Segment(0, 0)
 """Of a layer without a backward."""
 
 
@@ -115,33 +97,18 @@ class _Recorder(MemoryTracker):
 
     def __init__(self) -> None:
         super().__init__()
-        self._flops = FlopCounterMode(display=False)
-        self._start, self._before = 0, Work()
+        self._start = 0
 
     def __enter__(self) -> Self:
-        self._flops.__enter__()
         super().__enter__()
-        self._start, self._before = self.now, self._work()
-        self.peak = self.now
+        self._start = self.peak = self.now
         return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._flops.__exit__(*error)
 
     def end_segment(self) -> _Segment:
         """Return what was counted since the last segment or the start, and start another."""
-        work = self._work()
-        segment = _Segment(
-            self.now - self._start,
-            self.peak - self._start,
-            Work(work.flops - self._before.flops, work.nbytes - self._before.nbytes),
-        )
-        self._start, self._before, self.peak = self.now, work, self.now
+        segment = _Segment(self.now - self._start, self.peak - self._start)
+        self._start = self.peak = self.now
         return segment
-
-    def _work(self) -> Work:
-        return Work(self._flops.get_total_flops(), self.written)
 
 
 class _RecordingModel(ComposedModel):
@@ -154,6 +121,7 @@ class _RecordingModel(ComposedModel):
         """Segments by the index of the layer."""
         self.backward: dict[int, _Segment] = {}
         self._layer: int | None = None
+        self._first_trained = layers.first_trained
 
     def call(self, index: int, state: State, inputs: Inputs, context: Context) -> State:
         self._enter(index, state)
@@ -163,7 +131,26 @@ class _RecordingModel(ComposedModel):
         self._enter(len(self.layers) - 1, state)
         return super().call_to_head(state, inputs)
 
-    def end_forward(self) -> None:
+    def run_two(
+        self, stage: Stage, batch: Inputs, labels: Tensor, sequences: int
+    ) -> list[tuple[dict[int, _Segment], dict[int, _Segment]]]:
+        """Run forward and backward of the first two micro-batches of a step; return the segments of each.
+
+        stage: whose layers this model runs.
+        """
+        stage.sync.begin_step(0)
+        passes = []
+        for micro in range(2):
+            self.forward, self.backward = {}, {}
+            with self.recorder:
+                stage.forward(MicroBatch(0, micro, micro, tuple(range(sequences))), batch, {}, labels)
+                self._end_forward()
+                stage.backward(micro, None, last=True)
+                self.backward[self._first_trained] = self.recorder.end_segment()
+            passes.append((self.forward, self.backward))
+        return passes
+
+    def _end_forward(self) -> None:
         """End the segment of the last layer."""
         assert self._layer is not None
         self.forward[self._layer] = self.recorder.end_segment()
@@ -215,37 +202,26 @@ def trace_layers(
         batch = probe_batch(model, inputs, sizes, known)
         labels = torch.zeros([sizes[size] for size in task.model_class.labels], dtype=torch.long)
         loaded = [LoadedLayer(layers.layers[index], [], {}, {}) for index in runs]
-        weights = _weights(model, layers, loaded, dtype)
         stage = Stage(
             composed,
             task,
             loaded,
-            SingleReplicaSync(weights),
+            SingleReplicaSync(_weights(model, layers, loaded, dtype)),
             targets=1,
             seed=0,
             label_smoothing=label_smoothing,
             recompute=recompute,
             first_trained=layers.first_trained,
         )
-        stage.sync.begin_step(0)
-        passes = []
-        for micro in range(2):
-            composed.forward, composed.backward = {}, {}
-            with composed.recorder:
-                stage.forward(MicroBatch(0, micro, micro, tuple(range(sizes[BATCH]))), batch, {}, labels)
-                composed.end_forward()
-                stage.backward(micro, None, last=True)
-                composed.backward[layers.first_trained] = composed.recorder.end_segment()
-            passes.append((composed.forward, composed.backward))
+        (_, first), (forward, backward) = composed.run_two(stage, batch, labels, sizes[BATCH])
     restore_generators(generators)
-    (_, first), (forward, backward) = passes
     traces: list[LayerTrace] = []
     for index in range(len(kinds)):
         if index in same:
             traces.append(traces[-1])
             continue
         ahead, back, earlier = forward[index], backward.get(index, NOTHING), first.get(index, NOTHING)
-        traces.append(LayerTrace(ahead.grown, ahead.peak, back.peak, earlier.peak, ahead.work, back.work))
+        traces.append(LayerTrace(ahead.grown, ahead.peak, back.peak, earlier.peak))
     return traces
 
 

@@ -167,6 +167,29 @@ class _Peak:
         return self.activations + self.logits + self.gradients
 
 
+class _StepMemory:
+    """Memory during the forwards and backwards of a step, bytes. last: index of the layer that makes the logits."""
+
+    def __init__(self, last: int, gradients: int) -> None:
+        self._last = last
+        self.activations = self.logits = 0
+        self.gradients = gradients
+        self.peak = _Peak()
+
+    def keep(self, layer: int, nbytes: int) -> None:
+        """Add what a layer keeps for its backward, or remove it."""
+        if layer == self._last:
+            self.logits += nbytes
+        else:
+            self.activations += nbytes
+
+    def reach(self, layer: int, nbytes: int) -> None:
+        """Note the largest memory of a layer while it runs, beyond what is there."""
+        is_head = layer == self._last
+        now = _Peak(self.activations + nbytes * (not is_head), self.logits + nbytes * is_head, self.gradients)
+        self.peak = max(self.peak, now, key=lambda each: each.total)
+
+
 class _RankPlan:
     """The memory of one rank."""
 
@@ -214,51 +237,43 @@ class _RankPlan:
 
     def _walk(self, update: UpdateMemory) -> _Peak:
         """Follow the program of a step."""
-        peak, activations, logits = _Peak(), 0, 0
-        gradients = self._weights.count.gradient_bytes if update.has_buckets else 0
+        memory = _StepMemory(self._last, self._weights.count.gradient_bytes if update.has_buckets else 0)
         started = set[int]()
         """Stages whose gradients exist."""
         for action in self._actions:
             if not action.is_compute:
                 continue
-            span, is_first = self._partition.layout.spans[action.stage], action.stage not in started
-            layers = range(*span)
-            trains = span.last > self._partition.model.description.first_trained
-            kept_before = activations, logits
             if action.operation.phase == "forward":
-                activations += self._entering_bytes(span.first)
-                for layer in layers:
-                    trace, is_head = self._traced.layers[layer], layer == self._last
-                    now = trace.forward_peak + self._traced.dequantized[layer]
-                    peak = max(
-                        peak,
-                        _Peak(activations + now * (not is_head), logits + now * is_head, gradients),
-                        key=lambda each: each.total,
-                    )
-                    activations += trace.kept * (not is_head)
-                    logits += trace.kept * is_head
-                if not trains:
-                    activations, logits = kept_before
+                self._run_forward(action, memory)
                 continue
-            for layer in reversed(layers):
-                trace, is_head = self._traced.layers[layer], layer == self._last
-                creates = is_first and not update.has_buckets
-                now = trace.first_backward_peak if creates else trace.backward_peak
-                now += self._traced.dequantized[layer] + self._entering_bytes(layer + 1)
-                peak = max(
-                    peak,
-                    _Peak(activations + now * (not is_head), logits + now * is_head, gradients),
-                    key=lambda each: each.total,
-                )
-                if action.operation.completes:
-                    activations -= trace.kept * (not is_head)
-                    logits -= trace.kept * is_head
-                if creates:
-                    gradients += self._gradient_bytes(action.stage, layer)
+            creates = action.stage not in started and not update.has_buckets
+            self._run_backward(action, memory, creates_gradients=creates)
             started.add(action.stage)
+        return memory.peak
+
+    def _run_forward(self, action: Action, memory: _StepMemory) -> None:
+        span = self._partition.layout.spans[action.stage]
+        before = memory.activations, memory.logits
+        memory.activations += self._entering_bytes(span.first)
+        for layer in range(*span):
+            trace = self._traced.layers[layer]
+            memory.reach(layer, trace.forward_peak + self._traced.dequantized[layer])
+            memory.keep(layer, trace.kept)
+        if span.last <= self._partition.model.description.first_trained:  # without a backward
+            memory.activations, memory.logits = before
+
+    def _run_backward(self, action: Action, memory: _StepMemory, *, creates_gradients: bool) -> None:
+        span = self._partition.layout.spans[action.stage]
+        for layer in reversed(range(*span)):
+            trace = self._traced.layers[layer]
+            needed = trace.first_backward_peak if creates_gradients else trace.backward_peak
+            memory.reach(layer, needed + self._traced.dequantized[layer] + self._entering_bytes(layer + 1))
             if action.operation.completes:
-                activations -= self._entering_bytes(span.first)
-        return peak
+                memory.keep(layer, -trace.kept)
+            if creates_gradients:
+                memory.gradients += self._gradient_bytes(action.stage, layer)
+        if action.operation.completes:
+            memory.activations -= self._entering_bytes(span.first)
 
     def _entering_bytes(self, layer: int) -> int:
         """Return the bytes of the tensors that enter a layer, of a micro-batch."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from acsgd.adapters.inject import build_adapted, with_adapter
 from acsgd.codecs.identity import DTYPES
 from acsgd.config.adapters import Adapter, parse_adapter
-from acsgd.config.options import Config
+from acsgd.config.options import Config, ModelConfig
 from acsgd.launch import Launch
 from acsgd.layers.description import LayerSpec, ModelLayers
 from acsgd.layers.quantize import QuantizedFormat, least_bytes
@@ -23,7 +23,7 @@ from acsgd.run.plan.layers_cache import LayersCache
 from acsgd.run.plan.limits import ParameterCount, check_memory, check_sequence
 from acsgd.shards.config import derive_layers, longest_sequence
 from acsgd.shards.generation import set_special_tokens
-from acsgd.shards.hub import find_tokenizer, open_model
+from acsgd.shards.hub import FoundModel, find_tokenizer, open_model
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import Streams
 from acsgd.tasks import find_task
@@ -114,17 +114,7 @@ def _describe(
         has_adapter=has_adapter,
         config_only=config_only,
     )
-    tokenizer = found.directory
-    if config.model.tokenizer is not None and not config_only:
-        tokenizer = find_tokenizer(config.model.tokenizer)
-    if tokenizer != found.directory:
-        loaded = load_tokenizer(tokenizer, found.config, found.directory)
-        if loaded.pad_token is None and config.model.task != "lm":  # whose rows are padded
-            raise ValueError(
-                f"the tokenizer in {tokenizer} has no pad_token, which model.task={config.model.task} needs; set "
-                '"pad_token" in its tokenizer_config.json'
-            )
-        set_special_tokens(found.config, loaded)
+    tokenizer = found.directory if config_only else _find_tokenizer(config.model, found)
     check_sequence(config.data.sequence, longest_sequence(found.config))
     has_frozen = config.model.freeze is not None or config.adapter.spec is not None
     quantization = None if config.model.quantize == "none" else config.model.quantize
@@ -153,6 +143,20 @@ def _describe(
         quantization,
         is_verified=found.layers is not None,
     )
+
+
+def _find_tokenizer(options: ModelConfig, found: FoundModel) -> Path:
+    """Return the directory of the tokenizer. The model's config gets the special tokens of one from elsewhere."""
+    if options.tokenizer is None or (tokenizer := find_tokenizer(options.tokenizer)) == found.directory:
+        return found.directory
+    loaded = load_tokenizer(tokenizer, found.config, found.directory)
+    if loaded.pad_token is None and options.task != "lm":  # whose rows are padded
+        raise ValueError(
+            f"the tokenizer in {tokenizer} has no pad_token, which model.task={options.task} needs; set "
+            '"pad_token" in its tokenizer_config.json'
+        )
+    set_special_tokens(found.config, loaded)
+    return tokenizer
 
 
 def _least_count(parameters: int, quantization: QuantizedFormat | None, *, has_frozen: bool) -> ParameterCount:
