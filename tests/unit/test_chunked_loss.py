@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import nan
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, PreTrainedConfig
 
 from acsgd.layers.description import Head
+from acsgd.pp import Action, Op
 from acsgd.pp.chunked_loss import CHUNK, HeadUse, chunked_loss
+from acsgd.pp.nan_probe import NaNProbe
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.tasks import TASKS
 
@@ -120,6 +123,24 @@ def test_sums_over_chunks_neither_overflow_before_they_are_scaled_nor_share_memo
     total = chunked_loss(loss, hidden, torch.zeros(1, 100), LENGTH, weights, value_only=False)
     (total * 2.0**-10).backward()
     assert [weight.grad for weight in weights] == [100_000 * 2.0**-10] * 2
+
+
+def test_finding_out_what_a_head_uses_draws_no_random_numbers() -> None:
+    head = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(4, VOCABULARY))
+    before = torch.get_rng_state()
+    use = HeadUse.of(head, torch.ones(2, 3, 4))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (use.classes, {*use.weights}) == (VOCABULARY, {*head.parameters()})
+
+
+def test_a_gradient_that_is_not_finite_belongs_to_the_backward() -> None:
+    (stage,) = build_stages(config_of("llama"), [range(8)])
+    head = stage.composed.model.get_submodule("lm_head")
+    head.register_forward_hook(lambda module, inputs, output: output.register_hook(lambda grad: grad * nan) and None)
+    with NaNProbe({0: stage}, [0]) as probe, probe.during(Action(Op.F, 0, 0)), chunks_of(LENGTH):
+        stage.forward(MICRO, {"input_ids": TOKENS}, {}, TOKENS)
+    assert probe.first is not None
+    assert (probe.first.phase, probe.first.tensor) == ("backward", "gradient of the output of lm_head")
 
 
 def test_a_loss_of_another_kind_is_computed_of_all_positions() -> None:

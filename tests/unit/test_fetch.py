@@ -114,7 +114,9 @@ def test_a_host_completes_its_own_part_in_place(
     assert commands.acsgd("convert", "to-hf", parts[0] / STEP, tmp_path / "hf")[0] == 0
 
 
-def test_running_hosts_decide_which_checkpoints_count(invitation: Path, whole: Path, tmp_path: Path) -> None:
+def test_running_hosts_decide_which_checkpoints_count(
+    invitation: Path, parts: list[Path], whole: Path, tmp_path: Path
+) -> None:
     """Not a directory that is left from steps that the run has given up."""
     run, last = tmp_path / "member/run/checkpoints", "step-00000003"
     shutil.copytree(whole, run, symlinks=True)
@@ -131,6 +133,10 @@ def test_running_hosts_decide_which_checkpoints_count(invitation: Path, whole: P
     assert_equal(tmp_path / "best", whole / best)
     code, printed = commands.acsgd("fetch", invitation, "--step", 3, "--to", tmp_path / "last")
     assert (code, f"no running host has {last}: the run may have given up its steps" in printed) == (0, True)
+    for part in parts:
+        (part / STEP / "head.safetensors").unlink(missing_ok=True)
+    code, printed = commands.acsgd("fetch", invitation, "--step", 2, "--to", tmp_path / "theirs")
+    assert (code, f"no checkpoint is complete: {STEP} lacks 1 files" in printed) == (2, True)
 
 
 def test_hosts_that_have_ended_are_read_from_their_directories(parts: list[Path], whole: Path, tmp_path: Path) -> None:

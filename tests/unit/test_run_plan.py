@@ -81,6 +81,17 @@ def test_a_plan_predicts_the_memory_of_a_run(
     assert planned.total == pytest.approx(measured(config), rel=0.05)
 
 
+def test_logits_are_those_of_the_last_layer_alone(tiny_model: Any, tmp_path: Path) -> None:
+    config = make_config(tiny_model("llama", **WIDE, vocab_size=8192), tmp_path, micro=2)
+    job = prepare(config, Launch())
+    traced, logits = trace_model(job), 2 * config.data.sequence * 8192 * 4
+    _, *blocks, head = traced.layers
+    assert head.forward_peak > logits
+    assert max(max(each.forward_peak, each.backward_peak) for each in blocks) < logits
+    [planned] = plan_memory(job, traced)
+    assert planned.activations < logits < planned.logits
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_declared_state_of_an_optimizer_is_what_it_allocates(name: str) -> None:
     if name == "adamw8bit":

@@ -4,12 +4,15 @@ participants report and act without any other file that knows them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lib.saved import SMALL, small_run, train_alone
 
 from acsgd.comm.waits import DIRECT, Meter
 from acsgd.errors import RunError
@@ -21,7 +24,7 @@ from acsgd.run.session import Session, StepResult
 from acsgd.run.step.checkpointing import FAILED_SAVE, SAVE
 from acsgd.run.step.hooks import LoopState, StepHook, StepHooks
 from acsgd.run.step.run import STOP
-from acsgd.run.step.spikes import SKIP
+from acsgd.run.step.spikes import SKIP, SpikeGuard
 from acsgd.tasks import find_task
 from acsgd.topology import Topology
 
@@ -181,6 +184,18 @@ def test_a_participant_reports_its_fields_and_acts_by_those_of_all_ranks() -> No
     hooks.before_next(state)
     hooks.at_end(state)
     assert jury.calls == ["after log", "return to 2", "after log", "before next", "end"]
+
+
+def test_a_run_that_a_participant_has_ended_says_why(
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(SpikeGuard, "after_step", lambda _, state: state.end("all are guilty"))
+    config = small_run(tiny_model("gpt2", **SMALL), tmp_path / "run", steps=3, every="100")
+    checkpoints = train_alone(dataclasses.replace(config, log=dataclasses.replace(config.log, to="print,jsonl")))
+    assert f"\nended after step 1 of 3: all are guilty; {checkpoints / 'step-00000001'}\n" in capsys.readouterr().out
 
 
 def test_a_field_has_one_owner_that_declares_it() -> None:

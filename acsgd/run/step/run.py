@@ -50,7 +50,7 @@ class StopOnSignal(StepHook):
 
     def after_step(self, state: LoopState) -> None:
         assert state.summary is not None
-        state.is_stopped = state.summary[self._stops]
+        state.is_stopped |= state.summary[self._stops]
 
 
 class Evaluations(StepHook):
