@@ -62,7 +62,10 @@ def measured(config: Config) -> int:
     ("model", "options"),
     [
         pytest.param({"dtype": "bf16"}, {"optim": "muon"}, marks=pytest.mark.soak),
-        pytest.param({"dtype": "bf16"}, {"adapter": "lora:r=8"}, marks=pytest.mark.soak),
+        *(pytest.param({}, {"optim": name}, marks=pytest.mark.soak) for name in OPTIMIZERS),
+        *(pytest.param({"dtype": each}, {"adapter": "lora:r=8"}, marks=pytest.mark.soak) for each in ("fp32", "bf16")),
+        pytest.param({"freeze": "*.layers.0.*"}, {}, marks=pytest.mark.soak),
+        pytest.param({"dtype": "bf16", "recompute": "layers"}, {"micro": 3}, marks=pytest.mark.soak),
         ({"recompute": "layers"}, {"micro": 6}),
     ],
 )

@@ -15,7 +15,7 @@ from acsgd.metrics import EVAL_LOSS, METRICS
 MAX_POINTS = 2000
 """Number of points of a curve; of a longer run, each is the mean of several steps."""
 MAX_CURVES = 10
-"""Number of curves that can be told apart."""
+"""Largest number of curves whose colours differ clearly."""
 MEGA = 1e-6
 
 Values = Sequence[float | None]

@@ -113,7 +113,7 @@ class StateSender(_End):
     def limit(self, rate: float, nbytes: float = math.inf, slow_rate: float = math.inf) -> None:
         """Send from now on `nbytes` at no more than `rate` bytes per second, and those after them at `slow_rate`.
 
-        Nothing stops: the step that calls this again may wait for what is sent.
+        Sending goes on after `nbytes`, since the training step after which this is called again may wait for a message.
         """
         with self._changed:
             self._rate, self._slow_rate, self._fast_bytes = rate, min(rate, slow_rate), nbytes

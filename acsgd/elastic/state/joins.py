@@ -77,7 +77,7 @@ class StateSource:
             sender.close()
 
     def _limit(self) -> None:
-        """Limit what is sent in the next step so that it delays this by no more than elastic.join_budget.
+        """Limit what is sent during the next step so that it delays the step by at most elastic.join_budget.
 
         If all of its messages wait for the link, that is the time for which state takes the link. A longer step is
         delayed by a tenth.
