@@ -7,9 +7,10 @@ import hashlib
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import combinations
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from acsgd.comm.addresses import default_is_loopback, find_interface, join_address
 from acsgd.comm.liveness import PeerWatch, heartbeat_interval_s
-from acsgd.comm.process_groups import GLOO, MARGIN_S, Group, ProcessGroups, VirtualHost
+from acsgd.comm.process_groups import GLOO, MARGIN_S, Communicator, Group, OrderedTransport, ProcessGroups, VirtualHost
 from acsgd.comm.store import StoreClient, call_in_thread
 from acsgd.comm.waits import DIRECT, Waits
 from acsgd.errors import ConnectError, RunError, reason
@@ -61,6 +62,30 @@ class Groups:
     def dp(self) -> Group:
         """The ranks of all replicas that hold the same stages."""
         return self.by_axis["replica"]
+
+    def with_transport(
+        self, transport: OrderedTransport, device: torch.device, uses: Callable[[Axis, Sequence[int]], bool]
+    ) -> Groups:
+        """Return the groups with a transport for what travels along the axes besides control messages.
+
+        Along "pipeline" these are the messages between stages, along "replica" exact sums of gradients. device: of
+        their tensors. uses: whether some ranks along an axis use the transport, the same on all ranks. All ranks call
+        this together.
+        """
+
+        def open_between(name: str, ranks: Sequence[int]) -> Communicator | None:
+            return self._opened.open_communicator(transport, name, ranks) if uses("pipeline", ranks) else None
+
+        by_axis = dict(self.by_axis)
+        if any(uses("pipeline", pair) for pair in combinations(self.pp.ranks, 2)):
+            by_axis["pipeline"] = replace(self.pp, open_communicator=open_between)
+        if self.dp.size() > 1 and uses("replica", self.dp.ranks):
+            name = "replicas/" + "-".join(map(str, self.dp.ranks))
+            reductions = self._opened.open_communicator(transport, name, self.dp.ranks)
+            with collective_errors("connecting the replicas", self.dp):  # NCCL connects with the first operation
+                self.waits.wait(reductions.all_reduce(torch.zeros(1, device=device)))
+            by_axis["replica"] = replace(self.dp, reductions=reductions)
+        return replace(self, by_axis=by_axis)
 
     def publish_ports(self) -> None:
         """In a run with a mesh, let the other hosts open ports that this process has opened, and wait for that."""
@@ -150,7 +175,7 @@ class Groups:
         An operation that is posted afterwards may also fail as if its peer had ended.
         """
         self.waits.interrupt(reason)
-        self._opened.connections.shut_down()  # which direct waits do not
+        self._opened.interrupt()  # which direct waits do not
 
     def abort(self, reason: str) -> None:
         """Interrupt, and drop the groups, without waiting for any rank; `connect` may then form new ones.
@@ -229,7 +254,7 @@ def connect(
     """
     rank, timeout_s = topology.rank, timeout.total_seconds()
     opened = ProcessGroups(store, waits, rank, timeout, host)
-    waits.on_interrupt(opened.connections.shut_down)
+    waits.on_interrupt(opened.interrupt)
     lines = [line for axis in topology.sizes for line in topology.lines(axis)]
     try:
         with _connection_errors(rank, topology.world_size, timeout_s):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch import Tensor
 from acsgd.comm.connections import GlooConnections
 from acsgd.comm.liveness import Heartbeat, heartbeat_interval_s
 from acsgd.comm.store import CallThread, StoreClient
-from acsgd.comm.waits import SLICE_S, Waits, Work
+from acsgd.comm.waits import SLICE_S, DeviceWork, Waits, Work
 from acsgd.errors import ConnectError
 
 T = TypeVar("T")
@@ -43,6 +43,70 @@ class Transport(NamedTuple):
     """Name in torch.distributed."""
     device: torch.device
     """Device of the tensors that are sent and received."""
+
+
+class Backend(Protocol):
+    """The methods of torch's backends that a communicator uses. Ranks are positions among its ranks."""
+
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Work: ...  # noqa: N803  # torch's names
+
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Work: ...  # noqa: N803
+
+    def allreduce(self, tensors: list[Tensor]) -> Work: ...
+
+    def abort(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+class OrderedTransport(NamedTuple):
+    """What carries tensors of a device in the order of issue, such as NCCL.
+
+    There are no tags: each communicator performs its operations one after another, and those of its ranks must
+    match. A send may last until its receive, and all that is issued after it with it.
+    """
+
+    name: str
+    open: Callable[[dist.Store, int, int, timedelta], Backend]
+    """Opens a communicator. Takes a store of its own, the position of this rank, the number of ranks and the timeout of
+    operations."""
+
+
+def _open_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Backend:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)  # type: ignore[return-value]  # torch's stubs lack send
+
+
+NCCL = OrderedTransport("nccl", _open_nccl)
+
+
+class Communicator:
+    """Ranks whose operations on device tensors run in the order of issue; see `OrderedTransport`."""
+
+    def __init__(self, backend: Backend, ranks: Sequence[int]) -> None:
+        self._backend = backend
+        self._ranks = ranks
+
+    def isend(self, tensor: Tensor, rank: int) -> Work:
+        """Start to send a tensor to a global rank, after the work of the current stream."""
+        return DeviceWork(self._backend.send([tensor], self._ranks.index(rank), 0))
+
+    def irecv(self, buffer: Tensor, rank: int) -> Work:
+        """Start to receive a tensor, which has as many bytes as the buffer, from a global rank."""
+        return DeviceWork(self._backend.recv([buffer], self._ranks.index(rank), 0))
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Start to sum a tensor of each member, in place, after the work of the current stream."""
+        return DeviceWork(self._backend.allreduce([tensor]))
+
+    def abort(self) -> None:
+        """End all operations, now and for good, without the other ranks."""
+        self._backend.abort()
+
+    def close(self) -> None:
+        """Close it; no operation is in progress."""
+        self._backend.shutdown()
 
 
 GLOO = Transport("gloo", torch.device("cpu"))
@@ -106,6 +170,11 @@ class Group:
 
     process_group: dist.ProcessGroup
     transport: Transport
+    open_communicator: Callable[[str, Sequence[int]], Communicator | None] | None = None
+    """Opens a communicator of some of the ranks, together with them, for messages between stages; takes a name that is
+    its own. Returns None for ranks between which these travel over gloo. None = they do so between all."""
+    reductions: Communicator | None = None
+    """Sums gradients on the device. None = `all_reduce` does."""
 
     @property
     def device(self) -> torch.device:
@@ -163,6 +232,11 @@ class ProcessGroups:
         self._host = host
         self._heartbeat: Heartbeat | None = None
         self._groups: list[dist.ProcessGroup] = []
+        self._communicators: list[Communicator] = []
+        self._are_aborted = False
+        """Whether no communicator can be used any more."""
+        self._lock = threading.Lock()
+        """Guards the communicators, which another thread may abort."""
         self._is_open = False
 
     def open(self, world_size: int, members: Sequence[list[int]], transport: Transport) -> tuple[str, list[Group]]:
@@ -208,6 +282,28 @@ class ProcessGroups:
         self._heartbeat = Heartbeat(self.client, rank, heartbeat_interval_s(self._timeout.total_seconds()))
         return run_id, [Group(each, transport) for each in self._groups]
 
+    def open_communicator(self, transport: OrderedTransport, name: str, ranks: Sequence[int]) -> Communicator:
+        """Open a communicator, together with its other ranks. name: given to no other one of this run."""
+        store = dist.PrefixStore(f"{transport.name}/{name}", self._store)
+        communicator = Communicator(transport.open(store, ranks.index(self._rank), len(ranks), self._timeout), ranks)
+        with self._lock:
+            self._communicators.append(communicator)
+            is_late = self._are_aborted
+        if is_late:
+            communicator.abort()
+        return communicator
+
+    def interrupt(self) -> None:
+        """Shut down the connections, and abort the communicators, so that all waits of this rank end. From any thread.
+
+        Does nothing after `close`.
+        """
+        self.connections.shut_down()
+        with self._lock:
+            communicators, self._communicators, self._are_aborted = self._communicators, [], True
+        for communicator in communicators:
+            communicator.abort()
+
     def publish_ports(self) -> None:
         """As `Groups.publish_ports`."""
         if self._host is not None:
@@ -215,6 +311,10 @@ class ProcessGroups:
 
     def close(self) -> None:
         """Close the groups, which are not in use any more."""
+        with self._lock:
+            communicators, self._communicators = self._communicators, []
+        for communicator in communicators:
+            communicator.close()
         self.connections.close()
         if self._is_open:
             self._is_open = False
@@ -224,8 +324,8 @@ class ProcessGroups:
         self._thread.close()
 
     def abort(self) -> None:
-        """Shut down the connections, and drop the groups as far as they are open, without waiting for other ranks."""
-        self.connections.shut_down()
+        """Interrupt, and drop the groups as far as they are open, without waiting for other ranks."""
+        self.interrupt()
         self.connections.close()
         if self._is_open:
             self._is_open = False

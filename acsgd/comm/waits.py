@@ -24,6 +24,19 @@ class Work(Protocol):
         ...
 
 
+class DeviceWork:
+    """Handle of an operation of a `Communicator`, in the order of the work of its device.
+
+    `wait` lets later work of the calling thread's stream follow the operation: on a GPU, it returns at once.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def wait(self) -> bool:
+        return self._work.wait()
+
+
 class Waits(Protocol):
     """All waits of one rank for others, from one connect to its end. May be used by several threads."""
 
@@ -108,6 +121,9 @@ class InterruptibleWaits:
 
     def wait(self, work: Work) -> None:
         thread = threading.get_ident()
+        if isinstance(work, DeviceWork):
+            self._wait_in_thread(thread, work)
+            return
         helper = self._helpers.get(thread) or self._helpers.setdefault(thread, _Helper())
         self._check()  # after the helper is in the table, where `interrupt` finds it
         self._note(thread, is_waiting=True)
@@ -117,6 +133,19 @@ class InterruptibleWaits:
             del self._helpers[thread]  # a signal handler's exception leaves it in the middle of a wait
             helper.close()
             self._check()  # the interrupt comes first: it breaks connections, and so makes operations fail
+            raise
+        finally:
+            self._note(thread, is_waiting=False)
+        self._check()
+
+    def _wait_in_thread(self, thread: int, work: DeviceWork) -> None:
+        """Wait in the thread whose stream is meant. An interrupt aborts the communicators, which ends the wait."""
+        self._check()
+        self._note(thread, is_waiting=True)
+        try:
+            work.wait()
+        except RuntimeError:
+            self._check()
             raise
         finally:
             self._note(thread, is_waiting=False)

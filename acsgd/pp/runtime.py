@@ -20,8 +20,8 @@ from acsgd.pp.schedules.programs import StepActions
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.pp.tied.ties import Ties
 from acsgd.pp.wire.coder import CodecChoice, CodecIndices, TransferInfo
-from acsgd.pp.wire.link import Link
-from acsgd.pp.wire.mailbox import Outbox
+from acsgd.pp.wire.device_mailbox import DeviceInbox, check_received
+from acsgd.pp.wire.link import AnyOutbox, Link
 
 Handler = Callable[[Action], None]
 Handlers = Mapping[Op, Handler]
@@ -108,6 +108,7 @@ class Pipeline:
             self._execute(actions, self._evaluation, batch, step, self._codecs.of_evaluation(), use_caches=False)
             with self._naming(Action(Op.F, min(self._stages))):
                 self._drain()
+                self._check_received()
         predictions = [prediction.cpu() for _, prediction in sorted(self._predictions.items())]
         return Evaluated(self._total_loss(), torch.stack(predictions) if predictions else None)
 
@@ -276,11 +277,16 @@ class Pipeline:
     def _send(self, action: Action) -> None:
         route = action.operation.route
         assert route is not None
-        info = self._transfers[action.micro]._replace(codec=self._codec_of[route])
-        self._links[action.boundary].send(info, self._outputs.pop((route, action.stage, action.micro)))
+        self._links[action.boundary].send(self._info(action), self._outputs.pop((route, action.stage, action.micro)))
+
+    def _info(self, message: Action) -> TransferInfo:
+        """Return what both ends know about a message."""
+        route = message.operation.route
+        assert route is not None
+        return self._transfers[message.micro]._replace(codec=self._codec_of[route])
 
     def _post_receive(self, action: Action) -> None:
-        self._links[action.boundary].inbox.post()
+        self._links[action.boundary].post(self._info(action))
 
     def _reduce(self, action: Action) -> None:
         self._stages[action.stage].reduce()
@@ -300,9 +306,10 @@ class Pipeline:
                 stage.sync.wait()
         with self._naming(Action(Op.R, min(self._stages))):
             self._ties.sum_copies(self._step)
+            self._check_received()
 
     @property
-    def _outboxes(self) -> list[Outbox]:
+    def _outboxes(self) -> list[AnyOutbox]:
         """Sending ends of all channels of this rank."""
         return [link.outbox for link in self._links.values()] + self._ties.outboxes
 
@@ -314,6 +321,11 @@ class Pipeline:
     def _drain(self) -> None:
         for outbox in self._outboxes:
             outbox.drain()
+
+    def _check_received(self) -> None:
+        """Check the messages that stayed on the device, of which no header was read so far."""
+        inboxes = [link.inbox for link in self._links.values()] + self._ties.inboxes
+        check_received(inbox for inbox in inboxes if isinstance(inbox, DeviceInbox))
 
     def _total_loss(self) -> Tensor:
         return sum((loss.double().cpu() for loss in self._losses), start=torch.zeros((), dtype=torch.float64))

@@ -191,7 +191,7 @@ def test_reserved_names_are_used_only_where_allowed(name: str) -> None:
 
 # Calls without arguments of a method `wait`, which are no waits for an operation of torch, by file.
 OTHER_WAITS = {
-    "acsgd.comm.waits": {"work"},
+    "acsgd.comm.waits": {"work", "self._work"},
     "acsgd.run.plan.dry_run": {"sync"},
     "acsgd.dp.exchange.following": {"self._sync"},
     "acsgd.dp.exchange.local_weights": {"self._exact"},

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from acsgd.pp.wire.coder import TensorSpec, TransferInfo
-from acsgd.pp.wire.link import LinkFactory
-from acsgd.pp.wire.mailbox import Inbox, Outbox
+from acsgd.pp.wire.link import AnyInbox, AnyOutbox, LinkFactory
 from acsgd.shards.weights import Weight
 
 
@@ -32,20 +31,21 @@ class TiedGroup:
         self._links = {peer: factory.open_tie(number, spec, peer=peer) for peer in ranks if peer != rank}
 
     @property
-    def outboxes(self) -> list[Outbox]:
+    def outboxes(self) -> list[AnyOutbox]:
         """Sending ends of all channels."""
         return [outbox for outbox, _ in self._links.values()]
 
     @property
-    def inboxes(self) -> list[Inbox]:
+    def inboxes(self) -> list[AnyInbox]:
         """Receiving ends of all channels."""
         return [inbox for _, inbox in self._links.values()]
 
     def send(self, step: int) -> None:
         """Send the gradient of this copy to the other ranks."""
+        info = TransferInfo(step, 0)
         for outbox, inbox in self._links.values():
-            inbox.post()
-            outbox.send(TransferInfo(step, 0), {"gradient": self._grad})
+            inbox.post(info)
+            outbox.send(info, {"gradient": self._grad})
         for outbox, _ in self._links.values():
             outbox.flush(wait=True)
 

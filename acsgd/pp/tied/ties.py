@@ -10,7 +10,7 @@ from acsgd.pp.schedules.actions import Action
 from acsgd.pp.tied.dense import TiedGroup, sum_tied_gradients
 from acsgd.pp.tied.rows import RowTransfer, TableOwner, TableUser
 from acsgd.pp.wire.coder import CodecChoice, CodecIndices
-from acsgd.pp.wire.mailbox import Outbox
+from acsgd.pp.wire.link import AnyInbox, AnyOutbox
 
 
 class _Request(NamedTuple):
@@ -59,9 +59,14 @@ class Ties:
         """Batch whose first rows were sent after the last step, and its transfers by table."""
 
     @property
-    def outboxes(self) -> list[Outbox]:
+    def outboxes(self) -> list[AnyOutbox]:
         """Sending ends of all channels."""
         return [outbox for each in (*self._copies, *self._tables) for outbox in each.outboxes]
+
+    @property
+    def inboxes(self) -> list[AnyInbox]:
+        """Receiving ends of all channels."""
+        return [inbox for each in (*self._copies, *self._tables) for inbox in each.inboxes]
 
     def begin_step(self, batch: Batch, step: int) -> None:
         """Begin to use the rows of a batch, and request those of the next one."""
@@ -131,9 +136,8 @@ class Ties:
         """End all threads without sending or waiting for anything."""
         for outbox in self.outboxes:
             outbox.abort()
-        for each in (*self._copies, *self._tables):
-            for inbox in each.inboxes:
-                inbox.abort()
+        for inbox in self.inboxes:
+            inbox.abort()
 
     def _fetch(self, batch: Batch, step: int, codecs: CodecIndices) -> list[RowTransfer]:
         """Request the rows of a batch when they are needed."""

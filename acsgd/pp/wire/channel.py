@@ -24,7 +24,7 @@ from acsgd.comm.process_groups import Group
 from acsgd.comm.waits import Meter, Waits, Work
 from acsgd.errors import RunError, reason
 from acsgd.io.files.checksum import REMEDY
-from acsgd.pp.wire.coder import Coder
+from acsgd.pp.wire.coder import Coder, TransferInfo
 from acsgd.pp.wire.frame import HEADER_BYTES, Header, MessageKind
 from acsgd.streams import Streams
 
@@ -73,6 +73,10 @@ class Channel:
     def wait(self, work: Work, posted_at: float) -> None:
         """Wait for a message and count its time; see `Meter.wait`."""
         self.meter.wait(self.waits, work, posted_at)
+
+    def header(self, index: int, info: TransferInfo, length: int) -> Header:
+        """Return the header of a message. index: of the tensor; length: in bytes."""
+        return Header(self.kind, index, self.boundary, info.step, info.micro, length, *(info.lengths or ()))
 
     def trace_codec(self, work: str, name: str) -> contextlib.AbstractContextManager[None]:
         """Record the time in which a tensor is encoded or decoded, if the step is traced. name: of the tensor."""
@@ -143,8 +147,7 @@ def handshake(channel: Channel) -> None:
     ours = Header(
         MessageKind.HANDSHAKE, channel.kind, channel.boundary, channel.digest(), 0, sum(channel.max_message_bytes)
     )
-    message = torch.frombuffer(bytearray(ours.pack(torch.empty(0, dtype=torch.uint8))), dtype=torch.uint8)
-    exchange = Exchange(channel, message, tag=HANDSHAKE_TAG, action="opening a channel with")
+    exchange = Exchange(channel, ours.packed(), tag=HANDSHAKE_TAG, action="opening a channel with")
     check_header(read_header(exchange.wait(), ours, channel.peer), ours, channel.peer)
 
 

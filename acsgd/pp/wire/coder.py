@@ -113,6 +113,10 @@ class Coder(Protocol):
         """Whether the message body is entropy-coded."""
         ...
 
+    def refuses_not_finite(self, info: TransferInfo) -> bool:
+        """Whether `encode` may raise NotFiniteError."""
+        ...
+
     def context(self, info: TransferInfo) -> bytes:
         """Return the state that a message depends on, equal at both ends; the message's checksum covers it."""
         ...
@@ -152,6 +156,9 @@ class StatelessCoder:
 
     def uses_entropy_coding(self, info: TransferInfo) -> bool:
         return self._codecs[info.codec].entropy_coding
+
+    def refuses_not_finite(self, info: TransferInfo) -> bool:
+        return not isinstance(self._codecs[info.codec], Identity)
 
     def context(self, info: TransferInfo) -> bytes:
         return b""

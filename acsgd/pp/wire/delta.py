@@ -180,6 +180,9 @@ class DeltaCoder:
         codecs = [*([self._hit_codec(info)] if hits else []), *([self._miss_codec(info)] if misses else [])]
         return all(codec.entropy_coding for codec in codecs)
 
+    def refuses_not_finite(self, info: TransferInfo) -> bool:
+        return True
+
     def context(self, info: TransferInfo) -> bytes:
         """Return the versions of the samples' entries; taken before `encode` or `decode`, which update them."""
         return self._cache.pack_versions(info.samples)

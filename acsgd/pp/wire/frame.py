@@ -6,6 +6,7 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from acsgd.io.files.checksum import checksum
@@ -16,6 +17,8 @@ _IDENTITY = struct.Struct("<4sBBHIIQQQ")
 _CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = _IDENTITY.size + _CHECKSUM.size
 """A multiple of 16, so that the fields after the header are aligned."""
+LENGTH_BYTES = slice(16, 24)
+"""Where a header has the length of the message."""
 
 
 class MessageKind(IntEnum):
@@ -77,6 +80,10 @@ class Header(NamedTuple):
         """
         identity = _IDENTITY.pack(_MAGIC, *self)
         return identity + _CHECKSUM.pack(checksum(identity + context, payload))
+
+    def packed(self) -> Tensor:
+        """Return the header of a message without payload, or of one whose payload is not verified, uint8[48]."""
+        return torch.frombuffer(bytearray(self.pack(torch.empty(0, dtype=torch.uint8))), dtype=torch.uint8)
 
     @classmethod
     def unpack(cls, message: Tensor, context: bytes = b"") -> Header:

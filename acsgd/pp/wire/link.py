@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ import torch
 
 from acsgd.codecs.base import Codec
 from acsgd.codecs.lossless import BytePlanes
-from acsgd.comm.process_groups import Group
+from acsgd.comm.process_groups import Communicator, Group
 from acsgd.comm.waits import Meter, Waits
 from acsgd.layers.composed import State
 from acsgd.layers.description import Dim
@@ -19,16 +20,20 @@ from acsgd.pp.wire.cache_sync import CacheSync
 from acsgd.pp.wire.channel import Channel, handshake
 from acsgd.pp.wire.coder import EXACT, Coder, StatelessCoder, TensorSpec, TransferInfo
 from acsgd.pp.wire.delta import Delta, DeltaCoder
+from acsgd.pp.wire.device_mailbox import DeviceInbox, DeviceOutbox
 from acsgd.pp.wire.frame import MessageKind
 from acsgd.pp.wire.mailbox import Inbox, Outbox, Received
 from acsgd.pp.wire.row_coder import RowDifferenceCoder
 from acsgd.streams import Streams
 
+AnyOutbox = Outbox | DeviceOutbox
+AnyInbox = Inbox | DeviceInbox
+
 
 class Link:
     """One end of a boundary between two stages: activations travel downstream, gradients upstream."""
 
-    def __init__(self, outbox: Outbox, inbox: Inbox, cache_sync: CacheSync) -> None:
+    def __init__(self, outbox: AnyOutbox, inbox: AnyInbox, cache_sync: CacheSync) -> None:
         self.outbox = outbox
         self.inbox = inbox
         self._cache_sync = cache_sync
@@ -41,6 +46,10 @@ class Link:
         """Send the tensors of a micro-batch without blocking."""
         self._cache_sync.finish()
         self.outbox.send(info, state)
+
+    def post(self, info: TransferInfo) -> None:
+        """Post the receives of a micro-batch, ahead of `receive`."""
+        self.inbox.post(info)
 
     def receive(self, info: TransferInfo) -> Received:
         """Wait for the tensors of a micro-batch, whose receives have been posted."""
@@ -101,10 +110,13 @@ class LinkFactory:
         )
         caches = [coder.cache for coder in activation_coders.values() if isinstance(coder, DeltaCoder)]
         cache_sync = CacheSync(activations, caches)
-        sending, receiving = (activations, gradients) if downstream else (gradients, activations)
-        return Link(Outbox(sending), Inbox(receiving), cache_sync)
+        if downstream:
+            outbox, inbox = self._open_outbox(activations), self._open_inbox(gradients)
+        else:
+            inbox, outbox = self._open_inbox(activations), self._open_outbox(gradients)
+        return Link(outbox, inbox, cache_sync)
 
-    def open_tie(self, number: int, spec: TensorSpec, *, peer: int) -> tuple[Outbox, Inbox]:
+    def open_tie(self, number: int, spec: TensorSpec, *, peer: int) -> tuple[AnyOutbox, AnyInbox]:
         """Open both directions of a lossless exchange of a tied weight's gradients, together with the peer.
 
         number: of the weight among all tied ones; spec: of the only tensor, named "gradient". Raises RunError if the
@@ -112,7 +124,11 @@ class LinkFactory:
         """
         coders = {"gradient": StatelessCoder([EXACT], spec)}
         channel = self._open_channel(MessageKind.TIED_GRADIENT, number, peer, [EXACT], coders, self.tied_meter)
-        return Outbox(channel), Inbox(channel)
+        if self._rank < peer:
+            outbox, inbox = self._open_outbox(channel), self._open_inbox(channel)
+        else:
+            inbox, outbox = self._open_inbox(channel), self._open_outbox(channel)
+        return outbox, inbox
 
     def open_table(
         self,
@@ -126,6 +142,8 @@ class LinkFactory:
         gradients: Sequence[Codec],
     ) -> dict[MessageKind, Channel]:
         """Open the channels of a table between its owner and a rank that looks up its rows, together with the peer.
+
+        They are of gloo, since only the sender knows the sizes of their messages before.
 
         number: of the weight among all tied ones. max_ids, max_rows: largest number of rows per request, and per
         message. rows, gradients: codecs after the lossless one. Raises RunError if the two ends differ.
@@ -161,6 +179,38 @@ class LinkFactory:
         key, delta = (boundary, f"{side}.{name}"), next(codec for codec in self.forward if isinstance(codec, Delta))
         cache = self.caches[key] = self.cache_plan.open(*key, delta, spec, self.streams)
         return DeltaCoder(self.forward, spec, cache, self.streams, is_frozen=boundary < self.frozen)
+
+    def _open_outbox(self, channel: Channel) -> AnyOutbox:
+        """Open the sending end of a channel, as the peer opens the receiving end."""
+        communicator = self._open_communicator(channel, sender=self._rank)
+        return Outbox(channel) if communicator is None else DeviceOutbox(channel, communicator)
+
+    def _open_inbox(self, channel: Channel) -> AnyInbox:
+        """Open the receiving end of a channel, as the peer opens the sending end."""
+        communicator = self._open_communicator(channel, sender=channel.peer)
+        return Inbox(channel) if communicator is None else DeviceInbox(channel, communicator)
+
+    def _open_communicator(self, channel: Channel, *, sender: int) -> Communicator | None:
+        """Open a communicator for one direction of a channel, if its messages stay on the device, and connect it.
+
+        NCCL connects with the first message, and blocks its ranks for it.
+        """
+        if self.group.open_communicator is None:
+            return None
+        with channel.report_failure("opening a channel with", time.perf_counter()):
+            name = f"{channel.kind.name.lower()}/{channel.boundary}/from-{sender}"
+            communicator = self.group.open_communicator(name, sorted((self._rank, channel.peer)))
+            if communicator is None:
+                return None
+            message = torch.zeros(1, device=self.streams.device)
+            exchange = communicator.isend if sender == self._rank else communicator.irecv
+            self.waits.wait(exchange(message, channel.peer))
+        return communicator
+
+    @property
+    def _rank(self) -> int:
+        """Global rank of this end."""
+        return self.group.ranks[self.group.rank()]
 
     def _open_channel(
         self,

@@ -144,7 +144,7 @@ class Outbox:
             length = compress_(body)
         elif entropy_coding:
             coded_length = self._entropy_coder.submit(_entropy_code, body, encoded)
-        header = _header(channel, index, info, length)._replace(kind=kind)
+        header = channel.header(index, info, length)._replace(kind=kind)
         return _Encoding(header, context, buffer, encoded, coded_length)
 
     def _post(self, header: Header, buffer: Tensor) -> None:
@@ -172,8 +172,8 @@ class Inbox:
         self._pools = [_BufferPool(nbytes, channel.streams) for nbytes in channel.max_message_bytes]
         self._posted: list[deque[_InFlight]] = [deque() for _ in self._pools]
 
-    def post(self) -> None:
-        """Post the receives of the next micro-batch, one message per named tensor."""
+    def post(self, info: TransferInfo | None = None) -> None:
+        """Post the receives of the next micro-batch, one message per named tensor. They need no `info`."""
         channel = self._channel
         for index, (pool, posted) in enumerate(zip(self._pools, self._posted, strict=True)):
             buffer, posted_at = pool.acquire(), time.perf_counter()
@@ -200,7 +200,7 @@ class Inbox:
         """Return a tensor, and `info` with the lengths of its rows."""
         channel = self._channel
         buffer, work, posted_at, pool = self._posted[index].popleft()
-        expected = _header(channel, index, info, wire_bytes(coder.wire(info)))
+        expected = channel.header(index, info, wire_bytes(coder.wire(info)))
         with channel.report_failure(f"waiting for {expected} from", posted_at):
             channel.wait(work, posted_at)
         if channel.meter.trace is not None:
@@ -208,7 +208,7 @@ class Inbox:
         received = read_header(buffer, expected, channel.peer, context=coder.context(info))
         if info.lengths is None and received.sequence:
             info = info._replace(lengths=received.lengths)
-            expected = _header(channel, index, info, wire_bytes(coder.wire(info)))
+            expected = channel.header(index, info, wire_bytes(coder.wire(info)))
         wire = coder.wire(info._replace(hits_as_cached=received.kind == MessageKind.CACHED_ACTIVATION))
         if wire_bytes(wire) < expected.length:
             expected = expected._replace(kind=received.kind, length=wire_bytes(wire))
@@ -235,12 +235,6 @@ class Inbox:
             raise RunError(f"rank {self._channel.peer} sent {header}, which cannot be decoded: {error}") from None
         pool.release(buffer)
         return decoded
-
-
-def _header(channel: Channel, index: int, info: TransferInfo, length: int) -> Header:
-    """Return the header of a message. index: of the tensor; length: in bytes."""
-    lengths = info.lengths or ()
-    return Header(channel.kind, index, channel.boundary, info.step, info.micro, length, *lengths)
 
 
 def _entropy_code(body: Tensor, encoded: StreamEvent) -> int:

@@ -20,6 +20,7 @@ from acsgd.io.data.sources.sources import WeightedSource
 from acsgd.io.data.tokens.pipeline import encode_source
 from acsgd.io.files.cache import TIMEOUT_S
 from acsgd.run.plan.job import Job
+from acsgd.run.setup.describe import has_padding
 from acsgd.run.setup.rows import RowMaker, no_targets
 
 ROWS = "properties of the rows"
@@ -49,7 +50,9 @@ def open_data(job: Job, groups: Groups | None = None) -> Data:
     """
     config, topology, maker = job.config, job.topology, row_maker(job)
     rows = _open_or_receive_rows(job, maker, [*job.sources, *job.eval_sources], groups)
-    training, separate = (_reader_of(job, part) for part in (rows[: len(job.sources)], rows[len(job.sources) :]))
+    training, separate = (
+        _reader_of(job, part, groups) for part in (rows[: len(job.sources)], rows[len(job.sources) :])
+    )
     fraction, unit = maker.spec.eval_fraction, job.model.task.rows_per_example
     sampler = Sampler(
         seed=maker.spec.seed,
@@ -67,8 +70,8 @@ def open_data(job: Job, groups: Groups | None = None) -> Data:
 def open_held_out(job: Job, groups: Groups | None = None) -> HeldOut:
     """Open what is held out alone, as `open_data` does."""
     config, topology, maker = job.config, job.topology, row_maker(job)
-    reader = _reader_of(job, _open_or_receive_rows(job, maker, job.eval_sources or job.sources, groups))
-    separate, unit = reader if job.eval_sources else _reader_of(job, []), job.model.task.rows_per_example
+    reader = _reader_of(job, _open_or_receive_rows(job, maker, job.eval_sources or job.sources, groups), groups)
+    separate, unit = reader if job.eval_sources else _reader_of(job, [], groups), job.model.task.rows_per_example
     fraction = config.data.eval_fraction
     held = held_out(reader, separate, fraction, replicas=topology.replicas, replica=topology.replica, unit=unit)
     assert held is not None
@@ -139,7 +142,7 @@ def _open_or_receive_rows(
     job: Job, maker: RowMaker, sources: Sequence[WeightedSource], groups: Groups | None
 ) -> list[Rows]:
     """Return the rows of each source, or their properties on ranks that need no tokens. groups: see `open_data`."""
-    if groups is not None and not (job.wants_inputs or _wants_labels(job)):
+    if groups is not None and not (job.wants_inputs or _wants_labels(job) or _wants_lengths(job, groups)):
         return [*described(groups.published_text(ROWS, timeout_s=TIMEOUT_S))]
     rows = maker.open(sources)
     for (source, _), each in zip(sources, rows, strict=True):
@@ -168,15 +171,21 @@ def row_maker(job: Job) -> RowMaker:
     )
 
 
-def _reader_of(job: Job, rows: Sequence[Rows]) -> RowReader:
+def _reader_of(job: Job, rows: Sequence[Rows], groups: Groups | None) -> RowReader:
     """Return the reader of what this rank needs of some rows."""
     return RowReader(
         rows,
         job.config.pp.micro,
         wants_inputs=job.wants_inputs,
         wants_labels=_wants_labels(job),
+        wants_lengths=_wants_lengths(job, groups),
         virtual_tokens=job.shapes.virtual_tokens,
     )
+
+
+def _wants_lengths(job: Job, groups: Groups | None) -> bool:
+    """Whether this rank posts receives of messages whose sizes depend on the rows."""
+    return groups is not None and groups.pp.open_communicator is not None and has_padding(job)
 
 
 def _wants_labels(job: Job) -> bool:

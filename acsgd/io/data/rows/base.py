@@ -87,7 +87,7 @@ class RowTensors(NamedTuple):
     num_tokens: int
     """Number of input tokens, without padding; 0 if neither is wanted."""
     longest_rows: Sequence[Lengths] | None
-    """Longest row of each micro-batch, without padding; None if neither is wanted."""
+    """Longest row of each micro-batch, without padding; None if no rows are read."""
 
 
 def count_targets(corpus: Corpus, starts: Ints, lengths: Ints) -> Ints:
@@ -128,6 +128,8 @@ class RowReader:
     """B."""
     wants_inputs: bool = True
     wants_labels: bool = True
+    wants_lengths: bool = False
+    """Whether to read the rows for their lengths alone, if neither is wanted."""
     virtual_tokens: int = 0
     """Number of placeholders before each row of a language model, without labels."""
 
@@ -155,7 +157,7 @@ class RowReader:
 
         epochs: number of earlier epochs of each row. Default: 0. Reads nothing if there are no rows.
         """
-        if not (len(sources) and (self.wants_inputs or self.wants_labels)):
+        if not (len(sources) and (self.wants_inputs or self.wants_labels or self.wants_lengths)):
             return RowTensors(None, None, 0, None)
         places = zip(sources, indices, np.zeros_like(indices) if epochs is None else epochs, strict=True)
         rows = [dict(self.rows[source].read(int(index), int(epoch))) for source, index, epoch in places]
