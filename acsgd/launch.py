@@ -130,6 +130,19 @@ def gloo_interface() -> str | None:
     return os.environ.get(_INTERFACE)
 
 
+_NCCL_VARIABLES = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # streams that share a queue wait for each other, as a send for a receive
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # threads of torch would use a store that has been closed
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+
+
+def set_nccl_variables() -> None:
+    """Set what NCCL and CUDA read when they start, unless the user has set it."""
+    for name, value in _NCCL_VARIABLES.items():
+        os.environ.setdefault(name, value)
+
+
 def daemon_of(environment: Mapping[str, str]) -> str:
     """Return the socket of the daemon in the environment of a worker; empty if that of another process is given."""
     return environment.get(_DAEMON, "")

@@ -31,10 +31,11 @@ from acsgd.failures.report import report_startup_error
 from acsgd.failures.signals import StopSignals
 from acsgd.groups import clone_store, connect, open_store
 from acsgd.io.files.cache import TIMEOUT_S
-from acsgd.launch import Launch
+from acsgd.launch import Launch, set_nccl_variables
 from acsgd.notes import print_note
 from acsgd.run.lock.lock import RunLock, leases_of
 from acsgd.run.plan.job import prepare
+from acsgd.run.setup.build import open_transports
 from acsgd.run.setup.directories import check_room, find_run_disks, open_disks
 from acsgd.run.setup.inputs import open_inputs
 from acsgd.train import train
@@ -45,6 +46,7 @@ def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], Non
 
     prog: name of the command; end: see `report_failure`. Raises ReportedError after a failure.
     """
+    set_nccl_variables()
     if launch.daemon:
         _run_elastic(argv, launch, prog, end)
         return
@@ -83,11 +85,12 @@ def run(
     context.timeout_s = config.run.timeout
     timeout, several = timedelta(seconds=config.run.timeout), not launch.is_one_host
     groups = stack.enter_context(connect(job.topology, timeout=timeout, store=store, background=several))
+    groups, notes = open_transports(job, groups)
     disks = find_run_disks(job, groups, host=socket.gethostname())
     lock = stack.enter_context(RunLock(leases_of(job, disks.log, disks.checkpoints)))
     context.cleanup = lock.release  # before the first lease is acquired: from then on, any rank may fail
     lock.acquire(groups, config.run.timeout)
-    for note in [*check_room(job, groups, disks.checkpoints), *open_disks(job, groups, disks)]:
+    for note in [*notes, *check_room(job, groups, disks.checkpoints), *open_disks(job, groups, disks)]:
         if launch.rank == 0:
             print_note(note)
     if launch.rank == 0 and not launch.is_one_host and disks.checkpoints.is_shared:

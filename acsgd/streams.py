@@ -34,6 +34,15 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    @property
+    def gpu(self) -> str:
+        """Identity of the GPU, different from those of all others of the host; empty = the CPU."""
+        return ""
+
+    def nccl_version(self) -> str:
+        """Return the version of NCCL; empty without a GPU."""
+        return ""
+
     def host_buffer(self, nbytes: int) -> Tensor:
         """Return uint8[nbytes] in host memory, pinned if the device is a GPU."""
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -63,6 +72,13 @@ class CudaStreams(Streams):
         super().__init__(device)
         torch.cuda.set_device(device)
         self._side = torch.cuda.Stream(device)
+
+    @property
+    def gpu(self) -> str:
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def nccl_version(self) -> str:
+        return ".".join(map(str, torch.cuda.nccl.version())) if hasattr(torch._C, "_nccl_version") else ""
 
     def host_buffer(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -26,6 +26,10 @@ FORMER_SWITCHES = {"checkpoint.best": 'the name of a metric, checkpoint.best="ev
 """Option that was true or false -> what to give now. Its former values are refused, with this in the message."""
 
 
+TransportName = Literal["auto", "gloo", "nccl"]
+OwnTransport = Literal["run", "auto", "gloo", "nccl"]
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The model, its initial weights and its precision."""
@@ -164,6 +168,8 @@ class PipelineConfig:
     """Number of initial steps that send activations, gradients and rows without codecs; 0 = none."""
     exact_eval: bool = True
     """Whether evaluations send activations and rows without codecs."""
+    transport: OwnTransport = "run"
+    """Transport of activations and gradients between stages, as run.transport; "run" = that of run.transport."""
     layers: tuple[Annotated[int, Range(0, 2**16)], ...] | None = None
     """Transformer blocks per stage, first to last, without the embedding and the head. Default: balanced by cost."""
 
@@ -174,6 +180,9 @@ class ReplicaConfig:
 
     mode: str = "allreduce"
     """Data-parallel mode: "allreduce", or a compressed one such as "cocktail:random=0.1,topk=0.2,bits=4"."""
+    transport: OwnTransport = "run"
+    """Transport of the sums of gradients of "allreduce", "powersgd" and the exact steps of other modes, as
+    run.transport; "run" = that of run.transport. Compressed updates travel over gloo."""
 
 
 @dataclass(frozen=True)
@@ -292,12 +301,15 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Timeouts and devices."""
+    """Timeouts, devices and transports."""
 
     timeout: Annotated[float, Range(0.1, 10**6)] = 600.0
     """Maximum time a rank waits for a message of a peer, seconds; then the run ends."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device: "auto" = one GPU per local rank if the host has any, else the CPU."""
+    transport: TransportName = "auto"
+    """Transport of device tensors: "gloo", "nccl", or "auto" = NCCL among GPUs of one host, else gloo. NCCL needs one
+    GPU per rank, the same version on all hosts, and codecs without entropy coding, other than delta."""
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ from acsgd.run.plan.job import Job, prepare
 from acsgd.run.plan.model import RunModel
 from acsgd.run.report import StepSummary
 from acsgd.run.session import Session
+from acsgd.run.setup.build import open_transports
 from acsgd.run.setup.directories import RunDisks, check_room, open_disks, share_metrics
 from acsgd.run.setup.inputs import RunInputs, open_inputs
 from acsgd.run.setup.resume import Start, start
@@ -246,10 +247,11 @@ class ElasticWorker:
         job = self._prepare(view, rank)
         with contextlib.ExitStack() as stack:
             groups = stack.enter_context(self._connect(job, view, waits))
+            groups, notes = open_transports(job, groups)
             disks = find_view_disks(job, groups, view)
             lock = self._lock.of(job, groups, view, job.config.run.timeout, disks)
             step = None if view.plan.from_disk else view.plan.step
-            notes = check_room(job, groups, disks.checkpoints) if step is None else []
+            notes += check_room(job, groups, disks.checkpoints) if step is None else []
             notes += open_disks(job, groups, disks, step=step, are_known=disks == self._disks)
             inputs = self._open_inputs(job, groups, disks)
             stack.callback(inputs.reader.close, wait=False)

@@ -30,6 +30,7 @@ from acsgd.run.plan.limits import check_directories, check_reading, check_stream
 from acsgd.run.plan.model import RunModel, open_run_model
 from acsgd.run.plan.partition import Partition, divide_model, most_micros, open_grid
 from acsgd.run.plan.plugins import Plugins
+from acsgd.run.plan.transports import check_transports
 from acsgd.shards.chat_template import set_chat_template
 from acsgd.shards.generation import known_ends
 from acsgd.shards.tokenizer import load_tokenizer
@@ -51,6 +52,8 @@ class Job(Partition):
     """Names of the metrics of evaluations."""
     is_elastic: bool = False
     """Whether hosts may join and leave the run."""
+    has_mesh: bool = False
+    """Whether one port per host carries all connections."""
 
     @property
     def paths(self) -> RunPaths:
@@ -125,6 +128,7 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True, model: RunMo
     metrics = _choose_metrics(config, eval_sources or sources)
     check_reading(config, most_micros(config, grid.micro_ids), launch.local_world_size)
     streams = open_streams(config.run.device, launch.local_rank)
+    check_transports(config, grid.plugins, on_gpu=bool(streams.gpu), has_mesh=launch.mesh is not None)
     model = model or open_run_model(config, launch, streams, trains=trains)
     with report_if_slow(print_note, lambda: f"planning {model.describe_size()}", enabled=launch.rank == 0):
         partition = divide_model(config, grid, model, streams)
@@ -138,6 +142,7 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True, model: RunMo
         eval_sources=eval_sources,
         metrics=metrics,
         is_elastic=bool(launch.daemon),
+        has_mesh=launch.mesh is not None,
     )
     job.programs.actions(len(job.micro_ids))  # raises ValueError if they cannot run
     return job

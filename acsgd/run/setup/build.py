@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import socket
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,6 +13,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
+from acsgd.comm.process_groups import NCCL
 from acsgd.comm.waits import Meter
 from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaPlace, carry_over
@@ -33,6 +36,7 @@ from acsgd.pp.wire.coder import CodecChoice, ExactFirst, TensorSpec
 from acsgd.pp.wire.frame import MessageKind
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.run.plan.job import Job
+from acsgd.run.plan.transports import Endpoint, choose_transports
 from acsgd.run.session import Session
 from acsgd.run.setup.describe import micro_shapes
 from acsgd.shards.load import LayerLoader, LoadedLayer, WeightSource
@@ -61,6 +65,21 @@ def build_session(
     owned = _owned(weights, job)
     optimizer = job.plugins.optimizer.open(owned.of(weights), job.config.optim)
     return _connect(job, groups, peers, stages, owned, optimizer, cache_plan)
+
+
+def open_transports(job: Job, groups: Groups) -> tuple[Groups, list[str]]:
+    """Choose what carries device tensors, and open it; all ranks together. Return the groups, and sentences on them.
+
+    Raises ValueError, the same on all ranks, if a transport of the options cannot be used.
+    """
+    if job.topology.world_size == 1:
+        return groups, []
+    own = Endpoint(socket.gethostname(), job.streams.gpu, job.streams.nccl_version())
+    texts = groups.all_gather_text("choosing transports", json.dumps(own), timeout_s=groups.timeout_s)
+    endpoints = [Endpoint(*json.loads(text)) for text in texts]
+    transports = choose_transports(job.config, job.plugins, endpoints, has_mesh=job.has_mesh)
+    notes = transports.describe(job.topology) if any(each.gpu for each in endpoints) else []
+    return groups.with_transport(NCCL, job.streams.device, transports.uses_nccl), notes
 
 
 def reconnect(

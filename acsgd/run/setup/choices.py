@@ -51,6 +51,8 @@ CHOICES = (
     without_effect(
         "pp.forward pp.backward", lambda job: job.topology.stages == 1, "there is one stage", "give --pp.stages 2, or "
     ),
+    without_effect("pp.transport", lambda job: job.topology.stages == 1, "there is one stage"),
+    without_effect("dp.transport", lambda job: _is_alone(job), "there is one replica"),
     without_effect("pp.layers", lambda job: job.topology.stages == 1, "there is one stage", "give --pp.stages 2, or "),
     without_effect("pp.tied", lambda job: not job.tied, "no table is both embedding and head on different ranks"),
     without_effect(
@@ -165,6 +167,9 @@ CHOICES = (
         lambda job: "wandb" not in job.config.log.to.split(","),
         "log.to={config.log.to}",
         "give --log.to print,jsonl,text,wandb, or ",
+    ),
+    without_effect(
+        "run.transport", lambda job: job.topology.world_size == 1 and not job.is_elastic, "there is one process"
     ),
     without_effect(
         "run.timeout", lambda job: job.topology.world_size == 1 and not job.is_elastic, "there is one process"

@@ -1,0 +1,134 @@
+"""Which transport carries the messages between stages, and the exact sums of gradients over replicas.
+
+All else travels over gloo: control messages, compressed updates of replicas, and rows of tied tables.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from acsgd.config.options import Config, OwnTransport, TransportName
+from acsgd.pp.wire.delta import Delta
+from acsgd.run.plan.plugins import Plugins
+from acsgd.topology import Axis, Topology
+
+SECTIONS: dict[Axis, str] = {"pipeline": "pp", "replica": "dp"}
+"""Section of the options of what travels along an axis."""
+SUBJECTS: dict[Axis, str] = {"pipeline": "messages between stages", "replica": "exact sums over replicas"}
+
+
+class Endpoint(NamedTuple):
+    """Where a rank runs."""
+
+    host: str
+    gpu: str
+    """Identity of its GPU; empty = it runs on the CPU."""
+    nccl: str
+    """Version of NCCL; empty = there is none."""
+
+
+@dataclass(frozen=True)
+class Transports:
+    """The transports of a run, equal on all ranks."""
+
+    hosts: Sequence[str]
+    """Host of each rank."""
+    nccl: dict[Axis, Literal["nowhere", "within hosts", "everywhere"]]
+    """Which ranks use NCCL."""
+    reasons: dict[Axis, str]
+    """Why NCCL is used nowhere, where that was not the choice of the user."""
+
+    def uses_nccl(self, axis: Axis, ranks: Collection[int]) -> bool:
+        """Return whether some ranks use NCCL among them."""
+        share_host = len({self.hosts[rank] for rank in ranks}) == 1
+        return self.nccl[axis] == "everywhere" or (self.nccl[axis] == "within hosts" and share_host)
+
+    def describe(self, topology: Topology) -> list[str]:
+        """Return a sentence on each kind of link that the run has."""
+        sentences = []
+        for axis in (axis for axis in SECTIONS if topology.sizes[axis] > 1):
+            form = {"everywhere": "nccl", "within hosts": "nccl within a host, else gloo", "nowhere": "gloo"}
+            reason = f" ({self.reasons[axis]})" if axis in self.reasons else ""
+            sentences.append(f"transport of {SUBJECTS[axis]}: {form[self.nccl[axis]]}{reason}")
+        return sentences
+
+
+def wanted_transport(config: Config, axis: Axis) -> TransportName:
+    """Return the transport that the options name."""
+    own = _own_transport(config, axis)
+    return config.run.transport if own == "run" else own
+
+
+def _own_transport(config: Config, axis: Axis) -> OwnTransport:
+    return config.pp.transport if axis == "pipeline" else config.dp.transport
+
+
+def check_transports(config: Config, plugins: Plugins, *, on_gpu: bool, has_mesh: bool) -> None:
+    """Raise ValueError if NCCL is to carry what it cannot, as far as this rank alone knows."""
+    for axis in SECTIONS:
+        if wanted_transport(config, axis) == "nccl":
+            reason = _obstacle(config, plugins, axis, has_mesh=has_mesh)
+            if not on_gpu:
+                reason = "NCCL connects GPUs, and this rank runs on the CPU"
+            if reason is not None:
+                raise _refusal(config, axis, reason)
+
+
+def choose_transports(config: Config, plugins: Plugins, endpoints: Sequence[Endpoint], *, has_mesh: bool) -> Transports:
+    """Choose the transports of a run from where its ranks are. Raises ValueError if NCCL cannot be used as asked."""
+    chosen = Transports([each.host for each in endpoints], {}, {})
+    for axis in SECTIONS:
+        wanted = wanted_transport(config, axis)
+        reason = _obstacle(config, plugins, axis, has_mesh=has_mesh) or _obstacle_of_ranks(endpoints)
+        if wanted == "nccl" and reason:
+            raise _refusal(config, axis, reason)
+        if wanted == "gloo" or reason:
+            chosen.nccl[axis] = "nowhere"
+        else:
+            chosen.nccl[axis] = "everywhere" if wanted == "nccl" else "within hosts"
+        if wanted == "auto" and reason:
+            chosen.reasons[axis] = reason
+    return chosen
+
+
+def _obstacle(config: Config, plugins: Plugins, axis: Axis, *, has_mesh: bool) -> str | None:
+    """Return why NCCL cannot carry what the options let travel, None if it can."""
+    if has_mesh:
+        return "NCCL opens connections of its own, which a mesh does not carry"
+    if axis == "replica" or config.pp.stages == 1:
+        return None
+    if isinstance(plugins.forward, Delta):
+        return f"the activation caches of pp.forward={config.pp.forward} are in the memory of the host"
+    for key, codec in (("forward", plugins.forward), ("backward", plugins.backward)):
+        if codec.entropy_coding:
+            spec = getattr(config.pp, key)
+            return f"NCCL needs messages of known sizes, and entropy_coding of pp.{key}={spec} shortens them"
+    return None
+
+
+def _obstacle_of_ranks(endpoints: Sequence[Endpoint]) -> str | None:
+    """Return why NCCL cannot connect the ranks, None if it can."""
+    for rank, each in enumerate(endpoints):
+        if not each.gpu:
+            return f"rank {rank} on {each.host} runs on the CPU"
+        if not each.nccl:
+            return f"torch on {each.host} is built without NCCL"
+        if each.nccl != endpoints[0].nccl:
+            versions = (
+                f"{endpoints[0].nccl} of rank 0 on {endpoints[0].host}, {each.nccl} of rank {rank} on {each.host}"
+            )
+            return f"NCCL has different versions: {versions}"
+    gpu, count = Counter((each.host, each.gpu) for each in endpoints).most_common(1)[0]
+    if count > 1:
+        ranks = [rank for rank, each in enumerate(endpoints) if (each.host, each.gpu) == gpu]
+        return f"ranks {' and '.join(map(str, ranks))} on {gpu[0]} share one GPU"
+    return None
+
+
+def _refusal(config: Config, axis: Axis, reason: str) -> ValueError:
+    section = SECTIONS[axis]
+    key = "run.transport" if _own_transport(config, axis) == "run" else f"{section}.transport"
+    return ValueError(f"{key}=nccl: {reason}; use --{section}.transport gloo for {SUBJECTS[axis]}, or change that")

@@ -1,0 +1,103 @@
+"""Which transport carries what: the choice from options and places of ranks, and refusals that say what to type."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from lib.training import plain_config
+
+from acsgd.config.options import Config
+from acsgd.run.plan.plugins import parse_plugins
+from acsgd.run.plan.transports import Endpoint, check_transports, choose_transports
+from acsgd.topology import Topology
+
+NCCL = "2.28.9"
+ONE_HOST = [Endpoint("a", f"gpu {n}", NCCL) for n in range(4)]
+TWO_HOSTS = [Endpoint("ab"[n // 2], f"gpu {n}", NCCL) for n in range(4)]
+ON_CPUS = [Endpoint("a", "", "")] * 4
+ENTROPY = "fixpoint:bits=4,entropy_coding=true"
+
+
+def config_of(options: str) -> Config:
+    """Return a run of two stages with other options, given as "pp.transport=nccl run.transport=gloo"."""
+    config = plain_config(Path("model"), Path("run"), stages=2)
+    for option in options.split():
+        name, _, value = option.partition("=")
+        section, _, key = name.partition(".")
+        changed = dataclasses.replace(getattr(config, section), **{key: value})
+        config = dataclasses.replace(config, **{section: changed})
+    return config
+
+
+def choose(options: str, endpoints: list[Endpoint], *, has_mesh: bool = False) -> list[str]:
+    """Return the sentences on the transports of two pipelines of two stages, without what is the same in all."""
+    config = config_of(options)
+    chosen = choose_transports(config, parse_plugins(config), endpoints, has_mesh=has_mesh)
+    return [text.removeprefix("transport of ") for text in chosen.describe(Topology.of(0, 4, 2))]
+
+
+NEAR = "nccl within a host, else gloo"
+
+
+@pytest.mark.parametrize(
+    ("options", "endpoints", "stages", "replicas"),
+    [
+        ("", ONE_HOST, NEAR, NEAR),
+        ("run.transport=gloo", ONE_HOST, "gloo", "gloo"),
+        ("pp.transport=gloo", ONE_HOST, "gloo", NEAR),
+        ("dp.transport=gloo", ONE_HOST, NEAR, "gloo"),
+        ("run.transport=gloo dp.transport=auto", ONE_HOST, "gloo", NEAR),
+        ("run.transport=nccl dp.transport=gloo", TWO_HOSTS, "nccl", "gloo"),
+        ("", ON_CPUS, "gloo (rank 0 on a runs on the CPU)", "gloo (rank 0 on a runs on the CPU)"),
+        (f"pp.backward={ENTROPY} dp.transport=nccl", ONE_HOST, None, "nccl"),
+        ("pp.forward=delta:bits=4", ONE_HOST, None, NEAR),
+    ],
+)
+def test_transports_are_chosen_from_options_and_places(
+    options: str, endpoints: list[Endpoint], stages: str | None, replicas: str
+) -> None:
+    of_stages, of_replicas = choose(options, endpoints)
+    if stages is None:
+        assert of_stages.startswith("messages between stages: gloo (")
+    else:
+        assert of_stages == f"messages between stages: {stages}"
+    assert of_replicas == f"exact sums over replicas: {replicas}"
+
+
+def test_auto_uses_nccl_between_ranks_of_one_host_alone() -> None:
+    config = config_of("")
+    chosen = choose_transports(config, parse_plugins(config), TWO_HOSTS, has_mesh=False)
+    assert chosen.uses_nccl("pipeline", [0, 1])
+    assert not chosen.uses_nccl("pipeline", [1, 2])
+    assert not chosen.uses_nccl("replica", [0, 2])
+
+
+@pytest.mark.parametrize(
+    ("options", "endpoints", "has_mesh", "reason"),
+    [
+        ("run.transport=nccl", [*ONE_HOST[:3], Endpoint("b", "", "")], False, "rank 3 on b runs on the CPU"),
+        ("run.transport=nccl", [*ONE_HOST[:3], ONE_HOST[0]], False, "ranks 0 and 3 on a share one GPU"),
+        ("dp.transport=nccl", [*ONE_HOST[:3], Endpoint("b", "gpu", "2.1.0")], False, f"{NCCL} of rank 0 on a, 2.1.0"),
+        ("dp.transport=nccl", [*ONE_HOST[:3], Endpoint("b", "gpu", "")], False, "b is built without NCCL"),
+        ("run.transport=nccl", ONE_HOST, True, "a mesh does not carry"),
+        (f"run.transport=nccl pp.forward={ENTROPY}", ONE_HOST, False, "entropy_coding of pp.forward"),
+        ("pp.transport=nccl pp.forward=delta:bits=4", ONE_HOST, False, "caches of pp.forward"),
+    ],
+)
+def test_nccl_is_refused_where_it_cannot_be_used(
+    options: str, endpoints: list[Endpoint], has_mesh: bool, reason: str
+) -> None:
+    key = options.split("=")[0]
+    with pytest.raises(ValueError, match=rf"^{key}=nccl: .*{reason}.*; use --(pp|dp).transport gloo for"):
+        choose(options, endpoints, has_mesh=has_mesh)
+    auto = choose(options.replace("=nccl", "=auto"), endpoints, has_mesh=has_mesh)
+    assert any(reason in text for text in auto), "auto tells why it uses gloo"
+
+
+def test_nccl_on_a_cpu_is_refused_before_ranks_connect() -> None:
+    config = config_of("run.transport=nccl")
+    with pytest.raises(ValueError, match=r"run.transport=nccl: NCCL connects GPUs, and this rank runs on the CPU; use"):
+        check_transports(config, parse_plugins(config), on_gpu=False, has_mesh=False)
+    check_transports(config, parse_plugins(config), on_gpu=True, has_mesh=False)
