@@ -137,9 +137,13 @@ _NCCL_VARIABLES = {
 }
 
 
-def set_nccl_variables() -> None:
-    """Set what NCCL and CUDA read when they start, unless the user has set it."""
-    for name, value in _NCCL_VARIABLES.items():
+def set_nccl_variables(*, survives_peers: bool) -> None:
+    """Set what NCCL and CUDA read when they start, unless the user has set it.
+
+    survives_peers: whether this process goes on without ranks that end. torch would end it.
+    """
+    survival = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"} if survives_peers else {}
+    for name, value in (_NCCL_VARIABLES | survival).items():
         os.environ.setdefault(name, value)
 
 

@@ -46,7 +46,7 @@ def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], Non
 
     prog: name of the command; end: see `report_failure`. Raises ReportedError after a failure.
     """
-    set_nccl_variables()
+    set_nccl_variables(survives_peers=bool(launch.daemon))
     if launch.daemon:
         _run_elastic(argv, launch, prog, end)
         return

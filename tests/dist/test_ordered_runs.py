@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
+from lib.links import CPU, connect_pipeline
 from lib.models import dropout_of
 from lib.ordered import ordered_transport
+from lib.patience import stretched
 from lib.ranks import on_ranks
-from lib.training import TIMEOUT, batches_of, make_config, train
+from lib.training import TIMEOUT, make_config, train
 
-from acsgd.config.options import Config
-from acsgd.groups import connect
+from acsgd import codecs
+from acsgd.codecs.base import wire_bytes
+from acsgd.comm.waits import InterruptibleWaits, Meter
+from acsgd.config.options import Config, ReplicaConfig
+from acsgd.errors import RunError, WaitInterruptedError
+from acsgd.groups import Groups, connect
+from acsgd.io.data.batches import Dataset
 from acsgd.launch import Launch
+from acsgd.layers.batch import Batch
+from acsgd.pp.wire.coder import TensorSpec, TransferInfo
+from acsgd.pp.wire.device_mailbox import DeviceInbox, check_received
+from acsgd.pp.wire.frame import HEADER_BYTES
+from acsgd.pp.wire.link import LinkFactory
 from acsgd.run.initial_weights import open_weight_source
-from acsgd.run.plan.job import prepare
+from acsgd.run.plan.job import Job, prepare
 from acsgd.run.setup.build import build_session
+from acsgd.run.setup.data import open_data
+from acsgd.topology import Topology
 
 TinyModel = Callable[..., Path]
+
+
+def batches(job: Job, groups: Groups) -> Iterator[Batch]:
+    """Return the batches of a job, with what this rank needs of their rows."""
+    return iter(Dataset(open_data(job, groups).reader, range(job.config.optim.num_steps)))
 
 
 def losses_over_both(
@@ -31,12 +56,20 @@ def losses_over_both(
     for number, config in enumerate(configs):
         job = prepare(config, Launch(rank, rank, world_size, world_size))
         with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(f"{store}-{number}", world_size)) as groups:
-            over_gloo = train(build_session(job, open_weight_source(job), groups), batches_of(job))
+            over_gloo = train(build_session(job, open_weight_source(job), groups), batches(job, groups))
             ordered = ordered_transport(seed=100 * number + rank)
             groups = groups.with_transport(ordered, torch.device("cpu"), lambda axis, ranks: True)
-            over_ordered = train(build_session(job, open_weight_source(job), groups), batches_of(job))
+            over_ordered = train(build_session(job, open_weight_source(job), groups), batches(job, groups))
         losses.append((over_gloo, over_ordered))
     return losses
+
+
+def run_both(world_size: int, tmp_path: Path, configs: Sequence[Config]) -> None:
+    """Train each config over both transports. All losses must be equal."""
+    for losses in on_ranks(world_size, losses_over_both, tmp_path / f"store-{world_size}", configs):
+        for config, (over_gloo, over_ordered) in zip(configs, losses, strict=True):
+            assert over_ordered == over_gloo, (config.pp, config.dp)
+            assert over_gloo[-1] < over_gloo[0]
 
 
 def test_stages(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -50,6 +83,92 @@ def test_stages(tiny_model: TinyModel, tmp_path: Path) -> None:
             ("interleaved:chunks=2", "none:dtype=bf16"),
         ]
     ]
-    for losses in on_ranks(2, losses_over_both, tmp_path / "store", configs):
-        for over_gloo, over_ordered in losses:
-            assert over_ordered == over_gloo
+    run_both(2, tmp_path, configs)
+
+
+def test_stages_that_read_no_rows_know_their_lengths(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Of padded rows, on four stages, with copies of a tied weight on the first and the last."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("\n".join(json.dumps({"text": "tell " * (1 + n % 5) + str(n)}) for n in range(60)))
+    config = make_config(tiny_model("gpt2", n_layer=4), tmp_path, stages=4, micro=1, tied="dense")
+    data = dataclasses.replace(config.data, sources=str(texts), rows="single")
+    run_both(4, tmp_path, [dataclasses.replace(config, data=data)])
+
+
+def test_stages_and_replicas(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Rows of a tied table stay on gloo; exact sums of gradients do not."""
+    config = make_config(tiny_model("gpt2", n_layer=4), tmp_path, stages=2, micro=1)
+    modes = ["allreduce:dtype=bf16,bucket_mb=0.01", "powersgd:rank=2", "cocktail:exact_steps=2"]
+    run_both(4, tmp_path, [dataclasses.replace(config, dp=ReplicaConfig(mode)) for mode in modes])
+
+
+CODEC = codecs.parse("fixpoint:bits=8")
+SPEC = TensorSpec((2, 3), torch.float32)
+
+
+def send_activations(rank: int, world_size: int, store: Path) -> None:
+    """Send a tensor, one that is not finite, and one of another micro-batch than the receiver expects."""
+    with connect_pipeline(rank, world_size, store) as groups:
+        groups = groups.with_transport(ordered_transport(rank), CPU.device, lambda axis, ranks: True)
+        meters = Meter(), Meter()
+        factory = LinkFactory(groups.pp, groups.waits, CPU, [{"hidden": SPEC}], [CODEC], [CODEC], *meters)
+        link = factory.open(0, peer=1 - rank, downstream=rank == 0)
+        x, infos = (
+            torch.randn(SPEC.shape, generator=torch.Generator().manual_seed(1)),
+            [TransferInfo(4, n) for n in range(3)],
+        )
+        if rank == 0:
+            link.send(infos[0], {"hidden": x})
+            link.send(infos[1], {"hidden": x / 0})
+            link.send(infos[1], {"hidden": x})
+            link.outbox.drain()
+            assert meters[0].sent_bytes == 3 * (HEADER_BYTES + wire_bytes(CODEC.wire(SPEC.shape)))
+            return
+        assert isinstance(link.inbox, DeviceInbox)
+        for info in infos:
+            link.post(info)
+        decoded = CODEC.decode(CODEC.encode(x), SPEC.shape, SPEC.dtype)
+        assert torch.equal(link.receive(infos[0]).state["hidden"], decoded)
+        assert link.receive(infos[1]).state["hidden"].isnan().all()
+        check_received([link.inbox])
+        assert torch.equal(link.receive(infos[2]).state["hidden"], decoded), (
+            "nothing is read before the end of the step"
+        )
+        with pytest.raises(
+            RunError, match=r"sent activation 0 .* step 5, micro-batch 1, .*; expected .*micro-batch 2, "
+        ):
+            check_received([link.inbox])
+        check_received([link.inbox])
+
+
+def test_headers_are_compared_at_the_end_of_a_step(tmp_path: Path) -> None:
+    on_ranks(2, send_activations, tmp_path / "store")
+
+
+def leave_a_sum(rank: int, world_size: int, path: Path) -> float:
+    """Interrupt a sum that the other rank does not join; then form new groups. Return how long it took to leave."""
+    store, waits, begin = dist.FileStore(str(path), world_size), InterruptibleWaits(), 0.0
+    first = connect(Topology.of(rank, 2, 1), timeout=TIMEOUT, store=dist.PrefixStore("0", store), waits=waits)
+    with contextlib.suppress(WaitInterruptedError), first as groups:
+        groups = groups.with_transport(ordered_transport(rank), CPU.device, lambda axis, ranks: True)
+        assert groups.dp.reductions is not None
+        work = groups.dp.reductions.all_reduce(torch.ones(3)) if rank == 0 else None
+        threading.Timer(0.1, waits.interrupt, ["the view ends"]).start()
+        begin = time.monotonic()
+        if work is not None:
+            groups.waits.wait(work)
+        groups.waits.poll(lambda s: bool(time.sleep(s)), 1e6)
+        raise AssertionError("waited to the end")
+    left_s, waits = time.monotonic() - begin, InterruptibleWaits()
+    second = connect(Topology.of(rank, 2, 1), timeout=TIMEOUT, store=dist.PrefixStore("1", store), waits=waits)
+    with second as groups:
+        groups = groups.with_transport(ordered_transport(rank), CPU.device, lambda axis, ranks: True)
+        assert groups.dp.reductions is not None
+        total = torch.ones(3)
+        waits.wait(groups.dp.reductions.all_reduce(total))
+        assert total.tolist() == [2.0] * 3
+    return left_s
+
+
+def test_an_interrupt_aborts_communicators_and_new_ones_follow(tmp_path: Path) -> None:
+    assert max(on_ranks(2, leave_a_sum, tmp_path / "store")) < stretched(2.0)

@@ -1,10 +1,11 @@
-"""The emulated ordered transport: operations run in the order of issue, and a wrong order never ends."""
+"""The emulated ordered transport: operations run in the order of issue, a wrong order never ends, schedules do."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from acsgd.comm.process_groups import Backend
 from acsgd.comm.waits import Work
+from acsgd.config.spec import from_spec
+from acsgd.pp import SCHEDULES, Action, Program, lower, parse_action, validate
+from acsgd.pp.schedules.dependencies import Dependencies
 
 Open = Callable[[dist.Store, int, int, timedelta], Backend]
 TIMEOUT = timedelta(seconds=NO_LIMIT_S)
@@ -89,3 +93,51 @@ def test_a_rank_that_ends_leaves_the_other_waiting() -> None:
     first.abort()
     with pytest.raises(RuntimeError, match="aborted"):
         work.wait()
+
+
+def performs(program: Program, within_s: float) -> bool:
+    """Perform the messages of a lowered program, each rank in a thread; return whether all end within some seconds.
+
+    Each direction of each boundary has a communicator. A rank waits for each of its sends: the strictest network.
+    """
+    dependencies = Dependencies.of(program)
+    sends = {action for actions in program for action in actions if action.operation.kind == "send"}
+    ends = {(send.op, send.stage): ordered_ends() for send in sends}
+
+    def perform(actions: Sequence[Action]) -> None:
+        received: dict[Action, tuple[OrderedWork, Tensor]] = {}
+        for action in actions:
+            route = action.operation.route
+            if action.operation.kind == "receive" and route is not None:
+                buffer = torch.zeros(2)
+                received[action] = ends[route.send, action.peer][1].recv([buffer], 0, 0), buffer
+            elif action.operation.kind == "send":
+                ends[action.op, action.stage][0].send([torch.tensor([action.stage, action.micro]).float()], 1, 0).wait()
+            elif action.is_compute and (source := dependencies.source(action)):
+                for receive in dependencies.messages(source)[1:]:
+                    work, buffer = received.pop(receive)
+                    work.wait()
+                    assert buffer.tolist() == [source.stage, source.micro]
+
+    with ThreadPoolExecutor(len(program)) as pool:
+        ranks = [pool.submit(perform, actions) for actions in program]
+        waiting = wait(ranks, within_s).not_done
+        for end in chain(*ends.values()):
+            end.abort()
+    return not waiting and all(rank.result() is None for rank in ranks)
+
+
+@pytest.mark.parametrize("spec", [*SCHEDULES, "1f1b:lead=2"])
+def test_validated_programs_end_where_each_send_lasts_until_its_receive(spec: str) -> None:
+    program = lower(from_spec(spec, SCHEDULES, key="").program(3, 4), ahead=2)
+    validate(program)
+    assert performs(program, NO_LIMIT_S)
+
+
+def test_a_program_that_hangs_is_refused() -> None:
+    """Both ranks send before they post a receive."""
+    texts = ["0F0 0SF0 0F1 0SF1 0RB0 0B0 0RB1 0B1 0R", "1RF0 1F0 1B0 1SB0 1RF1 1F1 1B1 1SB1 1R"]
+    program = [[parse_action(text) for text in of_rank.split()] for of_rank in texts]
+    assert not performs(program, HANG_S)
+    with pytest.raises(ValueError, match="wait for each other"):
+        validate(program)
