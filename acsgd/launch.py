@@ -137,7 +137,7 @@ _NCCL_VARIABLES = {
 }
 
 
-def set_nccl_variables(*, survives_peers: bool) -> None:
+def set_nccl_variables(*, survives_peers: bool = False) -> None:
     """Set what NCCL and CUDA read when they start, unless the user has set it.
 
     survives_peers: whether this process goes on without ranks that end. torch would end it.
