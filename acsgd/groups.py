@@ -80,12 +80,15 @@ class Groups:
         if any(uses("pipeline", pair) for pair in combinations(self.pp.ranks, 2)):
             by_axis["pipeline"] = replace(self.pp, open_communicator=open_between)
         if self.dp.size() > 1 and uses("replica", self.dp.ranks):
-            name = "replicas/" + "-".join(map(str, self.dp.ranks))
-            reductions = self._opened.open_communicator(transport, name, self.dp.ranks)
-            with collective_errors("connecting the replicas", self.dp):  # NCCL connects with the first operation
-                self.waits.wait(reductions.all_reduce(torch.zeros(1, device=device)))
-            by_axis["replica"] = replace(self.dp, reductions=reductions)
+            by_axis["replica"] = self._with_reductions(self.dp, transport, device)
         return replace(self, by_axis=by_axis)
+
+    def _with_reductions(self, group: Group, transport: OrderedTransport, device: torch.device) -> Group:
+        """Return a group that sums gradients over a transport, connected."""
+        reductions = self._opened.open_communicator(transport, "sums/" + "-".join(map(str, group.ranks)), group.ranks)
+        with collective_errors("connecting the replicas", group):  # NCCL connects with the first operation
+            self.waits.wait(reductions.all_reduce(torch.zeros(1, device=device)))
+        return replace(group, reductions=reductions)
 
     def publish_ports(self) -> None:
         """In a run with a mesh, let the other hosts open ports that this process has opened, and wait for that."""

@@ -82,6 +82,7 @@ def test_auto_uses_nccl_between_ranks_of_one_host_alone() -> None:
         ("dp.transport=nccl", [*ONE_HOST[:3], Endpoint("b", "gpu", "2.1.0")], False, f"{NCCL} of rank 0 on a, 2.1.0"),
         ("dp.transport=nccl", [*ONE_HOST[:3], Endpoint("b", "gpu", "")], False, "b is built without NCCL"),
         ("run.transport=nccl", ONE_HOST, True, "a mesh does not carry"),
+        ("dp.transport=nccl data.deal=speed", ONE_HOST, False, "data.deal=speed needs the times of waits"),
         (f"run.transport=nccl pp.forward={ENTROPY}", ONE_HOST, False, "entropy_coding of pp.forward"),
         ("pp.transport=nccl pp.forward=delta:bits=4", ONE_HOST, False, "caches of pp.forward"),
     ],

@@ -98,6 +98,8 @@ def _obstacle(config: Config, plugins: Plugins, axis: Axis, *, has_mesh: bool) -
     """Return why NCCL cannot carry what the options let travel, None if it can."""
     if has_mesh:
         return "NCCL opens connections of its own, which a mesh does not carry"
+    if config.data.deal == "speed":
+        return "data.deal=speed needs the times of waits, which over NCCL are those of the device"
     if axis == "replica" or config.pp.stages == 1:
         return None
     if isinstance(plugins.forward, Delta):
