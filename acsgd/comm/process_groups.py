@@ -22,7 +22,7 @@ from torch import Tensor
 from acsgd.comm.connections import GlooConnections
 from acsgd.comm.liveness import Heartbeat, heartbeat_interval_s
 from acsgd.comm.store import CallThread, StoreClient
-from acsgd.comm.waits import SLICE_S, DeviceWork, Waits, Work
+from acsgd.comm.waits import SLICE_S, DeviceWork, QueryableWork, Waits, Work
 from acsgd.errors import ConnectError
 
 T = TypeVar("T")
@@ -49,11 +49,11 @@ class Transport(NamedTuple):
 class Backend(Protocol):
     """The methods of torch's backends that a communicator uses. Ranks are positions among its ranks."""
 
-    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Work: ...  # noqa: N803  # torch's names
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> QueryableWork: ...  # noqa: N803  # torch's names
 
-    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Work: ...  # noqa: N803
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> QueryableWork: ...  # noqa: N803
 
-    def allreduce(self, tensors: list[Tensor]) -> Work: ...
+    def allreduce(self, tensors: list[Tensor]) -> QueryableWork: ...
 
     def abort(self) -> None: ...
 
@@ -89,15 +89,15 @@ class Communicator:
         self._backend = backend
         self._ranks = ranks
 
-    def isend(self, tensor: Tensor, rank: int) -> Work:
+    def isend(self, tensor: Tensor, rank: int) -> DeviceWork:
         """Start to send a tensor to a global rank, after the work of the current stream."""
         return DeviceWork(self._backend.send([tensor], self._ranks.index(rank), 0))
 
-    def irecv(self, buffer: Tensor, rank: int) -> Work:
+    def irecv(self, buffer: Tensor, rank: int) -> DeviceWork:
         """Start to receive a tensor, which has as many bytes as the buffer, from a global rank."""
         return DeviceWork(self._backend.recv([buffer], self._ranks.index(rank), 0))
 
-    def all_reduce(self, tensor: Tensor) -> Work:
+    def all_reduce(self, tensor: Tensor) -> DeviceWork:
         """Start to sum a tensor of each member, in place, after the work of the current stream."""
         return DeviceWork(self._backend.allreduce([tensor]))
 

@@ -24,17 +24,29 @@ class Work(Protocol):
         ...
 
 
+class QueryableWork(Work, Protocol):
+    """Work as torch.distributed returns it for NCCL."""
+
+    def is_completed(self) -> bool:
+        """Whether the operation is done."""
+        ...
+
+
 class DeviceWork:
     """Handle of an operation of a `Communicator`, in the order of the work of its device.
 
     `wait` lets later work of the calling thread's stream follow the operation: on a GPU, it returns at once.
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: QueryableWork) -> None:
         self._work = work
 
     def wait(self) -> bool:
         return self._work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the operation is done."""
+        return self._work.is_completed()
 
 
 class Waits(Protocol):

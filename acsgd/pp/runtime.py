@@ -277,16 +277,11 @@ class Pipeline:
     def _send(self, action: Action) -> None:
         route = action.operation.route
         assert route is not None
-        self._links[action.boundary].send(self._info(action), self._outputs.pop((route, action.stage, action.micro)))
-
-    def _info(self, message: Action) -> TransferInfo:
-        """Return what both ends know about a message."""
-        route = message.operation.route
-        assert route is not None
-        return self._transfers[message.micro]._replace(codec=self._codec_of[route])
+        info = self._transfers[action.micro]._replace(codec=self._codec_of[route])
+        self._links[action.boundary].send(info, self._outputs.pop((route, action.stage, action.micro)))
 
     def _post_receive(self, action: Action) -> None:
-        self._links[action.boundary].post(self._info(action))
+        self._links[action.boundary].inbox.post()
 
     def _reduce(self, action: Action) -> None:
         self._stages[action.stage].reduce()

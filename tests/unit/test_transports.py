@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
 from lib.training import plain_config
 
 from acsgd.config.options import Config
+from acsgd.launch import set_nccl_variables
 from acsgd.run.plan.plugins import parse_plugins
 from acsgd.run.plan.transports import Endpoint, check_transports, choose_transports
 from acsgd.topology import Topology
@@ -102,3 +104,14 @@ def test_nccl_on_a_cpu_is_refused_before_ranks_connect() -> None:
     with pytest.raises(ValueError, match=r"run.transport=nccl: NCCL connects GPUs, and this rank runs on the CPU; use"):
         check_transports(config, parse_plugins(config), on_gpu=False, has_mesh=False)
     check_transports(config, parse_plugins(config), on_gpu=True, has_mesh=False)
+
+
+def test_variables_of_nccl_that_the_user_has_set_remain(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    monkeypatch.setattr(os, "environ", environment)
+    set_nccl_variables()
+    assert environment.pop("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    assert set(environment.values()) == {"0"}
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in environment
+    set_nccl_variables(survives_peers=True)
+    assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"

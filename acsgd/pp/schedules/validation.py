@@ -27,9 +27,9 @@ def validate(
 
     forward_only: check instead that it evaluates every micro-batch once, without backwards and reduces. first_backward:
     first stage that runs backward; those below have forwards alone. routes: of the rows of tied tables.
-    A send counts as blocking its rank until the peer has posted the receive: the strictest network. So the ranks do not
-    deadlock over NCCL either, where a send blocks what follows it on its communicator, if each direction of a boundary
-    has one, since its sends and receives have the same order.
+    A send counts as blocking its rank until the peer has posted the receive: the strictest network. So they do not
+    deadlock over NCCL either, where a send blocks only what follows it on its communicator: each direction of a
+    boundary has one, and its sends and receives have the same order.
     Raises ValueError that names the action and draws the program with it marked.
     """
     dependencies = Dependencies.of(program, first_backward)

@@ -44,7 +44,7 @@ class TiedGroup:
         """Send the gradient of this copy to the other ranks."""
         info = TransferInfo(step, 0)
         for outbox, inbox in self._links.values():
-            inbox.post(info)
+            inbox.post()
             outbox.send(info, {"gradient": self._grad})
         for outbox, _ in self._links.values():
             outbox.flush(wait=True)

@@ -16,19 +16,19 @@ from torch import Tensor
 
 from acsgd.codecs.base import NotFiniteError, pack, unpack, wire_bytes
 from acsgd.comm.process_groups import Communicator
-from acsgd.comm.waits import Work
+from acsgd.comm.waits import DeviceWork
 from acsgd.pp.wire.channel import NOT_FINITE, Channel, check_header, read_header
 from acsgd.pp.wire.coder import Coder, TransferInfo
 from acsgd.pp.wire.frame import HEADER_BYTES, LENGTH_BYTES, Header
-from acsgd.pp.wire.mailbox import MAX_SENDS_IN_FLIGHT, Received
+from acsgd.pp.wire.mailbox import Received
 
 
 class _InFlight(NamedTuple):
-    """A message that is being sent or received."""
+    """A message that is being sent."""
 
     message: Tensor
-    work: Work
-    posted_at: float
+    work: DeviceWork
+    sent_at: float
 
 
 class DeviceOutbox:
@@ -46,16 +46,20 @@ class DeviceOutbox:
             with self._channel.trace_codec("encode", name), self._channel.streams.side_stream(state[name]):
                 header, message = self._encode(index, coder, state[name], info)
                 self._post(header, message)
-        while len(self._in_flight) > MAX_SENDS_IN_FLIGHT:
-            self._finish_oldest()
+        while self._in_flight and self._in_flight[0].work.is_completed():
+            self._in_flight.popleft()
 
     def flush(self, *, wait: bool) -> None:
         """Do nothing: messages are sent at once."""
 
     def drain(self) -> None:
         """Let later work of the side stream follow all sends."""
-        while self._in_flight:
-            self._finish_oldest()
+        channel = self._channel
+        with channel.streams.side_stream():
+            while self._in_flight:
+                _, work, sent_at = self._in_flight.popleft()
+                with channel.report_failure(self._action, sent_at):
+                    channel.wait(work, time.perf_counter())
 
     def close(self) -> None:
         """Do nothing: there are no threads."""
@@ -79,47 +83,33 @@ class DeviceOutbox:
         return header, message
 
     def _post(self, header: Header, message: Tensor) -> None:
-        channel, posted_at = self._channel, time.perf_counter()
-        with channel.report_failure(self._action, posted_at):
+        channel, sent_at = self._channel, time.perf_counter()
+        with channel.report_failure(self._action, sent_at):
             work = self._communicator.isend(message, channel.peer)
-        self._in_flight.append(_InFlight(message, work, posted_at))
+        self._in_flight.append(_InFlight(message, work, sent_at))
         channel.meter.sent_bytes += len(message)
         if channel.meter.trace is not None:
-            channel.trace_message("send", header, posted_at, posted_at)
-
-    def _finish_oldest(self) -> None:
-        message, work, posted_at = self._in_flight.popleft()
-        streams = self._channel.streams
-        with self._channel.report_failure(self._action, posted_at), streams.side_stream():
-            self._channel.wait(work, time.perf_counter())
-            del message  # whose memory the side stream may use again, after the send
+            channel.trace_message("send", header, sent_at, sent_at)
 
 
 class DeviceInbox:
-    """Receiving end of a channel. Receives are posted ahead of use, in the order in which the peer sends."""
+    """Receiving end of a channel.
+
+    A message is received when it is needed, not ahead: what synchronizes the device, such as the first use of a kernel,
+    waits for all receives, and a message may depend on what this rank has yet to send.
+    """
 
     def __init__(self, channel: Channel, communicator: Communicator) -> None:
         self._channel = channel
         self._communicator = communicator
-        self._action = f"receiving {channel.kind.plural} from"
-        self._posted: deque[_InFlight] = deque()
         self._unchecked: list[tuple[Tensor, Header]] = []
         """Headers that were received, on the device, and those expected."""
 
-    def post(self, info: TransferInfo) -> None:
-        """Post the receives of the next micro-batch, one message per named tensor."""
-        channel = self._channel
-        for coder in channel.coders.values():
-            assert info.lengths is not None or coder.spec.dims is None, "the size of the message is not known"
-            nbytes = HEADER_BYTES + wire_bytes(coder.wire(info))
-            message = torch.empty(nbytes, dtype=torch.uint8, device=channel.streams.device)
-            posted_at = time.perf_counter()
-            with channel.report_failure(self._action, posted_at):
-                work = self._communicator.irecv(message, channel.peer)
-            self._posted.append(_InFlight(message, work, posted_at))
+    def post(self) -> None:
+        """Do nothing: see the class."""
 
     def receive(self, info: TransferInfo) -> Received:
-        """Return the tensors of the micro-batch whose receives were posted first. Raises RunError if the peer fails."""
+        """Return the tensors of the next micro-batch, on the device. Raises RunError if the peer fails."""
         coders = enumerate(self._channel.coders.items())
         return Received(
             {name: self._receive(index, name, coder, info) for index, (name, coder) in coders}, info.lengths
@@ -131,18 +121,18 @@ class DeviceInbox:
         return [(*each, self._channel.peer) for each in unchecked]
 
     def abort(self) -> None:
-        """Drop the receives that are posted, whose communicator must be aborted."""
-        self._posted.clear()
+        """Drop the headers of a step that is not complete."""
         self._unchecked.clear()
 
     def _receive(self, index: int, name: str, coder: Coder, info: TransferInfo) -> Tensor:
-        channel, wire = self._channel, coder.wire(info)
-        message, work, posted_at = self._posted.popleft()
+        channel, wire, since = self._channel, coder.wire(info), time.perf_counter()
+        assert info.lengths is not None or coder.spec.dims is None, "the size of the message is not known"
         expected = channel.header(index, info, wire_bytes(wire))
-        with channel.report_failure(f"waiting for {expected} from", posted_at):
-            channel.wait(work, posted_at)
+        message = torch.empty(HEADER_BYTES + expected.length, dtype=torch.uint8, device=channel.streams.device)
+        with channel.report_failure(f"waiting for {expected} from", since):
+            channel.wait(self._communicator.irecv(message, channel.peer), since)
         if channel.meter.trace is not None:
-            channel.trace_message("receive", expected, posted_at, time.perf_counter())
+            channel.trace_message("receive", expected, since, time.perf_counter())
         header = message[:HEADER_BYTES]
         self._unchecked.append((header.clone(), expected))
         with channel.trace_codec("decode", name):

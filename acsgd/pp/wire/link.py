@@ -47,10 +47,6 @@ class Link:
         self._cache_sync.finish()
         self.outbox.send(info, state)
 
-    def post(self, info: TransferInfo) -> None:
-        """Post the receives of a micro-batch, ahead of `receive`."""
-        self.inbox.post(info)
-
     def receive(self, info: TransferInfo) -> Received:
         """Wait for the tensors of a micro-batch, whose receives have been posted."""
         self._cache_sync.finish()

@@ -172,8 +172,8 @@ class Inbox:
         self._pools = [_BufferPool(nbytes, channel.streams) for nbytes in channel.max_message_bytes]
         self._posted: list[deque[_InFlight]] = [deque() for _ in self._pools]
 
-    def post(self, info: TransferInfo | None = None) -> None:
-        """Post the receives of the next micro-batch, one message per named tensor. They need no `info`."""
+    def post(self) -> None:
+        """Post the receives of the next micro-batch, one message per named tensor."""
         channel = self._channel
         for index, (pool, posted) in enumerate(zip(self._pools, self._posted, strict=True)):
             buffer, posted_at = pool.acquire(), time.perf_counter()
