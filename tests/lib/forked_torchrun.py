@@ -227,17 +227,17 @@ def _fork_workers(connection: socket.socket, host: Host) -> NoReturn:
 
 
 def _run_worker(arguments: Sequence[str], environment: Mapping[str, str], host: Host) -> NoReturn:
-    """Be a worker. arguments: python -u PROGRAM ARGUMENT..."""
+    """Be a worker. arguments: python -u PROGRAM ARGUMENT..., or python -u -m MODULE ARGUMENT..."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _note_pid(WORKER)
     os.environ.clear()
     os.environ.update(environment)
     sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]  # as by -u
-    program = arguments[2]
-    sys.argv = [program, *arguments[3:]]
+    run, program = (runpy.run_module, arguments[3:]) if arguments[2] == "-m" else (runpy.run_path, arguments[2:])
+    sys.argv = [*program]
     host.worker()
-    _exit_with(lambda: runpy.run_path(program, run_name="__main__"))
+    _exit_with(lambda: run(program[0], run_name="__main__"))
 
 
 def _exit_with(function: Callable[[], Any]) -> NoReturn:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import socket
 import stat
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
 from acsgd.commands.invitation import VERSION, Invitation
 from acsgd.config.run_file import parse
 from tests.lib import commands
+from tests.lib.commands import started
 
 RUN_FILE = """
 [model]
@@ -31,10 +30,6 @@ dir = "runs/x"
 INVITATION = Invitation("run-1", "s3cret", ("10.0.0.1:29400", "[fd00::1]:29400"), "1:8", "auto", RUN_FILE, "0.1.0")
 
 
-STARTED: list[tuple[object, ...]] = []
-"""Arguments of programs that were started in place of this one."""
-
-
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -42,21 +37,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "home").mkdir()
     (tmp_path / "m").mkdir()  # else acsgd join gets the model from members
     (tmp_path / "run.toml").write_text(RUN_FILE)
-
-    def start(*arguments: object) -> NoReturn:
-        STARTED.append(arguments)
-        raise SystemExit(0)
-
-    monkeypatch.setattr(os, "execv", start)
     return tmp_path
-
-
-def started(*arguments: object) -> list[str]:
-    """Return the command line of the program that a command becomes."""
-    STARTED.clear()
-    assert commands.acsgd(*arguments)[0] == 0
-    [(_, words)] = STARTED
-    return words  # type: ignore[return-value]
 
 
 def test_an_invitation_is_read_as_it_was_written() -> None:
