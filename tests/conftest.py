@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -48,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if file in modules and not all(hasattr(modules[file], test.partition("[")[0]) for test in tests):
             raise pytest.UsageError(f"tests/slow.txt or tests/soak.txt: {file} has no {tests[0]}")
     for item in items:
-        if _modules_used(item) & STARTS_PROCESSES:
+        if _modules_used(item.module) & STARTS_PROCESSES:
             item.add_marker(pytest.mark.processes)
         names = {(item.path.name,), (item.path.name, item.name.partition("[")[0]), (item.path.name, item.name)}
         if names & SLOW:
@@ -61,11 +63,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(file if shares or "/unit/" in file else f"{file} {name}"))
 
 
-def _modules_used(item: pytest.Item) -> set[str]:
+@functools.cache
+def _modules_used(file: ModuleType) -> set[str]:
     """Return the modules from which the file of a test imports names."""
-    names = [
-        getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in vars(item.module).values()
-    ]
+    names = [getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in vars(file).values()]
     return {f"tests.{name}" if str(name).startswith("lib.") else str(name) for name in names}
 
 

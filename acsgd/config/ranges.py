@@ -6,6 +6,7 @@ A range: Annotated[int, Range(1, 10)].
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import typing
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ COUNT_OR_NONE = Range(0, 10**12)
 PORT = Range(1, 65535)
 
 
+@functools.cache
 def ranges_of(kind: type) -> dict[str, Range]:
     """Return the ranges that the fields of a dataclass declare, by name."""
     hints = typing.get_type_hints(kind, include_extras=True)

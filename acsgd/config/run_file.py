@@ -112,12 +112,12 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         raise ValueError(
             f"{path} nests its values too deeply; an option is a number, a text or a list of them"
         ) from None
-    sections = typing.get_type_hints(Config)
+    sections = _types_of(Config)
     refuse_others(keys_of(table), _keys(), TRAIN)
     for name, values in table.items():
         if name not in sections or not isinstance(values, dict):
             raise ValueError(f"{path}: unknown section [{name}]{suggest(name, sections)}")
-        keys = typing.get_type_hints(sections[name])
+        keys = _types_of(sections[name])
         for key, value in values.items():
             if f"{name}.{key}" in RENAMED:
                 raise ValueError(f"{path}: {name}.{key} is now called {RENAMED[f'{name}.{key}']}")
@@ -135,13 +135,19 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     return table
 
 
+@functools.cache
+def _types_of(kind: type) -> dict[str, Any]:
+    """Return the types of the fields of a dataclass, by name."""
+    return typing.get_type_hints(kind)
+
+
 def _keys() -> set[str]:
     """Return the names of all options of a run, former ones included."""
-    sections = typing.get_type_hints(Config).items()
+    sections = _types_of(Config).items()
     return {
         *RENAMED,
         *REMOVED,
-        *(f"{name}.{key}" for name, section in sections for key in typing.get_type_hints(section)),
+        *(f"{name}.{key}" for name, section in sections for key in _types_of(section)),
     }
 
 

@@ -85,6 +85,7 @@ LOCAL = "local"
 RUNS = (*list(SCRIPTS)[1:], *OTHER_RUNS, *UPDATE_RUNS, *UPDATE_SCRIPTS)
 SOAK = {
     *("joins", "source ends", "only the newcomer applies a step", "another one joins", "frozen", "streamed"),
+    *("sharded_ps", "tied rows"),
     *(mode for mode in UPDATE_RUNS if mode not in ("delta", UPDATE_RUNS[5])),
     *("updates, newcomer ends", "updates, only the newcomer is late", "updates, returns to a step"),
     *("one other, newcomer ends", *(f"one other, {mode}" for mode in (COCKTAIL, UPDATE_RUNS[1], *UPDATE_RUNS[5:7]))),

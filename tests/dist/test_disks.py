@@ -94,6 +94,24 @@ def hosts(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request:
     return Hosts(model, tmp_path, getattr(request, "param", RANKS))
 
 
+@pytest.fixture(scope="module")
+def finished_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the hosts of a finished run."""
+    directory = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        codes, run = Hosts(model, directory, RANKS).run()
+    assert codes == [0] * RANKS, run.notes()
+    return directory
+
+
+@pytest.fixture
+def finished_hosts(hosts: Hosts, finished_run: Path) -> Hosts:
+    """Hosts that have finished a run."""
+    shutil.copytree(finished_run, hosts.directory, symlinks=True, dirs_exist_ok=True)
+    return hosts
+
+
 def same(result: Result, calm: Result) -> None:
     assert result.layers == calm.layers
     assert result.losses == calm.losses
@@ -134,16 +152,15 @@ def survives_any_loss(hosts: Hosts, step: int) -> None:
         assert not inspect(path)[0].errors
 
 
-def test_a_corrupt_file_is_replaced_by_the_copy_of_another_host(hosts: Hosts, calm: Result) -> None:
-    hosts.run()
-    hosts.return_to(3)
-    own = next(hosts.checkpoints("host1").of(3).glob("block-*.safetensors"))
+def test_a_corrupt_file_is_replaced_by_the_copy_of_another_host(finished_hosts: Hosts, calm: Result) -> None:
+    finished_hosts.return_to(3)
+    own = next(finished_hosts.checkpoints("host1").of(3).glob("block-*.safetensors"))
     content = own.read_bytes()
     own.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    codes, run = hosts.run()
+    codes, run = finished_hosts.run()
     assert codes == [0] * RANKS, run.notes()
     assert own.read_bytes() == content
-    same(hosts.result("host1"), calm)
+    same(finished_hosts.result("host1"), calm)
 
 
 def test_without_copies_a_lost_host_is_named_and_its_checkpoint_is_not_resumed(model: Path, hosts: Hosts) -> None:
@@ -162,35 +179,35 @@ def test_without_copies_a_lost_host_is_named_and_its_checkpoint_is_not_resumed(m
     assert f"run/checkpoints/{path.name}/{lost[0]} is not valid on any host of this run; host3 had it" in error
 
 
-def test_the_newest_step_that_is_complete_on_the_hosts_that_are_there_is_taken(hosts: Hosts, calm: Result) -> None:
+def test_the_newest_step_that_is_complete_on_the_hosts_that_are_there_is_taken(
+    finished_hosts: Hosts, calm: Result
+) -> None:
     """Of another history of a step, such as of a run without host 0, that of most hosts counts."""
-    hosts.run()
-    for name in hosts.names[1::2]:  # those of one stage, whose files no other host has
-        shutil.rmtree(hosts.checkpoints(name).of(STEPS))
-    other = hosts.checkpoints("host0").of(3)
+    for name in finished_hosts.names[1::2]:  # those of one stage, whose files no other host has
+        shutil.rmtree(finished_hosts.checkpoints(name).of(STEPS))
+    other = finished_hosts.checkpoints("host0").of(3)
     manifest = Manifest.read(other)
     dataclasses.replace(manifest, hosts={}).write(other)
-    codes, run = hosts.run()
+    codes, run = finished_hosts.run()
     assert codes == [0] * RANKS, run.notes()
     assert any("resuming from run/checkpoints/step-00000006" in note for note in run.notes()), run.notes()
     assert "step-00000003 of host0 is another one than that of host1, and set aside" in run.stderr
-    same(hosts.result("host0"), calm)
+    same(finished_hosts.result("host0"), calm)
 
 
 def test_fewer_hosts_with_other_ranks_resume_and_inspect_lists_what_is_elsewhere(
-    model: Path, hosts: Hosts, calm: Result
+    model: Path, finished_hosts: Hosts, calm: Result
 ) -> None:
-    hosts.run()
-    hosts.return_to(3)
-    (hosts.directory / "host2").rename(hosts.directory / "host1b")
-    shutil.rmtree(hosts.directory / "host1")
-    (hosts.directory / "host3").rename(hosts.directory / "host1")
-    two = Hosts(model, hosts.directory, 2)
+    finished_hosts.return_to(3)
+    (finished_hosts.directory / "host2").rename(finished_hosts.directory / "host1b")
+    shutil.rmtree(finished_hosts.directory / "host1")
+    (finished_hosts.directory / "host3").rename(finished_hosts.directory / "host1")
+    two = Hosts(model, finished_hosts.directory, 2)
     codes, run = two.run()
     assert codes == [0] * RANKS, run.notes()
     for host in two.names:
         same(two.result(host), calm)
-    (report,) = inspect(hosts.directory / "host1b" / "run" / "checkpoints" / "step-00000003")
+    (report,) = inspect(finished_hosts.directory / "host1b" / "run" / "checkpoints" / "step-00000003")
     assert not report.errors
     assert sorted(report.elsewhere["head.safetensors"]) == ["host1", "host3"]
     assert "head" not in {layer.layer for layer in report.layers}

@@ -45,7 +45,7 @@ DROPOUT = {
     "bart": {"dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1},
 }
 """Options of types with dropout."""
-SOAK = {"bloom", "deberta-v2", "deberta-v2 with dropout", "t5 with dropout", "fixpoint"}
+SOAK = {"bloom", "deberta-v2", "deberta-v2 with dropout", "t5 with dropout", "bart with dropout", "fixpoint"}
 """Rows whose laws others show, with other types or codecs."""
 DROPOUT_SPLITS = {"opt": ["2 stages"]}
 """Splits of types that are compared with `oracle` with dropout, too; others are compared with each other."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -34,13 +35,19 @@ from acsgd.model_classes import MODEL_CLASSES
 Change = Callable[[ModelLayers], ModelLayers]
 
 
+@functools.cache
+def stages_of(model_type: str) -> Stages:
+    """Return a small model of a type, with weights, and its layers."""
+    task, config = task_of(model_type), small_config(model_type)
+    return Stages(fill_with_random(task.build(config)), task.build(config), task.layers(config))
+
+
 @pytest.mark.parametrize("model_type", TYPES)
 def test_layers_equal_the_whole_model(model_type: str) -> None:
     """Every batch is compared layer by layer, the padded one at every cut into two stages, too."""
-    task, config = task_of(model_type), small_config(model_type)
-    stages = Stages(fill_with_random(task.build(config)), task.build(config), task.layers(config))
+    stages = stages_of(model_type)
     count = len(stages.layers.layers)
-    batches = make_batches(stages.whole, task.inputs)
+    batches = make_batches(stages.whole, task_of(model_type).inputs)
     assert {"plain", "padded"} <= batches.keys()
     for name, batch in batches.items():
         cuts = [(0, cut) for cut in range(1, count)] if name == "padded" else []
@@ -80,9 +87,8 @@ def test_a_classifier_that_looks_for_the_end_of_each_sequence_reads_the_tokens(m
 @pytest.mark.parametrize("model_type", sorted(CAUSAL.keys() - {"roformer"}))
 def test_documents_in_one_sequence_are_kept_apart(model_type: str) -> None:
     """Documents have the logits that each has alone, and layers equal the whole model."""
-    task, config = task_of(model_type), small_config(model_type)
-    stages = Stages(fill_with_random(task.build(config)), task.build(config), task.layers(config))
-    packed = pack(make_batches(stages.whole, task.inputs)["plain"])
+    stages = stages_of(model_type)
+    packed = pack(make_batches(stages.whole, task_of(model_type).inputs)["plain"])
     assert keeps_apart(stages, packed)
     compare(stages, packed, [range(len(stages.layers.layers))], "packed")
 
@@ -90,18 +96,16 @@ def test_documents_in_one_sequence_are_kept_apart(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", sorted(CAUSAL))
 def test_prefixes_have_attention_in_both_directions(model_type: str) -> None:
     """Layers equal the whole model. GPT-Neo masks later tokens itself, which is found."""
-    task, config = task_of(model_type), small_config(model_type)
-    stages = Stages(fill_with_random(task.build(config)), task.build(config), task.layers(config))
-    prefixed = add_prefixes(make_batches(stages.whole, task.inputs)["plain"])
+    stages = stages_of(model_type)
+    prefixed = add_prefixes(make_batches(stages.whole, task_of(model_type).inputs)["plain"])
     assert looks_ahead_in_prefixes(stages, prefixed) == (model_type != "gpt_neo")
     compare(stages, prefixed, [range(len(stages.layers.layers))], "prefixed")
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "gptj"])
 def test_a_prefix_has_the_logits_of_transformers_with_its_mask(model_type: str) -> None:
-    task, config = task_of(model_type), small_config(model_type)
-    stages = Stages(fill_with_random(task.build(config)), task.build(config), task.layers(config))
-    batch = add_prefixes(make_batches(stages.whole, task.inputs)["plain"])
+    stages = stages_of(model_type)
+    batch = add_prefixes(make_batches(stages.whole, task_of(model_type).inputs)["plain"])
     is_prefix = batch[PREFIXES] >= 0
     causal = torch.ones(is_prefix.shape[1], is_prefix.shape[1]).tril().bool()
     seen = causal | (is_prefix[:, :, None] & is_prefix[:, None])
@@ -210,8 +214,7 @@ FAULTS: dict[str, tuple[str, Change]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_description_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model_type, change = FAULTS[fault]
-    task, config = task_of(model_type), small_config(model_type)
-    layers = task.layers(config)
+    task, config, layers = task_of(model_type), small_config(model_type), stages_of(model_type).layers
     derive = verification.derive
     monkeypatch.setattr(verification, "derive", lambda *args: change(derive(*args)))
     with pytest.raises(LayersError, match=r"differs from the whole model: the (output|gradient of \S+) for a plain"):
@@ -234,7 +237,7 @@ def test_a_mask_of_another_layer_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_missing_bias_is_found_among_stand_ins_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     task, config = MODEL_CLASSES["lm"], small_config("gpt2")
-    layers = without_parameter(-1, "transformer.ln_f.bias")(task.layers(config))
+    layers = without_parameter(-1, "transformer.ln_f.bias")(stages_of("gpt2").layers)
     fill = comparison.fill_with_stand_ins
 
     def fill_with_zeros(model: PreTrainedModel, *args: Any) -> None:
@@ -258,10 +261,13 @@ def test_a_large_model_is_verified_with_few_blocks_of_every_kind() -> None:
         num_key_value_heads=16, head_dim=128,
     )  # fmt: skip
     task = MODEL_CLASSES["lm"]
-    result = task.verify(config, task.layers(config))
+    bounds = (2**22, 2**23)
+    result = verification.verify(
+        task.build, config, task.inputs, task.layers(config), predicted=task.predicted, bounds=bounds
+    )
     assert result.batches == ("plain", "padded", "packed", "prefixed")
     assert result.blocks == 3
-    assert 2**20 < result.parameters < verification.MAX_PARAMETERS[0]
+    assert 2**20 < result.parameters < bounds[0]
     assert result.difference <= comparison.TOLERANCE
 
 
@@ -362,7 +368,7 @@ def test_an_encoder_learns_next_tokens_only_as_decoder(is_decoder: bool) -> None
 def test_the_head_makes_logits_of_the_hidden_states_that_enter_it(model_type: str) -> None:
     """With the soft cap of gemma2 and the scale of granite; also of some positions at a time."""
     model_class, config = task_of(model_type), small_config(model_type)
-    model, layers = fill_with_random(model_class.build(config)).eval(), model_class.layers(config)
+    model, layers = fill_with_random(model_class.build(config)).eval(), stages_of(model_type).layers
     composed, batch = ComposedModel(model, layers), make_batches(model, model_class.inputs)["plain"]
     last = len(layers.layers) - 1
     with torch.no_grad():
