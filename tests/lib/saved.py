@@ -41,7 +41,7 @@ def small_run(model: Path, run_dir: Path, *, steps: int = 2, every: str | None =
     """Return the config of a run of a few steps, saved after each. checkpoint: further checkpoint options."""
     return Config(
         model=ModelConfig(str(model)),
-        data=DataConfig(sources="demo", sequence=16, batch=2, eval_fraction=0.001),
+        data=DataConfig(sources="demo", sequence=16, batch=2, eval_fraction=0.0001),
         optim=OptimConfig(lr=1e-3, steps=steps),
         pp=PipelineConfig(micro=2),
         checkpoint=CheckpointConfig(every=every, **checkpoint),

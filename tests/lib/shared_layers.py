@@ -1,4 +1,4 @@
-"""Layers of models, derived and compared once for many tests: for one model that takes a second."""
+"""What many tests have in common, made once: layers of models, derived and compared, and the tokens of demo texts."""
 
 from __future__ import annotations
 
@@ -14,22 +14,31 @@ import pytest
 from transformers import PreTrainedConfig
 
 from acsgd.config.options import Config
+from acsgd.io.data.row_spec import RowSpec
+from acsgd.io.data.sources.base import Source
+from acsgd.io.data.sources.sources import Demo
+from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.layers.description import ModelLayers
 from acsgd.model_classes import ModelClass
 from acsgd.run.plan import model
 from acsgd.run.plan.layers_cache import LayersCache
+from acsgd.run.setup import rows
 from acsgd.shards import config as configs
 from acsgd.tasks import find_task
 
 DIRECTORY = "ACSGD_TEST_LAYERS"
 """Environment variable with the directory of the cache, for the server that processes are forked from."""
 
-_own_cache = model.layers_cache
+_own_cache, _own_tokens = model.layers_cache, rows.open_tokens
 
 
 def share_layers() -> None:
-    """Let runs of this process, and of those forked from it, use the directory instead of one beside each run."""
+    """Let runs of this process, and of those forked from it, use the directory instead of one beside each run.
+
+    For the tokens of the demo texts, too: making them takes half a second.
+    """
     if DIRECTORY in os.environ:
+        rows.open_tokens = _shared_tokens
         for module in _modules_with(_own_cache):
             module.layers_cache = _shared_cache  # type: ignore[attr-defined]
 
@@ -59,6 +68,12 @@ class _SharedCache(LayersCache):
 
 def _shared_cache(config: Config) -> LayersCache:
     return _SharedCache(Path(os.environ[DIRECTORY]), find_task(config.model.task).model_class)
+
+
+def _shared_tokens(source: Source, spec: RowSpec, tokenizer: Any, cache_dir: Path, *args: Any, **kwargs: Any) -> Corpus:
+    if isinstance(source, Demo):
+        cache_dir, kwargs["reports_wait"] = Path(os.environ[DIRECTORY]).with_name("tokens"), False
+    return _own_tokens(source, spec, tokenizer, cache_dir, *args, **kwargs)
 
 
 _derived: dict[tuple[str, str], ModelLayers] = {}

@@ -258,7 +258,7 @@ def refuse_to_resume(tmp_path: Path, model: Path, flags: str, run_dir: str = "ru
         "--model.name": str(model),
         "--data.sequence": "16",
         "--data.batch": "2",
-        "--data.eval_fraction": "0.001",
+        "--data.eval_fraction": "0.0001",
         "--log.dir": run_dir,
     }
     given = [f"{flag} {value}" for flag, value in as_trained.items() if flag not in flags.split()]
@@ -282,7 +282,7 @@ ADVICE = (
         ("--data.seed 7", "its batches differ: data.seed is 0 in the checkpoint, 7 in the run"),
         (
             "--data.eval_fraction 0.01",
-            "its batches differ: data.eval_fraction is 0.001 in the checkpoint, 0.01 in the run",
+            "its batches differ: data.eval_fraction is 0.0001 in the checkpoint, 0.01 in the run",
         ),
         (
             "--data.sources other.txt",
