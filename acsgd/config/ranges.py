@@ -51,7 +51,7 @@ def ranges_of(kind: type) -> dict[str, Range]:
 
 def out_of_range(options: Any) -> Iterator[str]:
     """Yield "name=value must be ..." for each field of a dataclass instance that is outside its declared range."""
-    for name, valid in ranges_of(type(options)).items():
+    for name, valid in ranges_of(options.__class__).items():
         value = getattr(options, name)
         values = value if isinstance(value, tuple) else () if value is None else (value,)
         for each in values:
