@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,17 @@ END = "eos_token_id"
 """Field of both files with the tokens that end a generated text."""
 TEXT = "text_config"
 """Field of config.json with the config of the language model of one that has other parts."""
-SPECIAL_TOKENS = ("bos_token_id", END, "pad_token_id")
+BEGIN, PADDING, START = "bos_token_id", "pad_token_id", "decoder_start_token_id"
+SPECIAL_TOKENS = (BEGIN, END, PADDING)
 """Fields of both files that are those of a tokenizer, too."""
+COPIES = {
+    START: (PADDING, END, BEGIN),
+    "forced_bos_token_id": (BEGIN, END, PADDING),
+    "forced_eos_token_id": (END, BEGIN, PADDING),
+}
+"""Fields of both files with the id of one of these tokens."""
+OTHER_TOKENS = ("bad_words_ids", "force_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias")
+"""Options of generation with ids of any tokens, which say nothing of another tokenizer."""
 
 
 def read_generation_config(directory: Path) -> GenerationConfig:
@@ -40,10 +49,15 @@ def ends_of(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> lis
     ends: Any = config.eos_token_id
     if ends is None:
         ends = tokenizer.eos_token_id
-    found = [ends] if isinstance(ends, int) else list(ends or ())
+    found = _as_list(ends)
     if not all(isinstance(id_, int) for id_ in found):
         raise ValueError(f"{GENERATION_CONFIG}: {END}={ends!r} is neither an id nor a list of ids; correct it")
     return found
+
+
+def _as_list(ids: Any) -> list[Any]:
+    """Return the ids of a field: one, several or none."""
+    return [ids] if isinstance(ids, int) else list(ids or ())
 
 
 def write_ends(directory: Path, ends: Sequence[int]) -> None:
@@ -73,21 +87,47 @@ def set_ends(config: PreTrainedConfig, directory: Path) -> None:
 
 
 def set_special_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let the config of a model name the special tokens of another tokenizer than its own: ids have other meanings."""
+    """Let the config of a model name the special tokens of another tokenizer than its own: ids have other meanings.
+
+    Raises ValueError if its decoder begins with a token that is none of them.
+    """
     for each in (config, config.get_text_config()):
-        for name in SPECIAL_TOKENS:
-            setattr(each, name, getattr(tokenizer, name))
+        ids = _special_tokens({name: getattr(each, name, None) for name in (*SPECIAL_TOKENS, *COPIES)}, tokenizer)
+        if ids.get(START, 0) is None:
+            raise ValueError(
+                f"{START}={getattr(each, START)} in config.json of the model is neither {' nor '.join(COPIES[START])}, "
+                f"so which token of {tokenizer.name_or_path} a decoder begins with is not known; set it to one of them"
+            )
+        for name, id_ in ids.items():
+            setattr(each, name, id_)
 
 
 def write_special_tokens(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Let the files of a model name the special tokens of another tokenizer than its own. Keeps all other options."""
-    ids = {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
+    known = dict[str, Any]()
     for path in (directory / CONFIG, directory / GENERATION_CONFIG):
         if path.is_file():
-            fields = read_json_object(path) | ids
+            fields = read_json_object(path)
+            known |= {name: id_ for name, id_ in (fields.get(TEXT) or {}).items() if id_ is not None}
+            known |= {name: id_ for name, id_ in fields.items() if id_ is not None}
+            ids = _special_tokens(known, tokenizer)
+            fields = {name: value for name, value in fields.items() if name not in OTHER_TOKENS} | ids
             if TEXT in fields:
                 fields[TEXT] = fields[TEXT] | ids
             path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+
+
+def _special_tokens(known: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
+    """Return the ids of a tokenizer for the fields of a model. known: its present ones.
+
+    A copy of a special token stays one; None if it is of another token.
+    """
+    ids: dict[str, int | None] = {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
+    for name, names in COPIES.items():
+        if (copied := known.get(name)) is not None:
+            found = [each for each in names if copied in _as_list(known.get(each))]
+            ids[name] = ids[found[0]] if found else None
+    return ids
 
 
 def as_field(ends: Iterable[int]) -> int | list[int]:

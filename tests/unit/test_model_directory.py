@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from lib.commands import acsgd
+from lib.model_types import small_config
 from lib.patience import stretched
 from lib.saved import SMALL, small_run, train_alone
 from safetensors.torch import load_file, save_file
@@ -32,7 +33,7 @@ from acsgd.run.plan.job import prepare
 from acsgd.shards.disk import MODEL_FILES
 from acsgd.shards.export import to_hf
 from acsgd.shards.files import tensor_headers
-from acsgd.shards.generation import read_generation_config
+from acsgd.shards.generation import read_generation_config, set_special_tokens, write_special_tokens
 from acsgd.shards.hub import open_model
 from acsgd.shards.tokenizer import load_tokenizer
 
@@ -501,6 +502,38 @@ def test_special_tokens_of_a_run_and_its_files_are_those_of_its_tokenizer(
         for each in (AutoConfig.from_pretrained(directory), found):
             assert [getattr(each, name) for name in old] == [getattr(other, name) for name in old], directory
         assert found.top_p == (0.5 if has_options else None)
+
+
+@pytest.mark.parametrize(
+    ("start", "copies"),
+    [(1, "pad_token_id"), (2, "eos_token_id"), (0, "bos_token_id"), (7, None)],
+    ids=["t5", "bart", "bos", "language"],
+)
+def test_what_copies_a_special_token_copies_that_of_another_tokenizer(
+    tokenizer: PreTrainedTokenizerFast, start: int, copies: str | None, tmp_path: Path
+) -> None:
+    """As the first token of a decoder; the id of any other token says nothing of another tokenizer."""
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token="!", bos_token="?", pad_token="#"
+    )
+    ids = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "forced_eos_token_id": 2}
+    config = small_config("bart", **ids, decoder_start_token_id=start)
+    config.save_pretrained(tmp_path)
+    # the other special tokens may be in config.json alone, and several may end a text
+    options = {"eos_token_id": [2, 5], "forced_eos_token_id": 2, "decoder_start_token_id": start, "top_p": 0.5}
+    (tmp_path / "generation_config.json").write_text(json.dumps(options | {"bad_words_ids": [[1]]}))
+    expected = {"forced_eos_token_id": other.eos_token_id, "decoder_start_token_id": copies and getattr(other, copies)}
+    if copies is None:
+        with pytest.raises(ValueError, match=r"decoder_start_token_id=7 in config\.json of the model is neither pad"):
+            set_special_tokens(config, other)
+    else:
+        set_special_tokens(config, other)
+        assert {name: getattr(config, name) for name in expected} == expected
+    write_special_tokens(tmp_path, other)
+    for found in (AutoConfig.from_pretrained(tmp_path), read_generation_config(tmp_path)):
+        assert {name: getattr(found, name) for name in expected} == expected
+    assert found.bad_words_ids is None
+    assert found.top_p == 0.5
 
 
 def test_a_tokenizer_from_elsewhere_with_too_many_tokens_names_the_directory_of_the_model(

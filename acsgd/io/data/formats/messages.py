@@ -32,8 +32,8 @@ FUNCTION_CALL = "function_call"
 FUNCTIONS = "functions"
 """Tools as OpenAI had them before "tools". A message calls one with FUNCTION_CALL in place of TOOL_CALLS."""
 FLAGS = ("weight", "train", "training", "loss")
-"""Fields of a message that say whether it is learned: 1 or true, 0 or false. They are those of OpenAI, axolotl and
-ms-swift."""
+"""Fields of a message, or record, that say whether it is learned: 1 or true, 0 or false. They are those of OpenAI,
+axolotl and ms-swift."""
 UNDESIRABLE = ("label", "kto_tag")
 """Fields of a record that are false if its answer is one to avoid. They are those of TRL and LLaMA-Factory."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -46,14 +46,14 @@ TOOL_CALLS = "tool_calls"
 def check_learnable(fields: Mapping[str, Any], options: ReadOptions) -> None:
     """Raise FormatError if a record says that its answer is not to be learned as it stands, unless its format is given.
 
-    It may be one to avoid, of another weight, or belong to images.
+    It may be one to avoid, not to be learned, of another weight, or belong to images.
     """
     if options.format != "auto":
         return
     weight = fields.get(WEIGHT)
     problems = [
-        f'"{name}": false, which says that its answer is one to avoid'
-        for name in UNDESIRABLE
+        f'"{name}": false, which says that its answer is {"not learned" if name in FLAGS else "one to avoid"}'
+        for name in (*UNDESIRABLE, *FLAGS)
         if fields.get(name) is False
     ]
     problems += [
