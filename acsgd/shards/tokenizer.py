@@ -85,10 +85,15 @@ class DocumentTokens(NamedTuple):
 def added_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the tokens that a tokenizer recognizes before it divides what is between them, such as eos_token.
 
-    Without unk_token, which stands for text that the tokenizer does not know.
+    Without those of `unknown_tokens`.
     """
-    unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}
-    return {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids} - unknown
+    return {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids} - {*unknown_tokens(tokenizer)}
+
+
+def unknown_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token that stands for text that a tokenizer does not know; none if it is eos_token, as of GPT-2."""
+    id_ = tokenizer.unk_token_id
+    return [id_] if isinstance(id_, int) and id_ != tokenizer.eos_token_id else []
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> int:

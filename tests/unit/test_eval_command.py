@@ -381,6 +381,7 @@ def test_a_chat_is_continued_at_its_last_answer(tiny_model: TinyModel, tmp_path:
 BAD_QUESTIONS = [
     ('{"text": "no prompt"}', "line 1 has no prompt with an answer: no prompt; use records with both"),
     ('{"prompt": "a", "completion": " "}', 'line 1 has an empty answer under "completion"; write an answer, or'),
+    ('{"prompt": "a", "completion": "<|endoftext|>"}', "line 1 has an answer that is empty without special tokens"),
     ('{"prompt": "a", "completion": "b"}\nx', "line 2 is not JSON"),
 ]
 """Records, and a part of the message."""

@@ -360,6 +360,7 @@ UNREADABLE_TEXT: list[tuple[bytes, str]] = [
     (b"zw\xf6lf", r"is not UTF-8 (byte 0xf6): zw\xf6lf"),
     (b"x" * 1000 + b"\xff" * 50, f"is not UTF-8 (byte 0xff): ...{'x' * 40}" + r"\xff" * 9 + r"\..."),
     (b"\xc3", r"is not UTF-8 (byte 0xc3): \xc3"),
+    (b"\xff\xfea\0", r"is not UTF-8 (byte 0xff): \xff\xfea\x00"),
 ]
 """Lines of plain text and the reason why they cannot be read."""
 CASES = [
@@ -388,6 +389,8 @@ def test_an_unreadable_line_is_named(tmp_path: Path, name: str, line: bytes, rea
     message = str(caught.value)
     assert message.startswith(f"data.sources: {path}, line 6 {reason}; ")
     assert message.endswith(", or skip such records with --data.on_error skip")
+    encoding = "UTF-16" if b"\0" in line else "LATIN1"
+    assert f"iconv -f {encoding} " in message or "UTF-8" not in reason
     assert message.isprintable()
     assert len(message) < len(path) + 300
 

@@ -44,6 +44,18 @@ def test_a_vocabulary_above_65536_is_stored_as_uint32(tmp_path: Path) -> None:
     assert tokens.tolist() == [2**16, 1, 0]
 
 
+def test_text_that_the_tokenizer_does_not_know_is_counted(tmp_path: Path) -> None:
+    """Unless eos_token stands for it, too: then it ends documents."""
+    for unknown, notes in (("<unk>", ("2 tokens stand for text that the tokenizer does not know",)), ("<end>", ())):
+        words = Tokenizer(models.WordLevel({"<end>": 0, "<unk>": 1, "known": 2}, unk_token=unknown))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        fast = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token=unknown)
+        (tmp_path / "a.txt").write_text("known { known }")
+        [corpus] = tokenize_all(parse_sources(str(tmp_path / "a.txt")), fast, tmp_path / "cache", vocab_size=512)
+        assert len(corpus.notes) == len(notes)
+        assert all(expected in note for expected, note in zip(notes, corpus.notes, strict=True))
+
+
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("chars", [1, 100, 10**9])
 def test_the_tokens_depend_neither_on_the_batching_nor_on_the_threads(

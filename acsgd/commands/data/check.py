@@ -186,8 +186,7 @@ def _print(report: SourceReport, console: Console) -> None:
         f"{report.name}: {report.counts.describe_format()}",
         f"{report.counts.records:,} records, {report.documents:,} documents, {report.tokens:,} tokens{learned}",
     ]
-    if unread := report.counts.unread_summary():
-        lines.append(unread)
+    lines += filter(None, (report.counts.unread_summary(), report.counts.unknown_summary()))
     console.print(Text("\n".join(lines), style="bold"))
     table = Table("tokens", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("documents", justify="right")

@@ -97,7 +97,7 @@ def show_records(data: DataConfig, model: ModelConfig, number: int, typed: Calla
         formats |= {counts.format} - {""}
         if unread := counts.unread_summary():
             console.print(Text(f"\n{unread}", style="bold"))
-        if not counts.format:
+        if not ends.documents:
             continue
         console.print(Text("\n".join(["", ends.describe(tokenizer), *ends.notes(tokenizer, known)])))
     for sentence in describe_unused(data, formats):

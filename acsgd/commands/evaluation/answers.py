@@ -18,6 +18,7 @@ from acsgd.io.data.formats.base import Example, FormatError
 from acsgd.io.data.formats.formats import read_each, read_options
 from acsgd.io.data.sources.base import BadRecord, RecordCounts
 from acsgd.io.data.sources.sources import parse_sources
+from acsgd.io.data.sources.text import excerpt
 from acsgd.io.data.tokens.encode_examples import prompt_and_answer
 from acsgd.io.data.tokens.pipeline import stop_or_skip
 from acsgd.notes import print_note, report_if_slow
@@ -84,7 +85,11 @@ def _question(example: Example, generator: Generator) -> Question:
     ids = prompts.encode_text(prompt, has_special_tokens=example.has_special_tokens)
     # as the generated text is: without special tokens, which chat templates write
     tokens = generator.loaded.tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"]
-    return Question(ids, prompts.decode(tokens))
+    if not (expected := prompts.decode(tokens)).strip():
+        raise FormatError(
+            f"has an answer that is empty without special tokens ({excerpt(answer)})", "remove the record"
+        )
+    return Question(ids, expected)
 
 
 def generate_answers(generator: Generator, prompts: Sequence[Ids]) -> list[str]:

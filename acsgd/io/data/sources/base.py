@@ -75,6 +75,8 @@ class RecordCounts:
     """Name of the format of the records, once it is known."""
     unread: Counter[str] = field(default_factory=Counter)
     """Number of records with a field that has no effect on their examples, by its name."""
+    unknown: int = 0
+    """Number of their tokens that are unk_token."""
     cursor: Any = None
     """Where the next record of a streamed source begins, a JSON value; None = at its beginning, or not streamed.
 
@@ -97,6 +99,12 @@ class RecordCounts:
     def describe_format(self) -> str:
         """Return a clause that names the format."""
         return f'format "{self.format}"' if self.format else "no record has a known format"
+
+    def unknown_summary(self) -> str | None:
+        """Return a clause that counts the tokens of unknown text, None if there are none."""
+        if not self.unknown:
+            return None
+        return f"{self.unknown:,} tokens stand for text that the tokenizer does not know (unk_token), and cannot write"
 
     def unread_summary(self) -> str | None:
         """Return a clause that names the fields without effect, None if there are none."""

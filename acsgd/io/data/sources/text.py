@@ -150,9 +150,10 @@ def not_utf8(line: str) -> LineError | None:
         first = error.start
         byte = line[first].encode(errors="surrogateescape").hex()
         before = max(0, first - EXCERPT_CHARS // 2)
+        encoding = "UTF-16" if "\0" in line else "LATIN1"
         return LineError(
             f"is not UTF-8 (byte 0x{byte}): {'...' if before else ''}{excerpt(line[before:])}",
-            "convert the file, for example with iconv -f LATIN1 -t UTF-8",
+            f"convert the file, for example with iconv -f {encoding} -t UTF-8",
         )
     return None
 

@@ -77,12 +77,15 @@ def read_segments(
     counts = RecordCounts(position.records, position.skipped, format=position.format, cursor=position.cursor)
     encoder.state = position.encoder
     tokens, enough = _Tokens(source, encoder, position), 0.0
-    reported: set[str] = set()
+    reported, unknown = set[str](), 0
     for part in encode_source(source, tokenizer, encoder, counts):
         skipped = counts.skipped
         if unread := counts.unread.keys() - reported:
             print_note(f"{source.key}: {source.name}: {counts.unread_summary()}")
             reported |= unread
+        if counts.unknown.bit_length() > unknown.bit_length():
+            print_note(f"{source.key}: {source.name}: {counts.unknown_summary()}")
+            unknown = counts.unknown
         for record in part.bad:
             stop_or_skip(record, source, counts)
         _report_skipped(source, counts, before=skipped)

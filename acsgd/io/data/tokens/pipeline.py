@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from acsgd.io.data.formats.base import Example
@@ -15,6 +16,7 @@ from acsgd.io.data.formats.formats import parts_of, read_each
 from acsgd.io.data.sources.base import BadRecord, RecordCounts, Source
 from acsgd.io.data.tokens.encode import NONE, Encoded, Encoder, EncoderState
 from acsgd.io.files.read_ahead import read_ahead
+from acsgd.shards.tokenizer import unknown_tokens
 
 BATCH_CHARS = 2**18
 """Characters tokenized at a time by one thread. The tokenizer's working memory is about 200 bytes per character."""
@@ -81,10 +83,12 @@ def encode_source(
         with _naming(source):
             return batch, encoder.tokenize(examples) if (examples := batch.examples) else ()
 
+    unknown = unknown_tokens(tokenizer)
     for batch, tokenized in read_ahead(tokenize, _batches(source, tokenizer, counts), THREADS + 1, threads=THREADS):
         mark = batch.mark and batch.mark._replace(encoder=encoder.state)
         with _naming(source):
             encoded = encoder.encode(examples, tokenized) if (examples := batch.examples) else NONE
+        counts.unknown += int(np.isin(encoded.tokens, unknown).sum())
         yield _collect(batch.parts, encoded, mark)
 
 

@@ -50,12 +50,14 @@ class TokenStats(NamedTuple):
     """Clause that names the fields without effect."""
     ends: TextEnds
     """How the learned texts end."""
+    unknown: str | None = None
+    """Clause that counts the tokens of unknown text; None in cache entries of older versions."""
 
     def notes(self, source: Source) -> tuple[str, ...]:
-        """Return sentences on a format that was detected, on skipped records, and on fields not read."""
+        """Return sentences on a detected format, skipped records, fields not read, and unknown text."""
         is_detected = source.options.format == "auto" and self.format != TEXT
         clauses = [f'format "{self.format}", detected from the first record'] if is_detected else []
-        clauses += [clause for clause in (self.unread, self.skipped, self.long) if clause]
+        clauses += [clause for clause in (self.unread, self.skipped, self.long, self.unknown) if clause]
         return tuple(f"{source.key}: {source.name}: {clause}" for clause in clauses)
 
 
@@ -144,9 +146,16 @@ def tokenize(
     skipped, too_long = counts.summary(), encoder.note
     if not writer.num_of_text:
         raise ValueError(_no_token(source, tokenizer, [clause for clause in (skipped, too_long) if clause]))
-    unread = counts.unread_summary()
     return TokenStats(
-        writer.largest, writer.num_targets, encoder.overlap, skipped, counts.format, too_long, unread, ends
+        writer.largest,
+        writer.num_targets,
+        encoder.overlap,
+        skipped,
+        counts.format,
+        too_long,
+        counts.unread_summary(),
+        ends,
+        counts.unknown_summary(),
     )
 
 
