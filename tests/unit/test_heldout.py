@@ -223,16 +223,22 @@ def test_options_of_a_run_select_its_held_out_data(tiny_model: Callable[..., Pat
     [size] = reader.sampler.sizes
     assert "skipped 1 of 201 records" in reader.notes[0]
     for rank in range(4):
-        reader, held, *_ = opened(rank, "--data.eval_fraction 0.25")
+        reader, held, _, notes, _ = opened(rank, "--data.eval_fraction 0.25")
+        assert "warning" not in "".join(notes)
         assert held is not None
         assert reader.sampler.sizes == (held.ranges[0].start,) == (size - round(size / 4),)
         assert (held.rows.micro, held.rows.wants_inputs, held.rows.wants_labels) == (2, rank % 2 == 0, rank % 2 == 1)
         assert held.replicas == 2
         assert held.replica == rank // 2
-    reader, held, *_ = opened(0, "--data.eval_sources demo")
+    reader, held, _, notes, _ = opened(0, "--data.eval_sources demo")
+    assert not notes
     assert held is not None
     assert reader.sampler.sizes == (size,)
     assert len(held) == len(held.rows.rows[0]) > 1000
+    [warning] = opened(0, f"--data.eval_sources {tmp_path / 'a.txt'}").notes
+    assert warning.startswith(
+        f"warning: data.eval_sources: {tmp_path / 'a.txt'} has the text of a source in data.sources"
+    )
 
 
 def test_a_start_opens_each_source_once(

@@ -64,6 +64,7 @@ def open_data(job: Job, groups: Groups | None = None) -> Data:
     held = held_out(training, separate, fraction, replicas=topology.replicas, replica=topology.replica, unit=unit)
     steps = _steps(config.optim, sampler)
     notes = (*_describe_steps(config, sampler, steps), *_describe_epochs(job.sources, sampler, steps))
+    notes += (*_describe_trained(job.eval_sources, separate.rows, training.rows),)
     return Data(BatchReader(training, sampler, job.micro_ids), held, steps, notes, maker.spec)
 
 
@@ -135,6 +136,17 @@ def _describe_epochs(sources: Sequence[WeightedSource], sampler: Sampler, steps:
         f"data.sources: {name}: {count:,.2f} epochs in {steps:,} steps"
         for name, count in zip(names, epochs, strict=True)
         if round(count, 2) > 1
+    ]
+
+
+def _describe_trained(sources: Sequence[WeightedSource], rows: Sequence[Rows], training: Sequence[Rows]) -> list[str]:
+    """Return a sentence on each evaluation source with the rows of a source of training."""
+    trained = [each.fingerprint() for each in training]
+    return [
+        f"warning: data.eval_sources: {source.name} has the text of a source in data.sources: held-out losses are "
+        "those of text that is trained on"
+        for (source, _), each in zip(sources, rows, strict=True)
+        if each.fingerprint() in trained
     ]
 
 
