@@ -36,6 +36,8 @@ TEMPLATES = {
     )
 }
 """Chat templates by name. In that of OpenChatKit, turns are lines; eos_token ends answers, so that generation stops."""
+DATE = "strftime_now"
+"""Function with which chat templates write the present date."""
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables that transformers always gives to a template, besides special tokens."""
 
@@ -71,11 +73,25 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> N
         tokenizer.chat_template = lines + templates
 
 
-def describe_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> dict[str, str]:
-    """Return a checksum of the chat template as an option of a run; nothing if the run takes the tokenizer's."""
-    if not _is_given(data):
-        return {}
+def describe_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return a checksum of the chat template of a run as that of an option, which may name it."""
     return {OPTION: new_file_checksum(repr(tokenizer.chat_template).encode()).hexdigest()[:8]}
+
+
+def describe_date(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return a sentence on a chat template that writes the present date; nothing of others."""
+    chat: Any = [{"role": "user", "content": "a"}]
+    try:
+        template = tokenizer.get_chat_template().replace(f"{DATE}(", f"'{DATE}'.format(")
+        text = tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False)
+    except Exception:  # a template may refuse this chat, with an error of any class
+        return []
+    if DATE not in text:
+        return []
+    return [
+        f"warning: the chat template writes the present date ({DATE}): texts and prompts of another day differ; set "
+        f'its variable, for example --{VARIABLES} "date_string=26 Jul 2024", or give another template, --{OPTION} FILE'
+    ]
 
 
 def write_chat_template(directory: Path, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:

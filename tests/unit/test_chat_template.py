@@ -18,7 +18,7 @@ from acsgd.config.options import DataConfig
 from acsgd.io.data.formats.chat import Messages
 from acsgd.io.data.formats.formats import describe_unused
 from acsgd.io.data.sources.base import ReadOptions, SourceRecord
-from acsgd.shards.chat_template import set_chat_template
+from acsgd.shards.chat_template import describe_date, describe_template, set_chat_template
 from acsgd.shards.export import to_hf
 
 CHAT = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
@@ -76,9 +76,33 @@ def test_a_chat_is_written_as_transformers_writes_it_with_the_variables(
         assert example.text == expected(thinking="x" if record else VALUES[value])
 
 
+LLAMA = (
+    "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{{ date_string }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "variables", "is_dated"),
+    [
+        (LLAMA, None, True),
+        (LLAMA, "date_string=26 Jul 2024", False),
+        ("{% if tools %}{{ strftime_now('%Y') }}{% endif %}", None, False),
+        ("{{ raise_exception('strftime_now') }}", None, False),
+    ],
+)
+def test_a_template_that_writes_the_date_is_named(
+    template: str, variables: str | None, is_dated: bool, chat: PreTrainedTokenizerFast
+) -> None:
+    chat.chat_template = template
+    set_chat_template(chat, data_config(chat_template_kwargs=variables))
+    assert [note.startswith("warning: the chat template writes") for note in describe_date(chat)] == [True] * is_dated
+
+
 def test_each_of_several_templates_gets_the_variables(chat: PreTrainedTokenizerFast) -> None:
     chat.chat_template = {"default": TEMPLATES["default"], "tool_use": "tools " + TEMPLATES["default"]}
+    before = describe_template(chat)
     set_chat_template(chat, data_config(chat_template_kwargs="thinking=off"))
+    assert describe_template(chat) != before  # what a run that resumes with another template says
     written = [chat.apply_chat_template(CHAT, tools=tools, tokenize=False) for tools in (None, [{"type": "function"}])]
     assert [text.partition("user")[0] for text in written] == ["off", "tools off"]
 

@@ -199,6 +199,7 @@ OURS = of_sources("data/a.jsonl=1 b.txt=2 c.txt=3", [1, 2, 3])
             of_sources("a.jsonl=9 b.txt=8 c.txt=7", [1, 2, 3], format="oig"),
             "the records of data.sources are read differently: data.format is oig in the checkpoint, auto in the run",
         ),
+        (of_sources("data/a.jsonl=9 b.txt=2 c.txt=3", [1, 2, 3], other="x"), "the contents of a.jsonl changed"),
         (identity(texts="x", data=OURS.data), "the text of data.sources differs from the text it was trained on"),
     ],
 )

@@ -165,7 +165,9 @@ class RunIdentity:
 
     def _differing_texts(self, saved: RunIdentity) -> str:
         """Return a clause that says how the sources differ."""
-        if saved.reading and (differing := _differing(self.reading, saved.reading)):
+        # older versions recorded fewer
+        common = {name: value for name, value in self.reading.items() if name in saved.reading}
+        if differing := _differing(common, {name: saved.reading[name] for name in common}):
             return f"the records of data.sources are read differently: {differing}"
         named = differing_sources(self.sources, saved.sources) if saved.sources else None
         return named or "the text of data.sources differs from the text it was trained on"

@@ -13,7 +13,7 @@ from acsgd.groups import Groups
 from acsgd.io.checkpoint.identity import ADAPTER, WEIGHTS, RunIdentity, SourceIdentity, describe_options
 from acsgd.io.checkpoint.resume import Candidates, find
 from acsgd.io.data.batches import BatchReader
-from acsgd.io.data.formats.formats import describe_unused
+from acsgd.io.data.formats.formats import CHATS, describe_unused
 from acsgd.io.data.held_out import HeldOut
 from acsgd.io.data.row_spec import RowSpec
 from acsgd.io.data.rows.ul2r import UL2R
@@ -28,7 +28,7 @@ from acsgd.run.setup.choices import describe_choices
 from acsgd.run.setup.data import Data, open_data
 from acsgd.run.setup.describe import describe_padding, has_padding
 from acsgd.run.setup.directories import SHARED_DISKS, RunDisks
-from acsgd.shards.chat_template import describe_template
+from acsgd.shards.chat_template import describe_date, describe_template
 from acsgd.shards.load import WeightSource
 from acsgd.shards.tokenizer import DocumentTokens, SpecialTokens, name_tokens
 from acsgd.tasks.base import objective_of
@@ -62,8 +62,9 @@ class RunInputs:
     def describe(self, session: Session, step: int) -> list[str]:
         """Return `notes`, and sentences on what the sources of the next step contain, for which it waits if streamed.
 
-        These are about how the learned texts end, if generation with the files of the model would not stop there, and
-        options of [data] that no format reads. Raises RunError if a streamed source cannot be read.
+        These are about how the learned texts end, if generation with the files of the model would not stop there, a
+        chat template that writes the date, and options of [data] that no format reads. Raises RunError if a streamed
+        source cannot be read.
         """
         following = range(step, min(step + 1, self.steps))  # none after the last step
         for _ in read_ahead(self.reader.look_ahead, following, 0, waits=session.groups.waits):
@@ -72,7 +73,8 @@ class RunInputs:
         formats = self.reader.rows.formats | (self.held_out.rows.formats if self.held_out else set())
         ends = [] if job.model.task.has_labels else self.reader.rows.ends.notes(job.tokenizer, job.ends)
         found = [note for note in self.reader.notes if note not in self.notes]  # of streamed sources, known only now
-        return [*self.notes, *found, *ends, *describe_unused(job.config.data, formats)]
+        date = describe_date(job.tokenizer) if formats & {*CHATS} else []
+        return [*self.notes, *found, *ends, *date, *describe_unused(job.config.data, formats)]
 
     def fingerprint(self) -> str:
         """Return a string that must be equal on all ranks."""
@@ -126,7 +128,7 @@ def _identity(job: Job, data: Data) -> RunIdentity:
             SourceIdentity.of(source.name, each.fingerprint())
             for (source, _), each in zip(job.sources, rows, strict=True)
         ],
-        reading=describe_options(data.spec.reading) | describe_template(job.tokenizer, job.config.data),
+        reading=describe_options(data.spec.reading) | describe_template(job.tokenizer),
     )
 
 

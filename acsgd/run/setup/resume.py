@@ -120,7 +120,7 @@ def _describe_rate(job: Job, run: RunState) -> list[str]:
     lr, steps, warmup, schedule = map(str, values)
     saved = replace(present, lr=float(lr), steps=int(steps), warmup=int(warmup), schedule=schedule)
     last, planned, now = (learning_rate(*each) for each in ((step - 1, saved), (step, saved), (step, present)))
-    if now == planned:
+    if now in (planned, last):
         return []
     return [f"the learning rate of step {step + 1} is {now:.3g}, after {last:.3g} in step {step}: its schedule changed"]
 
