@@ -82,8 +82,8 @@ def describe_date(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return a sentence on a chat template that writes the present date; nothing of others."""
     chat: Any = [{"role": "user", "content": "a"}]
     try:
-        template = tokenizer.get_chat_template().replace(f"{DATE}(", f"'{DATE}'.format(")
-        text = tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False)
+        template = str(tokenizer.get_chat_template()).replace(f"{DATE}(", f"'{DATE}'.format(")
+        text: Any = tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False)
     except Exception:  # a template may refuse this chat, with an error of any class
         return []
     if DATE not in text:

@@ -530,8 +530,9 @@ def test_what_copies_a_special_token_copies_that_of_another_tokenizer(
         set_special_tokens(config, other)
         assert {name: getattr(config, name) for name in expected} == expected
     write_special_tokens(tmp_path, other)
-    for found in (AutoConfig.from_pretrained(tmp_path), read_generation_config(tmp_path)):
-        assert {name: getattr(found, name) for name in expected} == expected
+    found = read_generation_config(tmp_path)
+    for each in (AutoConfig.from_pretrained(tmp_path), found):
+        assert {name: getattr(each, name) for name in expected} == expected
     assert found.bad_words_ids is None
     assert found.top_p == 0.5
 
