@@ -128,7 +128,10 @@ class JoinCommand(WorkerOptions):
     """The invitation, or a file with it, which stays out of the shell's history. It holds the secret of the run: send
     it to those alone who may join."""
     announce: str | None = None
-    """In a mesh: host:port at which others reach this host, or "none" if it has no port. Default: a free port."""
+    """In a mesh: host:port at which others reach this host, or "none" if it has no port. Default: --port of this host,
+    or a free one."""
+    port: Annotated[int, PORT] | None = None
+    """In a mesh: port at which this host listens. Default: that of --announce, which a container may map to another."""
 
     def run(self) -> None:
         """Run the command. Raises ValueError for invalid options, or a damaged invitation or one of another version."""
@@ -137,12 +140,18 @@ class JoinCommand(WorkerOptions):
             check_announced(self.announce)
         is_text = not os.path.isfile(self.invitation)
         invitation = Invitation.open(self.invitation)
-        if self.announce is not None and not invitation.has_mesh:
+        given = {"--announce": self.announce, "--port": self.port}
+        given = {option: value for option, value in given.items() if value is not None}
+        if given and not invitation.has_mesh:
+            (option, value), *_ = given.items()
             raise ValueError(
-                f"--announce {self.announce} is of a mesh, which the run does not have; remove it, or start the run "
+                f"{option} {value} is of a mesh, which the run does not have; remove it, or start the run "
                 "with acsgd host --mesh true"
             )
+        if self.announce == "none" and self.port is not None:
+            raise ValueError("--announce none is of a host without a port; remove it, or --port")
         place = [f"announce={self.announce}"] if self.announce is not None else []
+        place += [f"listen={join_address(own_address() or '0.0.0.0', self.port)}"] if self.port is not None else []
         path = private_file(f"{invitation.run}.invitation")
         if not invitation.is_known:
             write_privately(secret_file(invitation.run), invitation.secret)
@@ -156,7 +165,7 @@ class JoinCommand(WorkerOptions):
             _start(invitation, self.nproc, self.restarts, place)
         # again, without the secret on the command line, which other users of this host can see
         arguments = ["join", str(path), "--nproc", self.nproc, "--restarts", str(self.restarts)]
-        arguments += ["--announce", self.announce] if self.announce is not None else []
+        arguments += [str(word) for option in given.items() for word in option]
         os.execv(sys.executable, [sys.executable, "-m", "acsgd.cli", *arguments])
 
 

@@ -19,7 +19,7 @@ from acsgd.mesh.identity import HostIdentity, VerifiedHost
 from acsgd.mesh.messages import Open
 from acsgd.mesh.peers import MeshPeer
 from acsgd.mesh.streams import CarriedEnd, FirstLine
-from acsgd.mesh.tls import HANDSHAKE_S, Entrance, OnMember, dial
+from acsgd.mesh.tls import HANDSHAKE_S, Entrance, OnMember, dial, member_of, unanswered_s
 
 log = logging.getLogger(__name__)
 
@@ -152,8 +152,9 @@ class Carrier:
         return ours
 
     def _join(self, end: CarriedEnd, connection: FirstLine) -> None:
-        """Connect two ends. Raises ConnectionError if the secret of a host was replaced meanwhile."""
+        """Connect two ends. Raises ConnectionError if one is lost, or the secret of a host was replaced meanwhile."""
         if self._is_outdated(connection.transport):
+            end.abort()
             raise ConnectionResetError(OUTDATED)
         connection.hand_over(other := CarriedEnd())
         end.join(other)
@@ -171,7 +172,25 @@ class Carrier:
             if any(map(self._is_outdated, end.transports)):
                 end.abort()
 
+    async def end_stuck(self, address: str, outage_s: float) -> None:
+        """End the carried connections of a host which is connected again, if what was sent on them does not arrive.
+
+        A router between may have forgotten them. Of others, TCP sends again what is missing, within as long as the
+        outage has lasted.
+        """
+        transports = [each for end in self._carried for each in end.transports if _leads_to(each, address)]
+        await asyncio.sleep(outage_s + 1.0)
+        for transport in transports:
+            if unanswered_s(transport) > outage_s:
+                transport.abort()
+
     def close(self) -> None:
         """End all carried connections."""
         for end in list(self._carried):
             end.abort()
+
+
+def _leads_to(transport: asyncio.Transport, address: str) -> bool:
+    """Return whether a connection is to a host, and goes through no other one."""
+    encrypted = None if transport.is_closing() else transport.get_extra_info("ssl_object")
+    return encrypted is not None and member_of(encrypted).address == address

@@ -212,6 +212,8 @@ class Forwarder:
         old, peer.announced, peer.is_dialer, peer.ended = peer.lines, announced, is_dialer, False
         peer.is_relayed = is_relayed
         is_new = not peer.connected.is_set()
+        if peer.heard_at and (outage_s := time.monotonic() - peer.heard_at) > 3 * PING_S:
+            self._spawn(self._carrier.end_stuck(member.address, outage_s))
         lines = Lines(lambda line: self._receive(peer, line), lambda: self._lost(peer, lines))
         peer.lines, peer.heard_at = lines, time.monotonic()
         connection.hand_over(lines)

@@ -12,6 +12,8 @@ _TABLES = Path("/proc/net/tcp"), Path("/proc/net/tcp6")
 _MAPPED = f"{0:016X}FFFF0000" if sys.byteorder == "little" else f"{0:020X}FFFF"
 """What addresses of IPv4 begin with in the table of IPv6: sockets of torch's store are of both."""
 _LISTENING = "0A"
+READS = 5
+"""Times that a table is read for a connection: one that changes meanwhile may lack lines, or have them twice."""
 
 
 def listening_ports(address: str) -> set[int]:
@@ -26,7 +28,10 @@ def listening_ports(address: str) -> set[int]:
 def is_own_connection(source: tuple[str, int], target: tuple[str, int]) -> bool:
     """Return whether the process that has connected to an address of this host belongs to this user."""
     ends = tuple(f"{_hex(address)}:{port:04X}" for address, port in (source, target))
-    return [user for *found, _, user in _sockets(ends[0]) if tuple(found) == ends] == [os.getuid()]
+    for _ in range(READS):
+        if users := {user for *found, _, user in _sockets(ends[0]) if tuple(found) == ends}:
+            return users == {os.getuid()}
+    return False
 
 
 def _sockets(part: str) -> Iterator[tuple[str, str, str, int]]:

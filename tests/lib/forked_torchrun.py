@@ -57,6 +57,8 @@ class Host:
     """Network namespace."""
     agent: Setup = nothing
     worker: Setup = nothing
+    mounts: Setup = nothing
+    """Run first in a process from which those of torchrun and of the workers are forked."""
 
 
 class ForkedTorchrun(Output):
@@ -140,6 +142,7 @@ def _run_agent(host: Host) -> NoReturn:
         from benchmarks.common.netlab import enter
 
         enter(host.namespace)
+    host.mounts()
     os.environ.update(host.environment)
     ours, theirs = socket.socketpair()
     if os.fork() == 0:

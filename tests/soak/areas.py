@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.lib import scenes
 from tests.lib.elastic_faults import SCENARIOS
-from tests.soak import storm
+from tests.soak import internet, storm
 from tests.soak.area import Area
 from tests.soak.caches import Caches
 from tests.soak.checkpoints import Checkpoints
@@ -12,6 +12,7 @@ from tests.soak.configs import Configs
 from tests.soak.data import Data
 from tests.soak.faults import Faults
 from tests.soak.hosts import ElasticHosts
+from tests.soak.internet import Internet
 from tests.soak.kills import Kills
 from tests.soak.leases import Leases, LeasesOnFuse
 from tests.soak.models import Models
@@ -37,8 +38,9 @@ AREAS: dict[str, type[Area]] = {
     "hosts": ElasticHosts,
     "faults": Faults,
     "storm": Storm,
+    "internet": Internet,
 }
-NUM_CASES = {"faults": len(SCENARIOS), "storm": 1}
+NUM_CASES = {"faults": len(SCENARIOS), "storm": 1, "internet": 1}
 """Number of cases of areas that have a fixed one by default."""
-COLUMNS = {"faults": scenes.COLUMNS, "storm": storm.COLUMNS}
+COLUMNS = {"faults": scenes.COLUMNS, "storm": storm.COLUMNS, "internet": internet.COLUMNS}
 """Columns of areas that print a row per case."""

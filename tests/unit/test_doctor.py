@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import resource
@@ -21,6 +22,7 @@ import pytest
 
 from acsgd.commands.doctor import host, links
 from acsgd.commands.doctor.command import DoctorCommand, facts
+from acsgd.commands.doctor.forecast import RunSize, forecast
 from acsgd.commands.doctor.host import Diagnosis, check_host
 from acsgd.commands.doctor.links import Doctor, Measured, diagnose, measure
 
@@ -157,7 +159,7 @@ def test_a_link_is_measured(doctor: Doctor) -> None:
     assert "it sees this host as 127.0.0.1, so a router translates addresses" in translated.text
 
 
-GOOD = Measured("b:1", FACTS, 0.02, 0.0, 1e8, 1e8, 0.0)
+GOOD = Measured("b:1", FACTS, 5000, 0.02, 0.0, 1e8, 1e8, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +188,45 @@ def test_a_fault_of_a_link_is_named(changed: dict[str, object], level: str, text
     found = [each for each in diagnose(link, FACTS, set()) if each.level != "ok"]
     assert [each.level for each in found] == [level]
     assert text in found[0].sentence()
+
+
+@pytest.mark.parametrize(
+    ("sees", "sees_port", "is_reached", "level", "text"),
+    [
+        ("10.0.0.1", "5000", True, "ok", "open: others see this host by its own address"),
+        ("10.0.0.1", "5000", False, "warning", "but a firewall keeps them out; others cannot dial this host: forward"),
+        ("1.2.3.4", "6000", True, "ok", "one-to-one: others see this host as 1.2.3.4, and reach it there"),
+        ("1.2.3.4", "6000", False, "warning", "symmetric: a router that gives each connection a port of its own"),
+        ("1.2.3.4", "5000", False, "warning", "a router that keeps ports; others see this host as 1.2.3.4"),
+        ("1.2.3.4", "6000", None, "ok", "whether others can dial this host: add --listen PORT"),
+    ],
+)
+def test_the_router_between_is_named(sees: str, sees_port: str, is_reached: bool | None, level: str, text: str) -> None:
+    link = dataclasses.replace(GOOD, facts={**FACTS, "sees": sees, "sees_port": sees_port})
+    [found] = links.diagnose_router([link], {"10.0.0.1"}, is_reached=is_reached)
+    assert found.level == level
+    assert text in found.sentence()
+
+
+@pytest.mark.parametrize(
+    ("stages", "mbit", "mode", "text"),
+    [
+        (1, 1e6, "allreduce", "gradients 0.0032 s at 1e+06 Mbit/s; about 6 s a step, as the run file is"),
+        (1, 1000, "allreduce", "gradients 3.2 s at 1e+03 Mbit/s; about 7.6 s a step with --dp.mode allreduce:dtype=bf"),
+        (1, 100, "allreduce", "gradients 32 s at 100 Mbit/s; about 6.2 s a step with --dp.mode cocktail_grad"),
+        (1, 10, "cocktail", "gradients 3.2e+02 s at 10 Mbit/s; about 7.7 s a step, as the run file is"),
+        (1, 1e6, "cocktail", "about 6 s a step with --dp.mode allreduce"),
+        (2, 1000, "allreduce", "activations 0.49 s at 1e+03 Mbit/s; about 6.5 s a step, as the run file is"),
+        (2, 100, "allreduce", "activations 4.9 s at 100 Mbit/s; about 7.2 s a step with --pp.forward fixpoint:bits=8"),
+        (2, 10, "allreduce", "activations 49 s at 10 Mbit/s; about 9.1 s a step with --pp.forward delta:step=1.5"),
+    ],
+)
+def test_the_time_of_a_step_is_forecast(stages: int, mbit: float, mode: str, text: str) -> None:
+    """By the formulas of docs/choose.md: 6 x 1e8 x 2e4 operations on two hosts that do 1e12 per second."""
+    size = RunSize(100_000_000, 100_000_000, 20_000, 768, stages)
+    [found] = forecast(size, 2, mbit * 1e6, 1e12, mode)
+    assert "computation 6 s on 2 hosts" in found.text
+    assert text in found.text
 
 
 def _check_link(address: str, secret: str, monkeypatch: pytest.MonkeyPatch) -> list[Diagnosis]:

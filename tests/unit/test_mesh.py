@@ -865,3 +865,31 @@ def test_public_addresses() -> None:
     assert is_public(("10.0.0.1:1", "8.8.8.8:1"))
     assert is_public(("[2606:4700::1111]:1",))
     assert not is_public(("127.0.0.1:1", "192.168.3.4:1", "[fd00::1]:1", "100.64.0.1:1", "no-host.invalid:1"))
+
+
+@pytest.mark.parametrize(
+    ("reads", "is_own"),
+    [
+        ([[0]], True),
+        ([[], [0]], True),
+        ([[0, 0]], True),
+        ([[1]], False),
+        ([[0, 1]], False),
+        ([[], [1]], False),
+        ([[]], False),
+    ],
+)
+def test_a_table_that_changes_while_it_is_read_hides_no_connection_of_this_user(
+    reads: list[list[int]], is_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines may be missing, or there twice. reads: users of the connection, as offsets from this one, by read."""
+    source, target = ("127.0.0.1", 5000), ("127.88.1.2", 6000)
+    ends = [f"{ports._hex(address)}:{port:04X}" for address, port in (source, target)]
+    left = [*reads]
+
+    def sockets(_: str) -> list[tuple[str, str, str, int]]:
+        users = left.pop(0) if left else []
+        return [(ends[0], ends[1], "01", os.getuid() + user) for user in users]
+
+    monkeypatch.setattr(ports, "_sockets", sockets)
+    assert ports.is_own_connection(source, target) == is_own

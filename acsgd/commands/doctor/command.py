@@ -18,7 +18,16 @@ import tyro
 
 from acsgd.comm.addresses import check_announced, join_address, parse_endpoints
 from acsgd.commands.doctor.host import Diagnosis, check_host
-from acsgd.commands.doctor.links import DIAL_S, Doctor, DoctorClient, Measured, PeerError, diagnose, measure
+from acsgd.commands.doctor.links import (
+    DIAL_S,
+    Doctor,
+    DoctorClient,
+    Measured,
+    PeerError,
+    diagnose,
+    diagnose_router,
+    measure,
+)
 from acsgd.config.ranges import PORT, Range, out_of_range
 from acsgd.launch import gloo_interface, run_secret
 
@@ -57,11 +66,16 @@ class DoctorCommand:
         with contextlib.ExitStack() as stack:
             if self.listen is not None:
                 stack.enter_context(contextlib.closing(self._answer(self.listen)))
-            diagnoses, links = list(self._check_host()), []
+            diagnoses, links = list(self._check_host()), list[Measured]()
+            dialed = list[Diagnosis]()
             for address in parse_endpoints(self.connect) if self.connect is not None else ():
                 found, link = self._check_link(address)
                 diagnoses += found
                 links += [link] if link else []
+                dialed += [each for each in found if link and each.subject == _from(address)]
+            is_reached = any(each.level == "ok" for each in dialed) if dialed else None
+            diagnoses += diagnose_router(links, _own_addresses(), is_reached=is_reached)
+            diagnoses += self._forecast(links)
             self._print(diagnoses, links)
             if self.listen is not None:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)  # which is no error here
@@ -87,16 +101,31 @@ class DoctorCommand:
         """Measure a link; return what was found, and the figures if the host was reached."""
         try:
             link = measure(address, _secret(), self.seconds)
-            addresses = {each.address for some in psutil.net_if_addrs().values() for each in some}
         except PeerError as error:
             return [Diagnosis("error", f"link to {address}", str(error), error.remedy)], None
-        return [*diagnose(link, facts(), addresses), *self._dial_back(address)], link
+        return [*diagnose(link, facts(), _own_addresses()), *self._dial_back(address)], link
+
+    def _forecast(self, links: Sequence[Measured]) -> Iterator[Diagnosis]:
+        """Say how long a step of the run takes on this host and those at the measured links."""
+        rates = [min(link.sent, link.received) for link in links if link.sent and link.received]
+        if self.run_file is None or not rates:
+            return
+        from acsgd.commands.doctor.forecast import RunSize, forecast, measure_speed
+        from acsgd.config.run_file import parse
+
+        try:
+            config = parse([str(self.run_file)], prog="acsgd doctor", is_main=False)
+            size = RunSize.of(config)
+        except ValueError as error:
+            yield Diagnosis("warning", "forecast", f"not possible: {error}")
+            return
+        yield from forecast(size, len(rates) + 1, min(rates), measure_speed(config.run.device), config.dp.mode)
 
     def _dial_back(self, address: str) -> Iterator[Diagnosis]:
         """Let a peer connect to this host, if it listens."""
         if self.listen is None:
             return
-        subject = f"link from {address}"
+        subject = _from(address)
         try:
             with DoctorClient(address, _secret()) as peer:
                 mine = self.announce or join_address(peer.facts["sees"], self.listen)
@@ -133,6 +162,16 @@ class DoctorCommand:
         for each in diagnoses:
             table.add_row(MARKS[each.level], each.subject, escape(each.sentence()))
         Console().print(table)
+
+
+def _from(address: str) -> str:
+    """Return the subject of a connection that another host has opened."""
+    return f"link from {address}"
+
+
+def _own_addresses() -> set[str]:
+    """Return the addresses of this host."""
+    return {each.address for some in psutil.net_if_addrs().values() for each in some}
 
 
 def facts() -> dict[str, str]:

@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,9 @@ class Measured:
 
     address: str
     facts: Mapping[str, str]
-    """Facts of the peer."""
+    """Facts of the peer; the address and port by which it sees this host: "sees", "sees_port"."""
+    own_port: int
+    """Port of this host on the connection of which these are."""
     delay_s: float
     """Median time of a round trip of a small message."""
     clock_s: float
@@ -129,9 +131,9 @@ class Doctor:
             lines.send({"refused": True})
             return
         proof = _proof(self._secret, "server", nonce, hello["nonce"])
-        lines.send(
-            {"proof": proof, "facts": {**self._facts, "sees": connection.getpeername()[0].removeprefix("::ffff:")}}
-        )
+        host, port = connection.getpeername()[:2]
+        seen = {"sees": host.removeprefix("::ffff:"), "sees_port": str(port)}
+        lines.send({"proof": proof, "facts": {**self._facts, **seen}})
         while request := lines.receive():
             match request["do"]:
                 case "time":
@@ -165,6 +167,7 @@ class DoctorClient:
     def __init__(self, address: str, secret: bytes, segment: int | None = None) -> None:
         self._address = address
         self._socket = _connect(address, segment)
+        self.own_port: int = self._socket.getsockname()[1]
         self._lines = _Lines(self._socket)
         try:
             self.facts = self._greet(secret)
@@ -230,7 +233,7 @@ class DoctorClient:
 def measure(address: str, secret: bytes, seconds: float) -> Measured:
     """Measure the link to a doctor that listens. seconds: of data in each direction. Raises PeerError."""
     with DoctorClient(address, secret) as peer:
-        facts, rounds = peer.facts, []
+        facts, own_port, rounds = peer.facts, peer.own_port, []
         for _ in range(ECHOES):
             began = time.time()
             there = float(peer.request("time")["time"])
@@ -243,7 +246,7 @@ def measure(address: str, secret: bytes, seconds: float) -> Measured:
     if sent is None or received is None:
         tried = ((size, _rates(address, secret, 0.2, TRIED_S, size)) for size in SEGMENTS)
         segment = next((size for size, (there, back, _) in tried if there is not None and back is not None), None)
-    return Measured(address, facts, delay_s, clock_s, sent, received, loss, segment)
+    return Measured(address, facts, own_port, delay_s, clock_s, sent, received, loss, segment)
 
 
 def _rates(
@@ -291,6 +294,36 @@ def diagnose(link: Measured, facts: Mapping[str, str], own: set[str]) -> Iterato
         yield Diagnosis("warning", subject, text, "use a mode for slow links, such as --dp.mode cocktail or diloco")
     else:
         yield Diagnosis("ok", subject, text)
+
+
+def diagnose_router(links: Sequence[Measured], own: set[str], *, is_reached: bool | None) -> Iterator[Diagnosis]:
+    """Yield what kind of router is between this host and the others, as these see it.
+
+    own: addresses of this host; is_reached: whether a host has connected to this one; None = none has tried.
+    """
+    seen = [(link, link.facts["sees"]) for link in links if link.facts.get("sees")]
+    translated = [(link, address) for link, address in seen if address not in own]
+    if not seen:
+        return
+    dial = "others cannot dial this host: forward a port to it, and --announce it, or start it with --announce none"
+    if is_reached is None:
+        dial = "whether others can dial this host: add --listen PORT, at which they try to"
+    if not translated:
+        text = "open: others see this host by its own address"
+        if is_reached is False:
+            yield Diagnosis("warning", "router", f"{text}, but a firewall keeps them out", dial)
+            return
+        yield Diagnosis("ok", "router", text, dial if is_reached is None else "")
+        return
+    addresses = ", ".join(dict.fromkeys(address for _, address in translated))
+    if is_reached:
+        text = f"one-to-one: others see this host as {addresses}, and reach it there"
+        yield Diagnosis("ok", "router", text)
+        return
+    kept = all(link.facts["sees_port"] == str(link.own_port) for link, _ in translated)
+    kind = "a router that keeps ports" if kept else "symmetric: a router that gives each connection a port of its own"
+    text = f"{kind}; others see this host as {addresses}"
+    yield Diagnosis("ok" if is_reached is None else "warning", "router", text, dial)
 
 
 def _explain_stall(link: Measured, subject: str) -> Diagnosis:

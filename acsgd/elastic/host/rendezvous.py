@@ -256,7 +256,7 @@ def _entrance(parameters: RendezvousParameters, endpoints: tuple[str, ...]) -> t
     announced, listening = parameters.get("announce"), parameters.get("listen")
     if announced == "none":
         return None, None
-    at = listening or find_address(endpoints, parameters.local_addr)
+    at = listening or announced or find_address(endpoints, parameters.local_addr)
     host, port = split_address(at)
     try:  # the own name of a host may resolve to a loopback address, as on Debian
         listener = listen(host, port) if listening or host in LOOPBACK else listen_everywhere(port)

@@ -28,6 +28,8 @@ from acsgd.mesh.ports import is_own_connection
 log = logging.getLogger(__name__)
 
 GREETING_BYTES = 64
+LONGEST_CONNECT_S = 8.0
+"""Longest time for a connection in a mesh: one through a relay takes a dozen round trips, seconds."""
 RETRY_S = 0.1
 """Time after which a connection is opened again that was refused by a host of a mesh which has not ended, seconds."""
 REFUSED = b"refused\n"
@@ -99,6 +101,8 @@ class Connections:
         self._has_ended = has_ended
         self._outgoing: dict[str, _Outgoing] = {}
         self._connecting: dict[str, asyncio.Lock] = {}
+        self._connect_s: dict[str, float] = {}
+        """By address, the time for the next attempt, if the latest one in a mesh took too long: twice its time."""
         self._expected: dict[str, str | None] = {}
         self._server: asyncio.Server | None = None
         self._watching: set[asyncio.Task[None]] = set()
@@ -138,14 +142,20 @@ class Connections:
                 outgoing.writer.write(line)
 
     async def _connect(self, address: str) -> _Outgoing | None:
+        connect_s = self._connect_s.pop(address, self._connect_timeout_s)
+        writer: asyncio.StreamWriter | None = None
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with asyncio.timeout(connect_s):
                 reader, writer = await self._open(address)
                 greeting = await reader.readline()
         except ConnectionRefusedError:
             self._on_refused(address, self._expected[address])
             return None
-        except (OSError, TimeoutError, ValueError):
+        except (OSError, TimeoutError, ValueError) as error:
+            if writer is not None:
+                writer.close()
+            if isinstance(error, TimeoutError) and is_virtual(split_address(address)[0]):
+                self._connect_s[address] = min(2 * connect_s, LONGEST_CONNECT_S)
             return None
         match greeting.decode(errors="replace").split():
             case ["acsgd", protocol, ("member" | "candidate") as state, name] if protocol == str(PROTOCOL):
