@@ -23,6 +23,8 @@ from acsgd.mesh.tls import HANDSHAKE_S, Entrance, OnMember, dial, member_of, una
 
 log = logging.getLogger(__name__)
 
+SLACK_S = 1.0
+"""Time for what TCP sends again after an outage to be answered, seconds."""
 OUTDATED = "the secret of the run was replaced"
 
 
@@ -179,7 +181,7 @@ class Carrier:
         outage has lasted.
         """
         transports = [each for end in self._carried for each in end.transports if _leads_to(each, address)]
-        await asyncio.sleep(outage_s + 1.0)
+        await asyncio.sleep(outage_s + SLACK_S)
         for transport in transports:
             if unanswered_s(transport) > outage_s:
                 transport.abort()

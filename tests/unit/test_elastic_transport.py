@@ -85,8 +85,24 @@ def test_in_a_mesh_other_users_of_the_host_get_no_byte(is_own: bool, monkeypatch
     assert bool(asyncio.run(greeting())) is is_own
 
 
+@pytest.mark.parametrize(("host", "grows"), [("127.88.1.1", True), ("127.0.0.1", False)])
+def test_a_connection_in_a_mesh_that_takes_too_long_is_given_more_time(host: str, grows: bool) -> None:
+    """It may go through a relay. Without a mesh, a host that does not answer is dialed again as soon."""
+    times = list[float | None]()
+
+    async def send() -> None:
+        with closing(_connections(connect_timeout_s=0.001)) as connections, listen(host) as silent:
+            address = f"{host}:{silent.getsockname()[1]}"
+            for _ in range(2):
+                await connections.send(address, Decided(View(1, (ME,), Plan(stages=1))), "id")
+                times.append(connections._connect_s.get(address))
+
+    asyncio.run(send())
+    assert times == ([0.002, 0.004] if grows else [None, None])
+
+
 def _connections(**given: Any) -> Connections:
-    options = {"on_refused": lambda address, host_id: None, **given}
+    options = {"on_refused": lambda address, host_id: None, "connect_timeout_s": TIMEOUT_S, **given}
     return Connections(
         "run",
         b"secret",
@@ -95,6 +111,5 @@ def _connections(**given: Any) -> Connections:
         on_message=lambda sender, message: None,
         files=lambda: (SharedFiles(), ()),
         on_rejected=lambda rejection: None,
-        connect_timeout_s=TIMEOUT_S,
         **options,
     )

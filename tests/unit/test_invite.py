@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import socket
 import stat
 from pathlib import Path
@@ -138,6 +139,14 @@ def test_a_host_behind_a_mapped_port_invites_into_a_mesh(run_dir: Path, capsys: 
     hidden = started("join", text, "--announce", "none")
     joined = started(*hidden[3:])
     assert joined[joined.index("--rdzv-conf") + 1].startswith("mesh=true,announce=none,secret=")
+    hidden = started("join", text, "--announce", "198.51.100.8:41", "--port", port)
+    joined = started(*hidden[3:])
+    place = rf"mesh=true,announce=198\.51\.100\.8:41,listen=[^,]+:{port},secret="
+    assert re.match(place, joined[joined.index("--rdzv-conf") + 1])
+    assert (
+        "--announce none is of a host without a port"
+        in commands.acsgd("join", text, "--announce", "none", "--port", port)[1]
+    )
 
 
 def test_mistakes_are_named_before_torchrun_starts(run_dir: Path) -> None:
@@ -148,6 +157,7 @@ def test_mistakes_are_named_before_torchrun_starts(run_dir: Path) -> None:
     assert commands.acsgd("join", plain, "--announce", "none")[1].startswith(
         "error: --announce none is of a mesh, which"
     )
+    assert commands.acsgd("join", plain, "--port", 5)[1].startswith("error: --port 5 is of a mesh, which")
     (run_dir / "notes").write_text("hello")
     assert commands.acsgd("join", "notes")[1].startswith('error: "hello" is neither an invitation')
     (run_dir / "empty").touch()

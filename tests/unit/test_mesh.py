@@ -28,7 +28,7 @@ from lib.patience import stretched
 
 from acsgd.comm.process_groups import VirtualHost
 from acsgd.errors import ConnectError
-from acsgd.mesh import forwarder, identity, mesh, mirrors, peers, ports, rotation, tls
+from acsgd.mesh import carrier, forwarder, identity, mesh, mirrors, peers, ports, rotation, tls
 from acsgd.mesh.carrier import Carrier
 from acsgd.mesh.identity import HostIdentity, StrangerError, VerifiedHost, member_of, read_secret
 from acsgd.mesh.mesh import Mesh, MeshOptions, is_public, publish
@@ -865,6 +865,31 @@ def test_public_addresses() -> None:
     assert is_public(("10.0.0.1:1", "8.8.8.8:1"))
     assert is_public(("[2606:4700::1111]:1",))
     assert not is_public(("127.0.0.1:1", "192.168.3.4:1", "[fd00::1]:1", "100.64.0.1:1", "no-host.invalid:1"))
+
+
+@pytest.mark.parametrize(("unanswered_s", "is_ended"), [(0.0, False), (0.4, False), (2.0, True)])
+def test_a_connection_that_a_router_has_forgotten_ends_once_its_host_is_back(
+    unanswered_s: float, is_ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one on which TCP gets answers again, or that is to another host."""
+    monkeypatch.setattr(carrier, "_leads_to", lambda transport, address: address == transport.address)
+    monkeypatch.setattr(carrier, "unanswered_s", lambda transport: unanswered_s)
+    monkeypatch.setattr(carrier, "SLACK_S", 0.0)
+    aborted = list[str]()
+
+    def transport(address: str) -> Any:
+        return SimpleNamespace(address=address, abort=lambda: aborted.append(address))
+
+    async def end_stuck() -> None:
+        ends = [CarriedEnd() for _ in range(2)]
+        for end, address in zip(ends, ("127.88.1.1", "127.88.1.2"), strict=True):
+            end._transport = transport(address)
+        carried = Carrier(HostIdentity(SECRET, "run"), {}, None, None)  # type: ignore[arg-type]
+        carried._carried.update(ends)
+        await carried.end_stuck("127.88.1.1", 0.5)
+
+    asyncio.run(end_stuck())
+    assert aborted == (["127.88.1.1"] if is_ended else [])
 
 
 @pytest.mark.parametrize(
