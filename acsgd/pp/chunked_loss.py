@@ -12,9 +12,6 @@ from torch import Tensor
 from acsgd.layers.description import Head
 from acsgd.streams import generator_states, restore_generators
 
-CHUNK = 2**25
-"""Logits that are computed at a time, if one position of all sequences has no more: 128 MiB in fp32."""
-
 PartLoss = Callable[[Tensor, Tensor], Tensor]
 """Loss of the hidden states [B, T, H] and labels [B, T] of some positions, summed over them."""
 
@@ -36,17 +33,18 @@ class HeadUse(NamedTuple):
         restore_generators(generators)
         return cls(logits.shape[-1], _leaves(logits))
 
-    def chunk_length(self, hidden: Tensor) -> int:
+    def chunk_length(self, hidden: Tensor, logits_at_once: int) -> int:
         """Return the number of positions whose logits are computed at a time; all of them if they take little memory.
 
-        Until the backward, gradients of the weights take the place of the logits, so these must be larger. A chunk has
-        half as many logits as there are weights, or more: their gradients are summed over chunks.
+        logits_at_once: of a chunk, if one position of all sequences has no more and the head few weights. Until the
+        backward, gradients of the weights take the place of the logits, so these must be larger. A chunk has half as
+        many logits as there are weights, or more: their gradients are summed over chunks.
         """
         sequences, length = hidden.shape[:2]
         num_weights = sum(weight.numel() for weight in self.weights)
-        if sequences * length * self.classes <= max(CHUNK, num_weights):
+        if sequences * length * self.classes <= max(logits_at_once, num_weights):
             return length
-        return max(1, max(CHUNK, num_weights // 2) // (sequences * self.classes))
+        return max(1, max(logits_at_once, num_weights // 2) // (sequences * self.classes))
 
 
 def chunked_loss(

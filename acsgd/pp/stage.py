@@ -17,7 +17,7 @@ from acsgd.layers.skeleton import parameter_names
 from acsgd.pp.chunked_loss import HeadUse, PartLoss, chunked_loss
 from acsgd.shards.load import LoadedLayer
 from acsgd.shards.weights import Weight, in_reduction_order
-from acsgd.streams import mix_seed, seed_generators
+from acsgd.streams import LOGITS_AT_ONCE, mix_seed, seed_generators
 
 
 class MicroBatch(NamedTuple):
@@ -81,6 +81,7 @@ class Stage:
         recompute: bool = False,
         first_trained: int = 0,
         mask_per_sample: bool = False,
+        logits_at_once: int = LOGITS_AT_ONCE,
     ) -> None:
         self.layers = layers
         self.weights = in_reduction_order(weight for layer in layers for weight in layer.weights)
@@ -101,6 +102,7 @@ class Stage:
         self._in_flight: dict[int, list[_Pass]] = {}  # by local index of the micro-batch
         self._output_grads: dict[int, list[list[Tensor]]] = {}  # by the same, between the two parts of a backward
         self._head_use: HeadUse | None = None
+        self._logits_at_once = logits_at_once
         self._last_backward = False
         self._final: set[str] = set()
         """Weights whose gradients of this step are complete."""
@@ -310,7 +312,7 @@ class Stage:
             return loss(hidden, labels)
         if self._head_use is None:
             self._head_use = HeadUse.of(head, hidden)
-        length = self._head_use.chunk_length(hidden)
+        length = self._head_use.chunk_length(hidden, self._logits_at_once)
         if length >= hidden.shape[1]:
             return loss(hidden, labels)
         return chunked_loss(loss, hidden, labels, length, self._head_use.weights, value_only=value_only)

@@ -63,7 +63,7 @@ def steps_of(stage: Stage) -> tuple[Callable[[int], float], Callable[[int], floa
     tokens = torch.randint(50257, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(0))
 
     def step(number: int, *, whole: bool) -> float:
-        at_once = patch.object(HeadUse, "chunk_length", lambda use, hidden: hidden.shape[1])
+        at_once = patch.object(HeadUse, "chunk_length", lambda use, hidden, at_once: hidden.shape[1])
         with at_once if whole else nullcontext():
             loss = stage.forward(MicroBatch(number, 0, 0, (0, 1)), {"input_ids": tokens}, {}, tokens)["loss"]
             stage.backward(0, None, last=True)

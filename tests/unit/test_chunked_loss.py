@@ -17,9 +17,10 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from acsgd.layers.description import Head
 from acsgd.pp import Action, Op
-from acsgd.pp.chunked_loss import CHUNK, HeadUse, chunked_loss
+from acsgd.pp.chunked_loss import HeadUse, chunked_loss
 from acsgd.pp.nan_probe import NaNProbe
 from acsgd.pp.stage import MicroBatch, Stage
+from acsgd.streams import LOGITS_AT_ONCE
 from acsgd.tasks import TASKS
 
 SEQUENCES, VOCABULARY, LENGTH = 4, 96, 10
@@ -39,7 +40,7 @@ def config_of(family: str) -> PreTrainedConfig:
 def chunks_of(length: int | None) -> Iterator[None]:
     """Context in which the logits of `length` positions are made at a time; None = of all."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HeadUse, "chunk_length", lambda self, hidden: length or hidden.shape[1])
+        patch.setattr(HeadUse, "chunk_length", lambda self, hidden, at_once: length or hidden.shape[1])
         yield
 
 
@@ -102,14 +103,14 @@ def test_no_tensor_has_the_logits_of_all_positions(recompute: bool) -> None:
 def test_chunks_are_made_if_the_logits_are_large_and_larger_than_the_gradients_of_the_head() -> None:
     def length(positions: int, classes: int, weights: Sequence[int] = ()) -> int:
         use = HeadUse(classes, tuple(torch.empty(size, device="meta") for size in weights))
-        return use.chunk_length(torch.empty(2, positions, 1, device="meta"))
+        return use.chunk_length(torch.empty(2, positions, 1, device="meta"), LOGITS_AT_ONCE)
 
-    assert length(1024, CHUNK // 2048) == 1024
-    assert length(1024, CHUNK // 1024) == 512
-    assert length(1024, CHUNK // 1024, [CHUNK]) == 512
-    assert length(1024, CHUNK // 1024, [2 * CHUNK]) == 1024
-    assert length(2048, CHUNK // 1024, [3 * CHUNK]) == 768
-    assert length(3, CHUNK) == 1
+    assert length(1024, LOGITS_AT_ONCE // 2048) == 1024
+    assert length(1024, LOGITS_AT_ONCE // 1024) == 512
+    assert length(1024, LOGITS_AT_ONCE // 1024, [LOGITS_AT_ONCE]) == 512
+    assert length(1024, LOGITS_AT_ONCE // 1024, [2 * LOGITS_AT_ONCE]) == 1024
+    assert length(2048, LOGITS_AT_ONCE // 1024, [3 * LOGITS_AT_ONCE]) == 768
+    assert length(3, LOGITS_AT_ONCE) == 1
 
 
 def test_sums_over_chunks_neither_overflow_before_they_are_scaled_nor_share_memory() -> None:

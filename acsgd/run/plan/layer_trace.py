@@ -26,7 +26,7 @@ from acsgd.layers.trace import on_fake_tensors
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.shards.load import LoadedLayer
 from acsgd.shards.weights import Weight
-from acsgd.streams import generator_states, restore_generators
+from acsgd.streams import LOGITS_AT_ONCE, generator_states, restore_generators
 from acsgd.tasks.base import Task
 
 
@@ -182,6 +182,7 @@ def trace_layers(
     dtype: torch.dtype,
     label_smoothing: float = 0.0,
     recompute: bool = False,
+    logits_at_once: int = LOGITS_AT_ONCE,
 ) -> list[LayerTrace]:
     """Trace forward and backward of one micro-batch; return what each layer needs.
 
@@ -212,6 +213,7 @@ def trace_layers(
             label_smoothing=label_smoothing,
             recompute=recompute,
             first_trained=layers.first_trained,
+            logits_at_once=logits_at_once,
         )
         (_, first), (forward, backward) = composed.run_two(stage, batch, labels, sizes[BATCH])
     restore_generators(generators)

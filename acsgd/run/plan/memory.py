@@ -102,6 +102,7 @@ def trace_model(partition: Partition) -> TracedModel:
         dtype=shapes.dtype,
         label_smoothing=config.optim.label_smoothing,
         recompute=config.model.recompute == "layers",
+        logits_at_once=partition.streams.logits_at_once,
     )
     built, largest = model.build(shapes.dtype), dict[int, int]()
     for layer in model.layers:

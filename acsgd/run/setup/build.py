@@ -243,6 +243,7 @@ def build_stages(
             recompute=config.model.recompute == "layers",
             first_trained=job.model.description.first_trained,
             mask_per_sample=config.model.dropout_mask == "sample",
+            logits_at_once=job.streams.logits_at_once,
         )
     if deferred is not None:
         deferred.add(loader, (layer for stage in stages.values() for layer in stage.layers))
