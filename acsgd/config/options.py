@@ -291,12 +291,13 @@ class LogConfig:
     """Run directory: config.toml, metrics.jsonl, logs/, checkpoints/. The caches lie beside it, in ../cache."""
     to: str = "print,jsonl,text"
     """Sinks, comma-separated: "print" (progress line), "jsonl" (metrics.jsonl), "text" (logs/, one file per rank),
-    "wandb" (offline without login or network)."""
+    "tensorboard", "mlflow", "trackio", "wandb" (offline without login or network)."""
     trace: str | None = None
     """First and last step of which each rank records actions, messages, codecs and waits, such as "100:105". They are
     written into the run directory as trace-100-105.json, for Perfetto or chrome://tracing."""
     name: str | None = None
-    """Name of the run in wandb. Default: WANDB_NAME, else the last component of log.dir."""
+    """Name of the run in mlflow, trackio and wandb. Default: in wandb, WANDB_NAME; else the last component of
+    log.dir."""
 
 
 @dataclass(frozen=True)

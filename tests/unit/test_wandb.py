@@ -90,7 +90,7 @@ def test_configuration_and_numbers_arrive_offline(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     log_steps(tmp_path, 1, 3)
-    assert capsys.readouterr().out.startswith("wandb: offline mode; to upload")
+    assert "\nwandb: offline mode; to upload" in capsys.readouterr().out
     [run] = read_kind("run", tmp_path)
     assert (run.project, run.display_name, run.run_id) == ("acsgd", "my run", (tmp_path / "wandb-id").read_text())
     config = {update.key: json.loads(update.value_json) for update in run.config.update}
@@ -291,7 +291,8 @@ def test_missing_wandb_is_an_error_before_training(tmp_path: Path, monkeypatch: 
 
 
 def test_unknown_names_of_sinks_are_refused_with_those_that_exist() -> None:
-    expected = 'log.to="print,wandbb": unknown wandbb; use "print", "jsonl", "wandb", "text", comma-separated'
+    known = '"print", "jsonl", "tensorboard", "mlflow", "trackio", "wandb", "text"'
+    expected = f'log.to="print,wandbb": unknown wandbb; use {known}, comma-separated'
     with pytest.raises(ValueError, match=re.escape(expected)):
         check_trackers("print,wandbb")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -14,7 +15,8 @@ from acsgd.config.run_file import to_toml
 from acsgd.io.telemetry.json_lines import JsonLinesSink
 from acsgd.io.telemetry.record import RunEvent, Sink, StepRecord
 from acsgd.io.telemetry.terminal import TerminalSink
-from acsgd.io.telemetry.wandb_log import WandbSink
+from acsgd.io.telemetry.trackers import Mlflow, TensorBoard, TrackerSink, Trackio
+from acsgd.io.telemetry.wandb_log import Wandb
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +40,10 @@ class Tracker(NamedTuple):
 TRACKERS: Mapping[str, Tracker] = {
     "print": Tracker(TerminalSink.open),
     FILE: Tracker(JsonLinesSink.open),
-    "wandb": Tracker(WandbSink, "wandb"),
+    "tensorboard": Tracker(partial(TrackerSink, "tensorboard", TensorBoard), "tensorboard"),
+    "mlflow": Tracker(partial(TrackerSink, "mlflow", Mlflow), "mlflow"),
+    "trackio": Tracker(partial(TrackerSink, "trackio", Trackio), "trackio"),
+    "wandb": Tracker(partial(TrackerSink, "wandb", Wandb), "wandb"),
 }
 """Trackers by name. To add one, write its `Sink` and one line here."""
 

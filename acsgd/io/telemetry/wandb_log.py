@@ -11,83 +11,55 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import uuid
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from acsgd.config.options import Config
-from acsgd.io.telemetry.record import RunEvent, StepRecord
+from acsgd.io.telemetry.trackers import FINISH_TIMEOUT_S, PROJECT, Steps, TrackedRun, first_line
 
 if TYPE_CHECKING:
     import wandb
 
-PROJECT = "acsgd"
-"""Default project."""
 INIT_TIMEOUT_S = 30.0
 """Time limit for a connection to the server; compute nodes often have a key but no internet access."""
-FINISH_TIMEOUT_S = 60.0
-"""Time limit for the upload at the end of a run; `wandb sync` uploads the rest."""
 
 
-class WandbSink:
-    """Logs to one wandb run, which a resumed run continues. Errors of wandb are reported once and do not end training.
+class Wandb:
+    """A run of Weights & Biases. wandb ignores steps that a resumed run repeats."""
 
-    wandb ignores steps that a resumed run repeats.
-    """
+    def __init__(self, run: TrackedRun) -> None:
+        with _torn_down_on_error():
+            self._run = _open(run)
 
-    def __init__(self, config: Config, run_dir: Path, resumed_at: int, notify: Callable[[str], None]) -> None:
-        self._notify = notify
-        self._run: wandb.Run | None = None
-        try:
-            self._run = _open(config, run_dir, _run_id(run_dir, is_new=resumed_at == 0), notify)
-        except Exception as error:  # wandb raises errors of its own, of pydantic, of sockets and of its service
-            self._disable(error)
-
-    def log(self, record: StepRecord) -> None:
-        """Log the numbers of a record, without those that are not finite."""
-        if self._run is None:
-            return
-        numbers = {name: value for name, value in record.numbers().items() if name != "step" and value is not None}
-        try:
-            self._run.log(numbers, step=record.step)
-        except Exception as error:
-            self._disable(error)
-
-    def note(self, text: str) -> None:
-        """Do nothing: notes are for the terminal and the text logs."""
-
-    def event(self, event: RunEvent) -> None:
-        self.note(event.text)
+    def log(self, steps: Steps) -> None:
+        with _torn_down_on_error():
+            for step, numbers in steps:
+                self._run.log(dict(numbers), step=step)
 
     def close(self, *, failed: bool) -> None:
-        """Finish the run; waits at most FINISH_TIMEOUT_S for its upload."""
-        try:
-            if self._run is not None:
-                self._run.finish(exit_code=int(failed))
-        except Exception as error:
-            self._disable(error)
-        with contextlib.suppress(Exception):  # already reported
-            import wandb
-
-            wandb.teardown()  # `finish` may return before the last block is written
-
-    def _disable(self, error: Exception) -> None:
-        self._run = None
-        self._notify(f"wandb failed ({_first_line(error)}); training continues without it")
+        with _torn_down_on_error():
+            self._run.finish(exit_code=int(failed))  # waits at most FINISH_TIMEOUT_S for its upload
+        _tear_down()
 
 
-def _run_id(run_dir: Path, *, is_new: bool) -> str:
-    """Return the id in run_dir/wandb-id. A new run writes a new id: wandb ignores repeated steps of an old one."""
-    path = run_dir / "wandb-id"
-    known = "" if is_new or not path.exists() else path.read_text().strip()
-    if known:
-        return known
-    path.write_text(new := uuid.uuid4().hex[:8])
-    return new
+@contextlib.contextmanager
+def _torn_down_on_error() -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        _tear_down()
+        raise
 
 
-def _open(config: Config, run_dir: Path, run_id: str, notify: Callable[[str], None]) -> wandb.Run:
+def _tear_down() -> None:
+    """End wandb's service: `finish` may return before the last block is written."""
+    with contextlib.suppress(Exception):  # the error before it is reported
+        import wandb
+
+        wandb.teardown()
+
+
+def _open(tracked: TrackedRun) -> wandb.Run:
     """Start the run in the user's mode, falling back to offline, and print where to find it."""
     import wandb
 
@@ -97,12 +69,12 @@ def _open(config: Config, run_dir: Path, run_id: str, notify: Callable[[str], No
     def start(mode: Literal["offline"] | None = None) -> wandb.Run:
         return wandb.init(
             project=user.project or PROJECT,
-            name=config.log.name or user.run_name or run_dir.resolve().name,
-            id=run_id,
+            name=tracked.config.log.name or user.run_name or tracked.name,
+            id=tracked.id,
             resume="allow",
             mode=mode,
-            dir=run_dir,
-            config=dataclasses.asdict(config),
+            dir=tracked.directory,
+            config=dataclasses.asdict(tracked.config),
             settings=_private_settings(),
         )
 
@@ -113,14 +85,14 @@ def _open(config: Config, run_dir: Path, run_id: str, notify: Callable[[str], No
         try:
             if wandb.login(prompt=False, verify=False):
                 run = start()
-                notify(f"wandb: {run.url}")
+                tracked.notify(f"wandb: {run.url}")
                 return run
             reason = "not logged in"
         except Exception as error:
-            reason = f"no connection ({_first_line(error)})"
+            reason = f"no connection ({first_line(error)})"
             wandb.teardown()  # its service refuses the id of a run that failed to start
     run = start("offline")
-    notify(f"wandb: {reason}; to upload the run later: wandb sync {Path(run.dir).parent}")
+    tracked.notify(f"wandb: {reason}; to upload the run later: wandb sync {Path(run.dir).parent}")
     return run
 
 
@@ -139,7 +111,3 @@ def _private_settings() -> wandb.Settings:
         init_timeout=INIT_TIMEOUT_S,
         finish_timeout=FINISH_TIMEOUT_S,
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__

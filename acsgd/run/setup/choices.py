@@ -164,9 +164,9 @@ CHOICES = (
     ),
     without_effect(
         "log.name",
-        lambda job: "wandb" not in job.config.log.to.split(","),
+        lambda job: not {*job.config.log.to.split(",")} & {"mlflow", "trackio", "wandb"},
         "log.to={config.log.to}",
-        "give --log.to print,jsonl,text,wandb, or ",
+        "give --log.to print,jsonl,text,mlflow (or trackio, wandb), or ",
     ),
     without_effect(
         "run.transport", lambda job: job.topology.world_size == 1 and not job.is_elastic, "there is one process"
