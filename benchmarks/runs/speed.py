@@ -85,7 +85,8 @@ class Case:
     baseline: str
     goal: float
     """Largest acceptable ratio of step times."""
-    open_baseline: Callable[[Job, Size], Step]
+    open_baseline: Callable[[Job, Size, dist.ProcessGroup | None], Step]
+    """Takes the group of ranks of the baseline's messages; None = all ranks, over gloo."""
     stages: int = 1
     replicas: int = 1
     schedule: str = "1f1b"
@@ -131,14 +132,16 @@ def acsgd(session: Session, size: Size = SMALL) -> Step:
     return step
 
 
-def plain(job: Job, size: Size) -> Step:
+def plain(job: Job, size: Size, group: dist.ProcessGroup | None = None) -> Step:
     """Return the step of a plain PyTorch loop, or of DistributedDataParallel if there are replicas."""
     device = job.streams.device
     model: nn.Module = pretrained(job).to(device)
     adamw = make_adamw(model)
     replicas, rows = job.topology.replicas, slice(job.micro_ids.start, job.micro_ids.stop)
     if replicas > 1:
-        model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
+        model = DistributedDataParallel(
+            model, process_group=group, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True
+        )
 
     def step(number: int) -> float:
         total = torch.zeros((), device=device)
@@ -158,12 +161,13 @@ def plain(job: Job, size: Size) -> Step:
     return step
 
 
-def pipelined(job: Job, size: Size) -> Step:
+def pipelined(job: Job, size: Size, group: dist.ProcessGroup | None = None) -> Step:
     """Return the step of torch.distributed.pipelining, with acsgd's stages."""
     rank, stages = job.topology.rank, job.topology.stages
     targets = size.num_micros * size.micro * size.sequence
-    module = GPT2Stage(pretrained(job), *job.layout.specs[rank])
-    stage = PipelineStage(module, rank, stages, torch.device("cpu"))
+    device = job.streams.device
+    module = GPT2Stage(pretrained(job), *job.layout.specs[rank]).to(device)
+    stage = PipelineStage(module, rank, stages, device, group=group)
     schedule_class = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[job.config.pp.schedule]
     schedule = schedule_class(
         stage, size.num_micros, lambda logits, labels: summed_loss(logits, labels) / targets, scale_grads=False
@@ -172,14 +176,14 @@ def pipelined(job: Job, size: Size) -> Step:
     params = list(module.parameters())
 
     def step(number: int) -> float:
-        tokens = tokens_of(number, size).flatten(0, 1)
+        tokens = tokens_of(number, size).flatten(0, 1).to(device)
         losses: list[Tensor] = []
         if rank == 0:
             schedule.step(tokens[:, :-1], return_outputs=False)
         else:
             schedule.step(target=tokens[:, 1:], losses=losses, return_outputs=False)
         squared = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None]).square()
-        dist.all_reduce(squared)
+        dist.all_reduce(squared, group=group)
         nn.utils.clip_grads_with_norm_(params, OPTIM.clip, squared.sqrt())
         adamw.step()
         adamw.zero_grad()
@@ -203,7 +207,7 @@ class GPT2Stage(nn.Module):
         """Map tokens [B, T] or hidden states [B, T, D] to hidden states [B, T, D] or logits [B, T, V]."""
         if self.embed is not None:
             tokens, positions = self.embed
-            x = tokens(x) + positions(torch.arange(x.shape[1]))
+            x = tokens(x) + positions(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             x = block(x)
         return x if self.head is None else self.head(x)
@@ -248,7 +252,8 @@ def rank_rounds(rank: int, index: int, model: Path, store: str, rounds: int) -> 
     world_size = case.stages * case.replicas
     job = prepare(case.config(model), Launch(rank, rank, world_size))
     with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(store, world_size)) as groups:
-        ours, theirs = acsgd(build_session(job, open_weight_source(job), groups), case.size), case.open_baseline(job, case.size)
+        ours = acsgd(build_session(job, open_weight_source(job), groups), case.size)
+        theirs = case.open_baseline(job, case.size, None)
         return alternate(ours, theirs, warmup=WARMUP, rounds=rounds, steps=STEPS_PER_BLOCK, barrier=dist.barrier)
 
 
