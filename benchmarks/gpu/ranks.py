@@ -60,7 +60,7 @@ from benchmarks.runs.speed import (
 LOSS_TOLERANCE = 1e-4
 Opener = Callable[[Job, Size, dist.ProcessGroup | None], Step]
 RANKS = 2
-LIMIT_S = 150.0
+LIMIT_S = 140.0
 """Maximum time of one case."""
 MESSAGES = {"4 KB": 4096, "1 MB": 2**20, "16 MB": 2**24}
 
