@@ -3,7 +3,7 @@ BIN := .venv/bin
 # Tests start many interpreters: each would compile all modules again, and each worker of pytest rewrite all tests.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup debian-venv demo test test-fast tests fast-tests soak lint types docs clean
+.PHONY: help setup gpu-setup debian-venv demo test test-fast tests fast-tests test-gpu bench-gpu soak lint types docs clean
 
 help:
 	@echo "make demo    set up .venv, train a small model on this machine, export it, generate text with it"
@@ -11,6 +11,9 @@ help:
 	@echo "make test-fast  lint, types and the unit tests that take less than a second and start no processes, while you write code"
 	@echo "make soak    run the rows of tests that make test leaves out, then test with damaged input and injected faults"
 	@echo "             for 10 minutes; SOAK=\"--seconds 3600 --seed 2\""
+	@echo "make test-gpu   set up .venv with CuPy, and run the tests that need a GPU: 2 minutes"
+	@echo "make bench-gpu  the same for the benchmarks that need a GPU, with tables and JSON in runs/benchmarks/gpu: 15 minutes;"
+	@echo "             BENCH_GPU=\"--quick --only step\""
 	@echo "make docs    build the documentation into site/; open site/index.html"
 	@echo "make setup   only make .venv and install what the project needs into it"
 	@echo "make clean   remove .venv and what runs have written"
@@ -56,6 +59,19 @@ fast-tests: setup
 soak: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --workers 2 $(SOAK)
+
+# On GPUs: `make setup` must have found a torch with CUDA.
+gpu-setup: setup
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+		{ echo "torch in .venv finds no GPU: its version is $$($(BIN)/python -c 'import torch; print(torch.__version__)')"; exit 1; }
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cuda]'
+
+# Four processes: tests mostly wait for the host, and each process needs some seconds to start and a GB of the GPU.
+test-gpu: gpu-setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gpu --numprocesses 4 --dist loadgroup -rs --durations=10
+
+bench-gpu: gpu-setup
+	$(BIN)/python -m benchmarks.gpu $(BENCH_GPU)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-
 class Part(NamedTuple):
     """A benchmark of this package with its arguments."""
 

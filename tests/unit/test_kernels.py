@@ -1,13 +1,15 @@
-"""The CUDA kernels, compiled for the host, equal the torch operations bit for bit. nvcc compiles them for a GPU."""
+"""The CUDA kernels, compiled for the host, equal the torch operations bit for bit. NVRTC compiles them for GPUs."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, distribution
 from itertools import product
 from pathlib import Path
 
@@ -247,10 +249,42 @@ def test_codecs_use_available_kernels(on_host: Kernels, monkeypatch: pytest.Monk
     assert requested == [(bf16,), (bf16, fp16), (fp16, bf16), (fp32,)]
 
 
-def test_nvcc_compiles_the_kernels(tmp_path: Path) -> None:
-    compiler = shutil.which("nvcc") or pytest.skip("no nvcc")
-    some = [kernel for kernel in every_kernel() if re.search(r"<[138],.*BFloat16", kernel)]
-    lines = [source(), "void *kernels[] = {", *(f"    (void *)&{kernel}," for kernel in some), "};", ""]
-    (tmp_path / "all.cu").write_text("\n".join(lines))
-    subprocess.run([compiler, "--ptx", *FLAGS, "-o", "all.ptx", "all.cu"], cwd=tmp_path, check=True)
-    assert (tmp_path / "all.ptx").read_text().count(".entry") == len(some)
+def nvrtc() -> ctypes.CDLL:
+    """Load the compiler that CuPy uses, which needs no GPU and no driver."""
+    for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
+        with contextlib.suppress(PackageNotFoundError):
+            files = {file.name: file.locate() for file in distribution(package).files or ()}
+            library, builtins = (
+                next(str(files[name]) for name in files if re.fullmatch(rf"lib{stem}\.so\.[\d.]+", name))
+                for stem in ("nvrtc", "nvrtc-builtins")
+            )
+            ctypes.CDLL(builtins, ctypes.RTLD_GLOBAL)  # which the library would look for elsewhere
+            return ctypes.CDLL(library)
+    pytest.skip("no nvidia-cuda-nvrtc, of which there is a wheel for Linux")
+
+
+WITH_ASSEMBLY = [kernel for kernel in every_kernel() if re.search(r"<3,.*(Half|BFloat16)", kernel)]
+"""Kernels with all inline assembly, which converts 16-bit numbers."""
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kernels"),
+    [("compute_90", every_kernel()), ("sm_75", WITH_ASSEMBLY), ("sm_90", WITH_ASSEMBLY)],
+    ids=["all, to PTX", "assembly for sm_75", "assembly for sm_90"],
+)
+def test_nvrtc_compiles_the_kernels(architecture: str, kernels: list[str]) -> None:
+    """Inline assembly is read only where machine code is made, which takes longer."""
+    compiler, program, nbytes = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
+    assert compiler.nvrtcCreateProgram(ctypes.byref(program), source().encode(), b"kernels.cu", 0, None, None) == 0
+    for kernel in kernels:
+        assert compiler.nvrtcAddNameExpression(program, kernel.encode()) == 0
+    options = [flag.encode() for flag in (*FLAGS, f"--gpu-architecture={architecture}")]
+    code = compiler.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    compiler.nvrtcGetProgramLogSize(program, ctypes.byref(nbytes))
+    log = ctypes.create_string_buffer(nbytes.value)
+    compiler.nvrtcGetProgramLog(program, log)
+    assert code == 0, log.value.decode()
+    compiler.nvrtcGetPTXSize(program, ctypes.byref(nbytes))
+    text = ctypes.create_string_buffer(nbytes.value)
+    compiler.nvrtcGetPTX(program, text)
+    assert text.value.count(b".entry") == len(kernels)
