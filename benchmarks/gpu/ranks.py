@@ -1,12 +1,13 @@
 """Two ranks on GPUs: step time against torch's tools over NCCL, and the time of a message between them:
 
-    .venv/bin/python -m benchmarks.gpu.ranks [--quick] [--only NAME] [--json runs/benchmarks/gpu/ranks.json]
+    .venv/bin/python -m benchmarks.gpu.ranks [--quick] [--only NAME] [--transport gloo]
+        [--json runs/benchmarks/gpu/ranks.json]
 
     2 replicas    against DistributedDataParallel, and against FSDP2 (fully_shard of each block and of the model)
     2 stages      against torch.distributed.pipelining with the same stages, GPipe and 1F1B
 
 Model, batch, optimizer and the alternation of the sides are those of benchmarks.runs.speed: GPT-2 of 124 M parameters,
-fp32. acsgd sends over gloo, the other side over NCCL.
+fp32. The other side sends over NCCL, and so does acsgd, but for --transport gloo.
 
 Each rank has a GPU of its own if there are two. On one GPU, both ranks share it: NCCL takes them for two hosts
 (NCCL_HOSTID) and sends over the loopback interface. Then compute takes twice as long, and messages pass through host
@@ -34,8 +35,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers.utils import logging as transformers_logging
 
+from acsgd.comm.process_groups import NCCL
 from acsgd.groups import connect
-from acsgd.launch import Launch
+from acsgd.launch import Launch, set_nccl_variables
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.setup.build import build_session
@@ -115,9 +117,12 @@ class Message(NamedTuple):
     nccl_s: float
 
 
-def rank_rounds(rank: int, index: int, model: Path, store: str, rounds: int) -> tuple[RankRounds, dict[str, Message]]:
+def rank_rounds(
+    rank: int, index: int, model: Path, store: str, rounds: int, transport: str
+) -> tuple[RankRounds, dict[str, Message]]:
     """Run one rank of a case; the first case also times messages."""
     transformers_logging.disable_progress_bar()
+    set_nccl_variables()
     gpus = torch.cuda.device_count()
     if gpus < RANKS:
         os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo")
@@ -125,6 +130,8 @@ def rank_rounds(rank: int, index: int, model: Path, store: str, rounds: int) -> 
     job = prepare(compared.config(model), Launch(rank, rank if gpus >= RANKS else 0, RANKS))
     with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(store, RANKS)) as groups:
         nccl = dist.new_group(backend="nccl", timeout=TIMEOUT)
+        if transport == "nccl":  # a run would refuse it where the ranks share a GPU
+            groups = groups.with_transport(NCCL, job.streams.device, lambda axis, ranks: True)
         messages = time_messages(rank, nccl, job.streams.device) if index == 0 else {}
         ours = acsgd(build_session(job, open_weight_source(job), groups), compared.size)
         theirs = compared.open_baseline(job, compared.size, nccl)
@@ -185,6 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/gpu/ranks.json"), help="path of the results")
     parser.add_argument("--quick", action="store_true", help="5 rounds per case instead of 15")
+    parser.add_argument("--transport", choices=("nccl", "gloo"), default="nccl", help="of acsgd")
     parser.add_argument("--only", default="", help="run only cases whose name contains this")
     options = parser.parse_args()
     console, rounds = Console(width=120), 5 if options.quick else 15
@@ -199,7 +207,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             model = speed.save_model(Path(directory) / "model", compared.size, tied=compared.tied)
             try:
-                args = index, model, str(Path(directory) / "store"), rounds
+                args = index, model, str(Path(directory) / "store"), rounds, options.transport
                 of_ranks = on_ranks(RANKS, rank_rounds, *args, timeout_s=LIMIT_S)
             except Exception as error:
                 failed.append(f"{compared.name}: {type(error).__name__}: {error}")
@@ -215,9 +223,15 @@ def main() -> None:
         )
     gpus = torch.cuda.device_count()
     where = f"2 ranks on {'one' if gpus < RANKS else 'two'} {torch.cuda.get_device_name()}"
-    for each in tables(rows, messages, f"Step time, {where}"):
+    for each in tables(rows, messages, f"Step time over {options.transport}, {where}"):
         console.print(each)
-    result_json = {"device": where, "torch": torch.__version__, "cases": rows, "failed": failed}
+    result_json = {
+        "device": where,
+        "transport": options.transport,
+        "torch": torch.__version__,
+        "cases": rows,
+        "failed": failed,
+    }
     result_json["messages"] = {name: message._asdict() for name, message in messages.items()}
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(result_json, indent=1) + "\n")

@@ -1,4 +1,7 @@
-"""Law: two ranks that share one GPU train as two ranks on the CPU do, with every codec, mode and kind of message."""
+"""Law: two ranks that share one GPU train as two ranks on the CPU do, with every codec, mode and kind of message.
+
+Over gloo, through host memory, and over NCCL, which takes the two for ranks of two hosts.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ from lib.ranks import on_ranks
 from lib.training import RELATIVE, batches_of, make_config, train
 
 from acsgd.codecs import CODECS
+from acsgd.comm.process_groups import NCCL
 from acsgd.config.options import Config, ReplicaConfig, RunConfig
 from acsgd.dp import MODES
 from acsgd.groups import connect
-from acsgd.launch import Launch
+from acsgd.launch import Launch, set_nccl_variables
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import open_inputs
@@ -46,6 +50,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "2 replicas, bf16": {"mode": "allreduce", "dtype": "bf16"},
 }
 """Options of the pipeline, of model.dtype and of dp.mode."""
+NO_NCCL = {name for name, row in ROWS.items() if "delta" in row.get("forward", "") or "local" in row.get("mode", "")}
+"""Rows that are refused with NCCL, or send nothing over it."""
+ON_GPU = [*((name, "gloo") for name in ROWS), *((name, "nccl") for name in ROWS if name not in NO_NCCL)]
 
 
 def bound_of(row: dict[str, Any]) -> float:
@@ -73,8 +80,11 @@ def config_of(row: dict[str, Any], model: Path, run_dir: Path, device: Any) -> C
     )
 
 
-def train_rank(rank: int, world_size: int, store: Path, configs: Sequence[Config]) -> list[list[float] | str]:
+def train_rank(
+    rank: int, world_size: int, store: Path, configs: Sequence[Config], uses_nccl: bool
+) -> list[list[float] | str]:
     """Train each run on this rank, whose GPU is the first; return the losses of each, or how it failed."""
+    set_nccl_variables()
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False
     os.environ.update(
@@ -83,18 +93,20 @@ def train_rank(rank: int, world_size: int, store: Path, configs: Sequence[Config
     results: list[list[float] | str] = []
     for number, config in enumerate(configs):
         try:
-            results.append(losses_of(config, Launch(rank, 0, world_size), f"{store}-{number}"))
+            results.append(losses_of(config, Launch(rank, 0, world_size), f"{store}-{number}", uses_nccl=uses_nccl))
         except Exception as error:
             results.append(f"{type(error).__name__}: {error}")
     return results
 
 
-def losses_of(config: Config, launch: Launch, store: str) -> list[float]:
+def losses_of(config: Config, launch: Launch, store: str, *, uses_nccl: bool) -> list[float]:
     """Train a run on this rank."""
     job = prepare(config, launch)
     inputs = open_inputs(job)
     assert inputs.weight_source is not None
     with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(store, launch.world_size)) as groups:
+        if uses_nccl:  # the run would refuse it, since the ranks share a GPU
+            groups = groups.with_transport(NCCL, job.streams.device, lambda axis, ranks: True)
         session = build_session(job, inputs.weight_source, groups, inputs.cache_plan)
         losses = train(session, batches_of(job))
         session.close()
@@ -103,25 +115,33 @@ def losses_of(config: Config, launch: Launch, store: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def losses(
-    tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory, selected: Callable[[str], set[str]]
+    tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory, selected: Callable[[str], set[Any]]
 ) -> dict[tuple[str, str], Any]:
-    """Losses by name of a row and device."""
-    directory, results = tmp_path_factory.mktemp("ranks"), {}
-    names = [name for name in ROWS if name in selected("name")]
-    for device in ("cpu", "cuda"):
+    """Losses by name of a row and transport, "cpu" for those on the CPU."""
+    directory, results, chosen = tmp_path_factory.mktemp("ranks"), {}, selected("name_and_transport")
+    names = {transport: [name for name, each in ON_GPU if (name, each) in chosen] for transport in ("gloo", "nccl")}
+    names["cpu"] = sorted({*names["gloo"], *names["nccl"]})
+    for transport, of_transport in names.items():
         configs = []
-        for index, name in enumerate(names):
+        for index, name in enumerate(of_transport):
             family = ROWS[name].get("family", "gpt2")
             model = tiny_model(family, **blocks_of(family, 4))
-            configs.append(config_of(ROWS[name], model, directory / f"{device}-{index}", device))
-        first, second = on_ranks(2, train_rank, directory / f"store-{device}", configs)
-        assert first == second or any(isinstance(each, str) for each in (*first, *second)), "ranks differ in losses"
-        results |= {(name, device): each for name, each in zip(names, first, strict=True)}
+            run_dir = directory / f"{transport}-{index}"
+            configs.append(config_of(ROWS[name], model, run_dir, "cpu" if transport == "cpu" else "cuda"))
+        store = directory / f"store-{transport}"
+        by_rank = on_ranks(2, train_rank, store, configs, transport == "nccl") if configs else [[], []]
+        results |= {
+            (name, transport): each for name, each in zip(of_transport, zip(*by_rank, strict=True), strict=True)
+        }
     return results
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_two_ranks_on_one_gpu_train_as_on_the_cpu(name: str, losses: dict[tuple[str, str], Any]) -> None:
-    on_cpu, on_gpu = losses[name, "cpu"], losses[name, "cuda"]
-    assert isinstance(on_cpu, list), on_cpu
-    assert on_gpu == pytest.approx(on_cpu, rel=bound_of(ROWS[name]))
+@pytest.mark.parametrize("name_and_transport", ON_GPU, ids=", ".join)
+def test_two_ranks_on_one_gpu_train_as_on_the_cpu(
+    name_and_transport: tuple[str, str], losses: dict[tuple[str, str], Any]
+) -> None:
+    name, _ = name_and_transport
+    on_cpu, on_gpu = losses[name, "cpu"], losses[name_and_transport]
+    assert isinstance(on_cpu[0], list), on_cpu
+    assert on_gpu[0] == on_gpu[1], "ranks differ"
+    assert on_gpu[0] == pytest.approx(on_cpu[0], rel=bound_of(ROWS[name]))
