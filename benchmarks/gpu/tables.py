@@ -1,0 +1,127 @@
+"""Put the results of `python -m benchmarks.gpu` into docs/measurements/gpu.md:
+
+    .venv/bin/python -m benchmarks.gpu.tables [runs/benchmarks/gpu] [--date 2026-11-26]
+
+A part without results keeps its text. The text between <!-- NAME: begin --> and <!-- NAME: end --> is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+PAGE = Path("docs/measurements/gpu.md")
+Results = dict[str, Any]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def of_step(results: Results) -> str:
+    """Return the table of benchmarks.gpu.step."""
+    low, high = results["quartiles"]
+    rows = [["seconds per step", f"{results['ours_s']:.4f}", f"{results['theirs_s']:.4f}"]]
+    for name, rates in results["rates"].items():
+        digits = ",.0f" if max(rates) > 100 else ".1%"
+        rows.append([name, *(f"{rate:{digits}}".replace("%", " %") for rate in rates)])
+    rows.append(["ratio, median (quartiles)", f"{results['median']:.3f} ({low:.3f} - {high:.3f})", ""])
+    return table(["", "acsgd", "plain loop"], rows)
+
+
+def of_kernels(results: Results) -> str:
+    """Return the table of benchmarks.gpu.kernels."""
+    medians: dict[tuple[str, str], list[float]] = {}
+    for case, (_, median, _) in results["quartiles"].items():
+        kernel, dtype, _ = case.rsplit(", ", 2)
+        medians.setdefault((kernel, dtype), []).append(median)
+    kernels, dtypes = ([*dict.fromkeys(key[axis] for key in medians)] for axis in (0, 1))
+
+    def cell(kernel: str, dtype: str) -> str:
+        of_bits = medians[kernel, dtype]
+        return f"{100 * min(of_bits):.0f} to {100 * max(of_bits):.0f} %"
+
+    rows = [[kernel, *(cell(kernel, dtype) for dtype in dtypes)] for kernel in kernels]
+    bandwidth = results["copy_gb_per_s"] / 1e3
+    return f"`copy_` moved {bandwidth:.2f} TB/s.\n\n" + table(["kernel", *dtypes], rows)
+
+
+def of_overlap(results: Results) -> str:
+    """Return the table of benchmarks.gpu.overlap."""
+    rows = []
+    for spec, row in results["codecs"].items():
+        low, median, high = (100 * each for each in row["hidden"])
+        times = (f"{1e3 * row[key]:.2f}" for key in ("compute_s", "message_s", "both_s"))
+        rows.append([f"`{spec}`", f"{row['bytes'] / 1e6:.1f}", *times, f"{median:.0f} % ({low:.0f} - {high:.0f})"])
+    return table(["codec", "MB", "compute, ms", "message, ms", "both, ms", "hidden (quartiles)"], rows)
+
+
+def of_ranks(cases: Sequence[Results]) -> str:
+    """Return the table of the cases of benchmarks.gpu.ranks."""
+    rows = []
+    for case in cases:
+        low, high = case["quartiles"]
+        times = f"{case['ours_s']:.3f}", f"{case['theirs_s']:.3f}"
+        rows.append([case["case"], case["baseline"], *times, f"{case['median']:.3f} ({low:.3f} - {high:.3f})"])
+    return table(["acsgd", "compared with", "acsgd, s", "other, s", "ratio (quartiles)"], rows)
+
+
+def of_messages(messages: Results) -> str:
+    """Return the table of the messages of benchmarks.gpu.ranks."""
+    rows = [[name, f"{1e6 * each['gloo_s']:.0f}", f"{1e6 * each['nccl_s']:.0f}"] for name, each in messages.items()]
+    return table(["message", "gloo, us", "NCCL, us"], rows)
+
+
+def read(directory: Path, name: str) -> Results | None:
+    """Return the results of a part, None if it has none."""
+    path = directory / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def texts(directory: Path, date: str) -> dict[str, str]:
+    """Return the text of each part that has results."""
+    found = {}
+
+    def add(name: str, results: Results, text: str) -> None:
+        where = f"{results['device']}, torch {results['torch']}, {date}"
+        found[name] = f"{where}; {text}" if text.startswith("`") else f"{where}.\n\n{text}"
+
+    for name, of in {"step": of_step, "kernels": of_kernels, "overlap": of_overlap}.items():
+        if results := read(directory, name):
+            add(name, results, of(results))
+    of_two = [each for name in ("ddp", "fsdp", "1f1b", "gpipe", "ranks") if (each := read(directory, name))]
+    if cases := [case for each in of_two for case in each["cases"]]:
+        add("ranks", of_two[0], of_ranks(cases))
+        found["ranks"] = found["ranks"].replace(",", f", acsgd over {of_two[0]['transport']},", 1)
+    if messages := [each for each in of_two if each["messages"]]:
+        add("messages", messages[0], of_messages(messages[0]["messages"]))
+    return found
+
+
+def main() -> None:
+    """Replace the texts of the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, nargs="?", default=Path("runs/benchmarks/gpu"))
+    parser.add_argument("--date", default=f"{datetime.now(UTC):%Y-%m-%d}", help="of the measurement; default: today")
+    options = parser.parse_args()
+    page = PAGE.read_text()
+    for name, text in texts(options.directory, options.date).items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        page, count = re.subn(
+            rf"{begin}\n.*?{end}", lambda _, t=text, b=begin, e=end: f"{b}\n{t}\n{e}", page, flags=re.DOTALL
+        )
+        if count != 1:
+            raise SystemExit(f"{PAGE} has {count} places for {name}")
+        print(f"{PAGE}: {name}")
+    PAGE.write_text(page)
+
+
+if __name__ == "__main__":
+    main()
