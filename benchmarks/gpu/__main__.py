@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class Part(NamedTuple):
-    """A benchmark of this package with its arguments."""
+    """A benchmark with its arguments."""
 
     module: str
     quick_s: int
@@ -26,29 +26,32 @@ class Part(NamedTuple):
     full_s: int
     """Time limit without."""
     arguments: tuple[str, ...] = ()
+    quick: tuple[str, ...] = ("--quick",)
+    """Further arguments with --quick."""
 
 
+RECOVERY = ("--rounds", "3", "--torchrun-rounds", "0", "--cost-starts", "0", "--svg", os.devnull)
 PARTS = {
-    "step": Part("step", 90, 240),
-    "kernels": Part("kernels", 60, 180),
-    "overlap": Part("overlap", 45, 90),
-    "ddp": Part("ranks", 60, 150, ("--only", "DDP")),
-    "1f1b": Part("ranks", 60, 150, ("--only", "1f1b")),
-    "gpipe": Part("ranks", 60, 150, ("--only", "gpipe")),
-    "fsdp": Part("ranks", 60, 150, ("--only", "FSDP2")),
+    "step": Part("gpu.step", 90, 240),
+    "kernels": Part("gpu.kernels", 60, 180),
+    "overlap": Part("gpu.overlap", 45, 90),
+    "ddp": Part("gpu.ranks", 60, 150, ("--only", "DDP")),
+    "1f1b": Part("gpu.ranks", 60, 150, ("--only", "1f1b")),
+    "gpipe": Part("gpu.ranks", 60, 150, ("--only", "gpipe")),
+    "fsdp": Part("gpu.ranks", 60, 150, ("--only", "FSDP2")),
+    "recovery": Part("runs.recovery", 120, 300, RECOVERY, ("--rounds", "1")),
 }
 
 
 def run(part: str, out: Path, *, quick: bool) -> int:
     """Run a part; return its exit code, -9 if it took too long."""
-    module, quick_s, full_s, arguments = PARTS[part]
-    command = [sys.executable, "-m", f"benchmarks.gpu.{module}", "--json", str(out / f"{part}.json"), *arguments]
-    command += ["--quick"] * quick + (["--profile", str(out / "profile.txt")] if part == "step" else [])
-    limit_s = quick_s if quick else full_s
+    module, quick_s, full_s, arguments, of_quick = PARTS[part]
+    command = [sys.executable, "-m", f"benchmarks.{module}", "--json", str(out / f"{part}.json"), *arguments]
+    command += [*(of_quick if quick else ()), *(("--profile", str(out / "profile.txt")) if part == "step" else ())]
     with (out / f"{part}.txt").open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            return process.wait(limit_s)
+            return process.wait(quick_s if quick else full_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # the processes that it has started, too
             return process.wait()

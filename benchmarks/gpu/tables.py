@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -79,6 +80,15 @@ def of_messages(messages: Results) -> str:
     return table(["message", "gloo, us", "NCCL, us"], rows)
 
 
+def of_recovery(results: Results) -> str:
+    """Return the table of benchmarks.runs.recovery."""
+    rows = []
+    for row in results["rows"]:
+        seconds = row["seconds"]
+        rows.append([row["name"], str(len(seconds)), f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}"])
+    return table(["event", "rounds", "median, s", "longest, s"], rows)
+
+
 def read(directory: Path, name: str) -> Results | None:
     """Return the results of a part, None if it has none."""
     path = directory / f"{name}.json"
@@ -100,6 +110,8 @@ def texts(directory: Path, date: str) -> dict[str, str]:
     if cases := [case for each in of_two for case in each["cases"]]:
         add("ranks", of_two[0], of_ranks(cases))
         found["ranks"] = found["ranks"].replace(",", f", acsgd over {of_two[0]['transport']},", 1)
+    if recovery := read(directory, "recovery"):
+        add("recovery", recovery["about"], of_recovery(recovery))
     if messages := [each for each in of_two if each["messages"]]:
         add("messages", messages[0], of_messages(messages[0]["messages"]))
     return found

@@ -4,9 +4,10 @@
         [--svg docs/recovery.svg]
 
 Three hosts with a worker each run on this machine, each under a torchrun of its own; the model is a GPT-2 of 10 M
-parameters with random weights, one stage, so there are three replicas. In each round, every fault occurs once, at a
-random moment of a step. Then the benchmark waits until three replicas train again. So that this takes seconds, hosts are forked
-from a process that has imported everything; only those of "until it trains" are started by the command.
+parameters with random weights, one stage, so there are three replicas. They share the GPU, if there is one. In each
+round, every fault occurs once, at a random moment of a step. Then the benchmark waits until three replicas train again.
+So that this takes seconds, hosts are forked from a process that has imported everything; only those of "until it trains"
+are started by the command.
 
 next step       from the signal to the first line of a step in metrics.jsonl that follows the line of the view with fewer
                 replicas. So it includes detection, forming the groups, and a complete step of the hosts that are left.
@@ -337,7 +338,8 @@ def main() -> None:
         console.print(recovery_table(rows))
     if starts:
         console.print(cost_table(starts))
-    about = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    about = {"device": device, "torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
     about |= {"hang_s": HANG_S, "silence_s": SILENCE_S}
     cost = [[{"elastic": ours._asdict(), "static": theirs._asdict()} for ours, theirs in blocks] for blocks in starts]
     options.json.parent.mkdir(parents=True, exist_ok=True)
