@@ -35,10 +35,7 @@ PARTS = {
     "step": Part("gpu.step", 90, 240),
     "kernels": Part("gpu.kernels", 60, 180),
     "overlap": Part("gpu.overlap", 45, 90),
-    "ddp": Part("gpu.ranks", 60, 150, ("--only", "DDP")),
-    "1f1b": Part("gpu.ranks", 60, 150, ("--only", "1f1b")),
-    "gpipe": Part("gpu.ranks", 60, 150, ("--only", "gpipe")),
-    "fsdp": Part("gpu.ranks", 60, 150, ("--only", "FSDP2")),
+    "ranks": Part("gpu.ranks", 120, 300),
     "recovery": Part("runs.recovery", 120, 300, RECOVERY, ("--rounds", "1")),
 }
 

@@ -7,11 +7,13 @@
     2 stages      against torch.distributed.pipelining with the same stages, GPipe and 1F1B
 
 Model, batch, optimizer and the alternation of the sides are those of benchmarks.runs.speed: GPT-2 of 124 M parameters,
-fp32. The other side sends over NCCL, and so does acsgd, but for --transport gloo.
+with an untied head, fp32. The other side sends over NCCL, and so does acsgd, but for --transport gloo.
 
 Each rank has a GPU of its own if there are two. On one GPU, both ranks share it: NCCL takes them for two hosts
 (NCCL_HOSTID) and sends over the loopback interface. Then compute takes twice as long, and messages pass through host
 memory on both sides: the figures are no measure of two GPUs.
+
+The two processes run all cases; rank 0 writes the results after each, so that they remain if a later case hangs.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,16 +35,16 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from transformers import GPT2LMHeadModel
 from transformers.utils import logging as transformers_logging
 
 from acsgd.comm.process_groups import NCCL
 from acsgd.groups import connect
 from acsgd.launch import Launch, set_nccl_variables
-from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.setup.build import build_session
 from benchmarks.common.compare import RankRounds, Step, alternate, on_ranks, summarise
-from benchmarks.runs import speed
+from benchmarks.gpu.step import DeviceWeights, copy_weights
 from benchmarks.runs.speed import (
     GPT2,
     OPTIM,
@@ -51,28 +53,27 @@ from benchmarks.runs.speed import (
     Case,
     Size,
     acsgd,
+    config_of,
     make_adamw,
     pipelined,
     plain,
-    pretrained,
+    save_tokenizer,
     summed_loss,
     tokens_of,
 )
 
 LOSS_TOLERANCE = 1e-4
-Opener = Callable[[Job, Size, dist.ProcessGroup | None], Step]
+Opener = Callable[[Job, Size, GPT2LMHeadModel, dist.ProcessGroup | None], Step]
+Results = dict[str, Any]
 RANKS = 2
-LIMIT_S = 140.0
-"""Maximum time of one case."""
 MESSAGES = {"4 KB": 4096, "1 MB": 2**20, "16 MB": 2**24}
 
 
-def fsdp(job: Job, size: Size, group: dist.ProcessGroup | None = None) -> Step:
+def fsdp(job: Job, size: Size, model: GPT2LMHeadModel, group: dist.ProcessGroup | None) -> Step:
     """Return the step of a plain loop with FSDP2, which shards parameters, gradients and moments over the ranks."""
     device, replicas = job.streams.device, job.topology.replicas
     assert group is not None
-    mesh = DeviceMesh.from_group(group, "cuda")
-    model = pretrained(job).to(device)
+    mesh = DeviceMesh.from_group(group, device.type)
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -98,15 +99,14 @@ def fsdp(job: Job, size: Size, group: dist.ProcessGroup | None = None) -> Step:
 
 def case(name: str, baseline: str, open_baseline: Opener, **options: Any) -> Case:
     """Return a case on GPUs."""
-    return Case(name, f"{baseline}, NCCL", 1.02, open_baseline, size=GPT2, device="cuda", **options)
+    return Case(name, f"{baseline}, NCCL", 1.02, open_baseline, tied=False, size=GPT2, device="cuda", **options)
 
 
-STAGES = {"stages": 2, "tied": False}
 CASES = [
+    case("2 stages, 1f1b", "torch pipelining, 1F1B", pipelined, stages=2),
     case("2 replicas, DDP", "DistributedDataParallel", plain, replicas=2),
+    case("2 stages, gpipe", "torch pipelining, GPipe", pipelined, stages=2, schedule="gpipe"),
     case("2 replicas, FSDP2", "fully_shard", fsdp, replicas=2),
-    case("2 stages, 1f1b", "torch pipelining, 1F1B", pipelined, **STAGES),
-    case("2 stages, gpipe", "torch pipelining, GPipe", pipelined, schedule="gpipe", **STAGES),
 ]
 
 
@@ -117,30 +117,53 @@ class Message(NamedTuple):
     nccl_s: float
 
 
-def rank_rounds(
-    rank: int, index: int, model: Path, store: str, rounds: int, transport: str
-) -> tuple[RankRounds, dict[str, Message]]:
-    """Run one rank of a case; the first case also times messages."""
+def run_rank(rank: int, directory: Path, options: argparse.Namespace) -> None:
+    """Run all cases on this rank; rank 0 prints and writes the results after each."""
     transformers_logging.disable_progress_bar()
     set_nccl_variables()
     gpus = torch.cuda.device_count()
     if gpus < RANKS:
         os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo")
-    compared = CASES[index]
-    job = prepare(compared.config(model), Launch(rank, rank if gpus >= RANKS else 0, RANKS))
-    with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(store, RANKS)) as groups:
+    where = f"2 ranks on {'one' if gpus < RANKS else 'two'} {torch.cuda.get_device_name()}"
+    results: Results = {"device": where, "torch": torch.__version__, "transport": options.transport}
+    results |= {"cases": [], "messages": {}}
+    for compared in CASES:
+        if options.only in compared.name:
+            run_case(compared, directory, Launch(rank, rank if gpus >= RANKS else 0, RANKS), options, results)
+            if rank == 0:
+                options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def run_case(compared: Case, directory: Path, launch: Launch, options: argparse.Namespace, results: Results) -> None:
+    """Run one rank of a case, and add it to the results."""
+    model, size = directory / "model", compared.size
+    job = prepare(compared.config(model, init="scratch"), launch)
+    device, store = job.streams.device, dist.FileStore(str(directory / compared.name), RANKS)
+
+    def barrier() -> None:
+        torch.cuda.synchronize()
+        dist.barrier()
+
+    with connect(job.topology, timeout=TIMEOUT, store=store) as groups:
         nccl = dist.new_group(backend="nccl", timeout=TIMEOUT)
-        if transport == "nccl":  # a run would refuse it where the ranks share a GPU
-            groups = groups.with_transport(NCCL, job.streams.device, lambda axis, ranks: True)
-        messages = time_messages(rank, nccl, job.streams.device) if index == 0 else {}
-        ours = acsgd(build_session(job, open_weight_source(job), groups), compared.size)
-        theirs = compared.open_baseline(job, compared.size, nccl)
-
-        def barrier() -> None:
-            torch.cuda.synchronize()
-            dist.barrier()
-
-        return alternate(ours, theirs, warmup=WARMUP, rounds=rounds, steps=1, barrier=barrier), messages
+        results["messages"] = results["messages"] or time_messages(launch.rank, nccl, device)
+        if options.transport == "nccl":  # a run would refuse it where the ranks share a GPU
+            groups = groups.with_transport(NCCL, device, lambda axis, ranks: True)
+        session = build_session(job, DeviceWeights(device), groups)
+        with device:
+            whole = GPT2LMHeadModel(config_of(size, tied=False)).train()
+        copy_weights(session, whole)
+        sides = acsgd(session, size), compared.open_baseline(job, size, whole, nccl)
+        rounds = 5 if options.quick else 15
+        mine = alternate(*sides, warmup=WARMUP, rounds=rounds, steps=1, barrier=barrier)
+        of_ranks: list[RankRounds] = [mine] * RANKS
+        dist.all_gather_object(of_ranks, mine)
+    result = summarise(of_ranks, steps=1)
+    results["cases"].append(
+        {"case": compared.name, "baseline": compared.baseline, "goal": compared.goal, **result._asdict()}
+    )
+    if launch.rank == 0:
+        print(f"{compared.name}: {result.median:.3f} x {compared.baseline}", flush=True)
 
 
 def time_messages(rank: int, nccl: dist.ProcessGroup, device: torch.device, rounds: int = 10) -> dict[str, Message]:
@@ -173,17 +196,18 @@ def time_messages(rank: int, nccl: dist.ProcessGroup, device: torch.device, roun
     return results
 
 
-def tables(rows: Sequence[dict], messages: dict[str, Message], title: str) -> list[Table]:
+def tables(results: Results) -> list[Table]:
     """Return the tables of step times and of messages."""
+    title = f"Step time over {results['transport']}, {results['device']}"
     steps = Table("acsgd", "compared with", "acsgd, s", "other, s", "ratio", "quartiles", "goal", title=title)
-    for row in rows:
+    for row in results["cases"]:
         low, high = row["quartiles"]
         mark = "met" if row["median"] <= row["goal"] else "missed"
         numbers = f"{row['ours_s']:.3f}", f"{row['theirs_s']:.3f}", f"{row['median']:.3f}", f"{low:.3f} - {high:.3f}"
         steps.add_row(row["case"], row["baseline"], *numbers, f"<= {row['goal']:g} {mark}")
     links = Table("message", "gloo, us", "NCCL, us", title="From one rank to the other")
-    for name, message in messages.items():
-        links.add_row(name, f"{message.gloo_s * 1e6:.0f}", f"{message.nccl_s * 1e6:.0f}")
+    for name, (gloo_s, nccl_s) in results["messages"].items():
+        links.add_row(name, f"{gloo_s * 1e6:.0f}", f"{nccl_s * 1e6:.0f}")
     return [steps, links]
 
 
@@ -195,48 +219,22 @@ def main() -> None:
     parser.add_argument("--transport", choices=("nccl", "gloo"), default="nccl", help="of acsgd")
     parser.add_argument("--only", default="", help="run only cases whose name contains this")
     options = parser.parse_args()
-    console, rounds = Console(width=120), 5 if options.quick else 15
+    console = Console(width=120)
     if not torch.cuda.is_available():
         console.print("No CUDA device: nothing is measured.")
         return
-    transformers_logging.disable_progress_bar()
-    rows, messages, failed = [], {}, []
-    for index, compared in enumerate(CASES):
-        if options.only not in compared.name:
-            continue
-        with tempfile.TemporaryDirectory() as directory:
-            model = speed.save_model(Path(directory) / "model", compared.size, tied=compared.tied)
-            try:
-                args = index, model, str(Path(directory) / "store"), rounds, options.transport
-                of_ranks = on_ranks(RANKS, rank_rounds, *args, timeout_s=LIMIT_S)
-            except Exception as error:
-                failed.append(f"{compared.name}: {type(error).__name__}: {error}")
-                console.print(failed[-1])
-                continue
-        result = summarise([rounds_of for rounds_of, _ in of_ranks], steps=1)
-        messages |= of_ranks[0][1]
-        rows.append({"case": compared.name, "baseline": compared.baseline, "goal": compared.goal, **result._asdict()})
-        if result.loss_error > LOSS_TOLERANCE:
-            failed.append(f"{compared.name}: the losses of the two sides differ by {result.loss_error:.1e}")
-        console.print(
-            f"{compared.name}: {result.median:.3f} x {compared.baseline}; losses differ by {result.loss_error:.1e}"
-        )
-    gpus = torch.cuda.device_count()
-    where = f"2 ranks on {'one' if gpus < RANKS else 'two'} {torch.cuda.get_device_name()}"
-    for each in tables(rows, messages, f"Step time over {options.transport}, {where}"):
-        console.print(each)
-    result_json = {
-        "device": where,
-        "transport": options.transport,
-        "torch": torch.__version__,
-        "cases": rows,
-        "failed": failed,
-    }
-    result_json["messages"] = {name: message._asdict() for name, message in messages.items()}
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(result_json, indent=1) + "\n")
-    if failed:
-        raise SystemExit("\n".join(failed))
+    with tempfile.TemporaryDirectory() as directory:
+        model = Path(directory) / "model"
+        config_of(GPT2, tied=False).save_pretrained(model)
+        save_tokenizer(model)
+        on_ranks(RANKS, run_rank, Path(directory), options)
+    results = json.loads(options.json.read_text())
+    for each in tables(results):
+        console.print(each)
+    errors = {case["case"]: case["loss_error"] for case in results["cases"] if case["loss_error"] > LOSS_TOLERANCE}
+    if errors:
+        raise SystemExit(f"the losses of the two sides differ by more than {LOSS_TOLERANCE:g}: {errors}")
 
 
 if __name__ == "__main__":

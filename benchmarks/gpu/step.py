@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,10 +29,9 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, PipelineConfig, RunConfig
 from acsgd.groups import connect
@@ -41,7 +41,7 @@ from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
 from acsgd.shards.layer_tensors import LayerTensors
 from benchmarks.common.compare import Comparison, Step, alternate, summarise
-from benchmarks.runs.speed import OPTIM, TIMEOUT, Size, acsgd, make_adamw, summed_loss, tokens_of
+from benchmarks.runs.speed import OPTIM, TIMEOUT, Size, acsgd, make_adamw, save_tokenizer, summed_loss, tokens_of
 
 GOAL = 1.01
 """Largest acceptable ratio of step times."""
@@ -97,27 +97,36 @@ SIZES = {
 
 
 class DeviceWeights:
-    """Random weights that are made on the device: a `WeightSource`."""
+    """Random weights that are made on the device, equal on all ranks: a `WeightSource`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def tensors(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
-        """Return matrices of normal numbers and vectors of ones, as the norms of a new Llama are."""
+        """Return normal numbers for matrices, 0 for biases and 1 for other vectors, which are norms."""
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(layer.encode()))
         return {
-            key: torch.empty(weight.shape, device=self._device).normal_(std=STD)
+            key: torch.empty(weight.shape, device=self._device).normal_(std=STD, generator=generator)
             if weight.dim() > 1
-            else torch.ones(weight.shape, device=self._device)
+            else torch.full(weight.shape, float(not key.endswith("bias")), device=self._device)
             for key, weight in stored.weights.items()
         }
 
     def constants(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
-        """Return nothing: a Llama stores none."""
+        """Return nothing: these models store none."""
         return {}
 
     def tensor(self, layer: str, key: str) -> Tensor:
         """Raise, since no weight is tied."""
         raise KeyError(key)
+
+
+@torch.no_grad()
+def copy_weights(session: Session, model: nn.Module) -> None:
+    """Copy the weights of a session into the model that it was built from."""
+    params = dict(model.named_parameters())
+    for weight in session.weights:
+        params[weight.key].copy_(weight.param)
 
 
 def make_config(model: Path, size: Llama, device: str) -> Config:
@@ -135,9 +144,7 @@ def make_config(model: Path, size: Llama, device: str) -> Config:
 def save_config(directory: Path, size: Llama) -> Path:
     """Write the config of a model without weights, and no real tokenizer."""
     size.config().save_pretrained(directory)
-    words = Tokenizer(models.WordLevel({"<|endoftext|>": 0}, unk_token="<|endoftext|>"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>").save_pretrained(directory)
-    return directory
+    return save_tokenizer(directory)
 
 
 def plain(session: Session, size: Llama) -> Step:
@@ -145,10 +152,8 @@ def plain(session: Session, size: Llama) -> Step:
     device = session.job.streams.device
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(size.config(), dtype=torch.bfloat16).train()
+    copy_weights(session, model)
     params = dict(model.named_parameters())
-    with torch.no_grad():
-        for weight in session.weights:
-            params[weight.key].copy_(weight.param)
     masters = nn.ParameterList(weight.master.detach().clone() for weight in session.weights)
     rounded = [params[weight.key] for weight in session.weights]
     adamw = make_adamw(masters)

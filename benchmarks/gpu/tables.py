@@ -76,7 +76,7 @@ def of_ranks(cases: Sequence[Results]) -> str:
 
 def of_messages(messages: Results) -> str:
     """Return the table of the messages of benchmarks.gpu.ranks."""
-    rows = [[name, f"{1e6 * each['gloo_s']:.0f}", f"{1e6 * each['nccl_s']:.0f}"] for name, each in messages.items()]
+    rows = [[name, *(f"{1e6 * seconds:.0f}" for seconds in each)] for name, each in messages.items()]
     return table(["message", "gloo, us", "NCCL, us"], rows)
 
 
@@ -106,14 +106,15 @@ def texts(directory: Path, date: str) -> dict[str, str]:
     for name, of in {"step": of_step, "kernels": of_kernels, "overlap": of_overlap}.items():
         if results := read(directory, name):
             add(name, results, of(results))
-    of_two = [each for name in ("ddp", "fsdp", "1f1b", "gpipe", "ranks") if (each := read(directory, name))]
-    if cases := [case for each in of_two for case in each["cases"]]:
-        add("ranks", of_two[0], of_ranks(cases))
-        found["ranks"] = found["ranks"].replace(",", f", acsgd over {of_two[0]['transport']},", 1)
+    if results := read(directory, "ranks"):
+        add(
+            "ranks",
+            results | {"device": f"{results['device']}, acsgd over {results['transport']}"},
+            of_ranks(results["cases"]),
+        )
+        add("messages", results, of_messages(results["messages"]))
     if recovery := read(directory, "recovery"):
         add("recovery", recovery["about"], of_recovery(recovery))
-    if messages := [each for each in of_two if each["messages"]]:
-        add("messages", messages[0], of_messages(messages[0]["messages"]))
     return found
 
 

@@ -25,6 +25,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -85,8 +86,8 @@ class Case:
     baseline: str
     goal: float
     """Largest acceptable ratio of step times."""
-    open_baseline: Callable[[Job, Size, dist.ProcessGroup | None], Step]
-    """Takes the group of ranks of the baseline's messages; None = all ranks, over gloo."""
+    open_baseline: Callable[[Job, Size, GPT2LMHeadModel, dist.ProcessGroup | None], Step]
+    """Takes a model with the weights of the session, and the group of ranks of its messages; None = all, over gloo."""
     stages: int = 1
     replicas: int = 1
     schedule: str = "1f1b"
@@ -94,10 +95,10 @@ class Case:
     size: Size = SMALL
     device: str = "cpu"
 
-    def config(self, model: Path) -> Config:
+    def config(self, model: Path, *, init: Literal["pretrained", "scratch"] = "pretrained") -> Config:
         """Return acsgd's configuration."""
         return Config(
-            model=ModelConfig(name=str(model)),
+            model=ModelConfig(name=str(model), init=init),
             data=DataConfig(sources="demo", sequence=self.size.sequence, batch=self.size.micro * self.size.num_micros),
             optim=OPTIM,
             pp=PipelineConfig(stages=self.stages, micro=self.size.micro, schedule=self.schedule),
@@ -132,10 +133,10 @@ def acsgd(session: Session, size: Size = SMALL) -> Step:
     return step
 
 
-def plain(job: Job, size: Size, group: dist.ProcessGroup | None = None) -> Step:
+def plain(job: Job, size: Size, model: nn.Module, group: dist.ProcessGroup | None) -> Step:
     """Return the step of a plain PyTorch loop, or of DistributedDataParallel if there are replicas."""
     device = job.streams.device
-    model: nn.Module = pretrained(job).to(device)
+    model = model.to(device)
     adamw = make_adamw(model)
     replicas, rows = job.topology.replicas, slice(job.micro_ids.start, job.micro_ids.stop)
     if replicas > 1:
@@ -161,12 +162,12 @@ def plain(job: Job, size: Size, group: dist.ProcessGroup | None = None) -> Step:
     return step
 
 
-def pipelined(job: Job, size: Size, group: dist.ProcessGroup | None = None) -> Step:
+def pipelined(job: Job, size: Size, model: GPT2LMHeadModel, group: dist.ProcessGroup | None) -> Step:
     """Return the step of torch.distributed.pipelining, with acsgd's stages."""
     rank, stages = job.topology.rank, job.topology.stages
     targets = size.num_micros * size.micro * size.sequence
     device = job.streams.device
-    module = GPT2Stage(pretrained(job), *job.layout.specs[rank]).to(device)
+    module = GPT2Stage(model, *job.layout.specs[rank]).to(device)
     stage = PipelineStage(module, rank, stages, device, group=group)
     schedule_class = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[job.config.pp.schedule]
     schedule = schedule_class(
@@ -253,13 +254,13 @@ def rank_rounds(rank: int, index: int, model: Path, store: str, rounds: int) -> 
     job = prepare(case.config(model), Launch(rank, rank, world_size))
     with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(store, world_size)) as groups:
         ours = acsgd(build_session(job, open_weight_source(job), groups), case.size)
-        theirs = case.open_baseline(job, case.size, None)
+        theirs = case.open_baseline(job, case.size, pretrained(job), None)
         return alternate(ours, theirs, warmup=WARMUP, rounds=rounds, steps=STEPS_PER_BLOCK, barrier=dist.barrier)
 
 
-def save_model(directory: Path, size: Size = SMALL, *, tied: bool) -> Path:
-    """Write a GPT-2, by default of 9 M parameters (10 M with an untied head), with new weights and no real tokenizer."""
-    config = GPT2Config(
+def config_of(size: Size, *, tied: bool) -> GPT2Config:
+    """Return the config of a GPT-2 without dropout."""
+    return GPT2Config(
         vocab_size=size.vocabulary,
         n_positions=size.sequence,
         n_embd=size.width,
@@ -272,8 +273,17 @@ def save_model(directory: Path, size: Size = SMALL, *, tied: bool) -> Path:
         bos_token_id=0,
         eos_token_id=0,
     )
+
+
+def save_model(directory: Path, size: Size = SMALL, *, tied: bool) -> Path:
+    """Write a GPT-2, by default of 9 M parameters (10 M with an untied head), with new weights and no real tokenizer."""
     torch.manual_seed(0)
-    GPT2LMHeadModel(config).save_pretrained(directory)
+    GPT2LMHeadModel(config_of(size, tied=tied)).save_pretrained(directory)
+    return save_tokenizer(directory)
+
+
+def save_tokenizer(directory: Path) -> Path:
+    """Write a tokenizer of one token beside a model; return the directory."""
     words = Tokenizer(models.WordLevel({"<|endoftext|>": 0}, unk_token="<|endoftext|>"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>").save_pretrained(directory)
     return directory

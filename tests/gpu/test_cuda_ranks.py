@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,11 @@ ROWS: dict[str, dict[str, Any]] = {
     "2 replicas, bf16": {"mode": "allreduce", "dtype": "bf16"},
 }
 """Options of the pipeline, of model.dtype and of dp.mode."""
-NO_NCCL = {name for name, row in ROWS.items() if "delta" in row.get("forward", "") or "local" in row.get("mode", "")}
-"""Rows that are refused with NCCL, or send nothing over it."""
+NO_NCCL = {
+    *(name for name, row in ROWS.items() if "delta" in row.get("forward", "")),
+    *(f"2 replicas, {mode}" for mode in MODES if mode not in ("allreduce", "powersgd", "cocktail")),
+}
+"""Rows that are refused with NCCL, or send nothing else over it than other rows do."""
 ON_GPU = [*((name, "gloo") for name in ROWS), *((name, "nccl") for name in ROWS if name not in NO_NCCL)]
 
 
@@ -118,22 +122,29 @@ def losses(
     tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory, selected: Callable[[str], set[Any]]
 ) -> dict[tuple[str, str], Any]:
     """Losses by name of a row and transport, "cpu" for those on the CPU."""
-    directory, results, chosen = tmp_path_factory.mktemp("ranks"), {}, selected("name_and_transport")
+    directory, chosen = tmp_path_factory.mktemp("ranks"), selected("name_and_transport")
     names = {transport: [name for name, each in ON_GPU if (name, each) in chosen] for transport in ("gloo", "nccl")}
     names["cpu"] = sorted({*names["gloo"], *names["nccl"]})
+    configs: dict[str, list[Config]] = {}
     for transport, of_transport in names.items():
-        configs = []
+        configs[transport] = []
         for index, name in enumerate(of_transport):
             family = ROWS[name].get("family", "gpt2")
             model = tiny_model(family, **blocks_of(family, 4))
-            run_dir = directory / f"{transport}-{index}"
-            configs.append(config_of(ROWS[name], model, run_dir, "cpu" if transport == "cpu" else "cuda"))
-        store = directory / f"store-{transport}"
-        by_rank = on_ranks(2, train_rank, store, configs, transport == "nccl") if configs else [[], []]
-        results |= {
-            (name, transport): each for name, each in zip(of_transport, zip(*by_rank, strict=True), strict=True)
-        }
-    return results
+            device = "cpu" if transport == "cpu" else "cuda"
+            configs[transport].append(config_of(ROWS[name], model, directory / f"{transport}-{index}", device))
+
+    def by_rank(transport: str) -> list[list[Any]]:
+        args = directory / f"store-{transport}", configs[transport], transport == "nccl"
+        return on_ranks(2, train_rank, *args) if configs[transport] else [[], []]
+
+    with ThreadPoolExecutor(len(names)) as threads:  # most of the time passes until processes have started
+        results = dict(zip(names, threads.map(by_rank, names), strict=True))
+    return {
+        (name, transport): each
+        for transport, of_ranks in results.items()
+        for name, each in zip(names[transport], zip(*of_ranks, strict=True), strict=True)
+    }
 
 
 @pytest.mark.parametrize("name_and_transport", ON_GPU, ids=", ".join)
