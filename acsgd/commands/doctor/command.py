@@ -115,11 +115,11 @@ class DoctorCommand:
 
         try:
             config = parse([str(self.run_file)], prog="acsgd doctor", is_main=False)
-            size = RunSize.of(config)
+            size, speed = RunSize.of(config), measure_speed(config.run.device)
         except ValueError as error:
             yield Diagnosis("warning", "forecast", f"not possible: {error}")
             return
-        yield from forecast(size, len(rates) + 1, min(rates), measure_speed(config.run.device), config.dp.mode)
+        yield from forecast(size, len(rates) + 1, min(rates), speed, config.dp.mode)
 
     def _dial_back(self, address: str) -> Iterator[Diagnosis]:
         """Let a peer connect to this host, if it listens."""

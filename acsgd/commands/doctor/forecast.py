@@ -91,17 +91,21 @@ def _ratio(mode: str) -> float:
 
 
 def measure_speed(device: str) -> float:
-    """Return how many floating-point operations per second this host does in products of matrices."""
+    """Return how many floating-point operations per second this host does in products of matrices.
+
+    device: run.device. Raises ValueError if it is not here.
+    """
     import torch
 
-    on_gpu = device != "cpu" and torch.cuda.is_available()
-    x = torch.randn(MATRIX, MATRIX, device="cuda" if on_gpu else "cpu")
-    for count in range(2):  # the first is a warm-up
-        number, began = 0, time.perf_counter()
-        while time.perf_counter() - began < MEASURED_S * count or not number:
-            x @ x
-            number += 1
-            if on_gpu:
-                torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
-    return 2.0 * MATRIX**3 * number / seconds
+    from acsgd.streams import open_streams
+
+    streams = open_streams(device, local_rank=0)
+    x = torch.ones(MATRIX, MATRIX, device=streams.device)
+    number, began = 0, time.perf_counter()
+    while time.perf_counter() - began < MEASURED_S or not number:
+        x @ x
+        streams.record_event().synchronize()
+        if number == 0:  # a warm-up
+            began = time.perf_counter()
+        number += 1
+    return 2.0 * MATRIX**3 * max(1, number - 1) / (time.perf_counter() - began)
