@@ -31,6 +31,22 @@ class StreamEvent(Protocol):
 LOGITS_AT_ONCE = 2**25
 """Logits that a CPU computes at a time for the loss: 128 MiB in fp32."""
 
+PEAK_TFLOPS = {
+    "H200": (989.0, 67.0),
+    "H100 80GB HBM3": (989.0, 67.0),
+    "H100 NVL": (835.0, 60.0),
+    "H100 PCIe": (756.0, 51.0),
+    "B200": (2250.0, 75.0),
+    "A100": (312.0, 19.5),
+    "A100 80GB PCIe": (312.0, 19.5),
+    "L40S": (362.0, 91.6),
+    "L4": (121.0, 30.3),
+    "GeForce RTX 4090": (165.2, 82.6),
+    "GeForce RTX 3090": (71.0, 35.6),
+}
+"""By the name of a GPU after "NVIDIA ", or its start before "-": peak rates of dense matrix products in bf16 and fp16,
+and in fp32 without TF32, which torch does not use by default, TFLOP/s; from NVIDIA's data sheets."""
+
 
 class Streams:
     """Streams of the CPU, which has none."""
@@ -56,14 +72,28 @@ class Streams:
         """Return uint8[nbytes] in host memory, pinned if the device is a GPU."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def load(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the host on the device. The host does not wait for the copy, and may change the tensor."""
+        return tensor.to(self.device, non_blocking=True)
+
+    def read(self, values: Sequence[Tensor]) -> list[float]:
+        """Wait for the device once, and return scalars of it. Those of the host are copied on the way."""
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        numbers: list[float] = torch.stack([zero + value for value in values]).cpu().tolist()
+        return numbers
+
     @contextlib.contextmanager
     def side_stream(self, *inputs: Tensor) -> Iterator[None]:
-        """Run the body on the side stream, after all work on the current stream. inputs: device tensors it reads."""
+        """Run the body on the side stream, after all work on the current stream. inputs: tensors it reads."""
         yield
 
     def record_event(self) -> StreamEvent:
         """Record an event on the current stream."""
         return DONE
+
+    def peak_flops(self, dtype: torch.dtype) -> float:
+        """Return the peak rate of dense matrix products, floating-point operations per second; 0 = unknown."""
+        return 0.0
 
     def memory_bytes(self) -> int:
         """Return the memory of the device, free or not: of the host with its swap, or of the GPU."""
@@ -92,13 +122,20 @@ class CudaStreams(Streams):
     def host_buffer(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
+    def load(self, tensor: Tensor) -> Tensor:
+        return super().load(tensor.pin_memory())  # a copy, which torch keeps until the device has read it
+
     @contextlib.contextmanager
     def side_stream(self, *inputs: Tensor) -> Iterator[None]:
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         for tensor in inputs:
-            tensor.record_stream(self._side)  # the allocator must not reuse its memory before the side stream is done
+            if tensor.device == self.device:  # the allocator must not reuse its memory before the side stream is done
+                tensor.record_stream(self._side)
         with torch.cuda.stream(self._side):
             yield
+
+    def peak_flops(self, dtype: torch.dtype) -> float:
+        return peak_of_gpu(torch.cuda.get_device_name(self.device), dtype)
 
     def memory_bytes(self) -> int:
         return torch.cuda.get_device_properties(self.device).total_memory
@@ -110,6 +147,13 @@ class CudaStreams(Streams):
 
     def peak_memory_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)
+
+
+def peak_of_gpu(name: str, dtype: torch.dtype) -> float:
+    """Return the peak rate of a GPU for dense matrix products, floating-point operations per second; 0 = unknown."""
+    model = name.removeprefix("NVIDIA ")
+    peaks = PEAK_TFLOPS.get(model) or PEAK_TFLOPS.get(model.partition("-")[0], (0.0, 0.0))
+    return peaks[dtype == torch.float32] * 1e12
 
 
 def seed_generators(seed: int) -> None:

@@ -129,14 +129,13 @@ def train_step(
     """
     state = state or LoopState(progress, started_at=time.perf_counter())
     scale = GradientScale.of(session.job.shapes.max_targets, progress.loss_scale)
-    batch = batch.to(session.job.streams.device)
 
     # Forward, backward and data-parallel reduce; then every rank reports its losses, norms and votes to all others.
     fields = [*STEP_FIELDS, *votes]
     exchange = StepExchange(session.groups, session.job.topology, fields)  # posts receives: no round trip follows
     with session.phase("forward, backward and reduce"):
-        loss_part, compute_s = session.forward_backward(batch, progress.step, scale.loss_scale)
-    report = session.report(loss_part, batch, compute_s=compute_s)
+        computed = session.forward_backward(batch, progress.step, scale.loss_scale)
+    report = session.report(computed, batch)
     state.has_reported = True
     with session.phase("exchange reports"):
         summary = exchange.exchange({**report, **votes})
@@ -189,5 +188,5 @@ def apply_step(session: Session, batch: Batch | None, progress: Progress, summar
     log.info("step %d: loss %.6g, gradient norm %.6g%s", step + 1, loss, grad_norm, "" if updated else ", skipped")
     next_scale = progress.loss_scale.after(overflowed=overflowed)
     after = progress.after(loss if updated else None, int(summary[TARGETS]), next_scale, spike=config.optim.spike)
-    rate, bubble = learning_rate(step, config.optim), session.schedule_bubble
-    return StepResult(loss, grad_norm, rate, updated, after, summary, bubble)
+    rate, bubble, memory = learning_rate(step, config.optim), session.schedule_bubble, job.gpu_memory_bytes
+    return StepResult(loss, grad_norm, rate, updated, after, summary, bubble, job.token_flops, memory)

@@ -31,33 +31,38 @@ Mask = Callable[..., Any]
 @contextlib.contextmanager
 def masked(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Context in which the masks that transformers builds follow DOCUMENTS and PREFIXES; yields forward's arguments."""
+    from transformers import masking_utils  # takes a second
+
     arguments = dict(inputs)
     documents, prefixes = arguments.pop(DOCUMENTS, None), arguments.pop(PREFIXES, None)
-    if documents is None and prefixes is None:
-        yield arguments
-        return
-    from transformers.masking_utils import (  # takes a second
-        ALL_MASK_ATTENTION_FUNCTIONS,
-        and_masks,
-        blockwise_overlay,
-        or_masks,
-    )
-
     if documents is not None and "position_ids" in inspect.signature(model.forward).parameters:
         arguments["position_ids"] = positions(documents)
 
     def change(mask: Mask) -> Mask:
-        mask = mask if prefixes is None else or_masks(mask, blockwise_overlay(prefixes))
-        return mask if documents is None else and_masks(mask, _within(documents))
+        if prefixes is not None:
+            mask = masking_utils.or_masks(mask, masking_utils.blockwise_overlay(prefixes))
+        return mask if documents is None else masking_utils.and_masks(mask, _within(documents))
 
-    builders = {name: ALL_MASK_ATTENTION_FUNCTIONS[name] for name in _WITH_MASKS}
+    find_packed = masking_utils.find_packed_sequence_indices
+
+    def find_unknown(position_ids: Tensor) -> Tensor | None:
+        """Do not let the host wait for the device to see positions whose sequences are known."""
+        base = position_ids._base
+        is_known = documents is not None or (base is not None and base.dim() == 1)  # else they may depend on inputs
+        return None if is_known else find_packed(position_ids)
+
+    builders = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    is_changed = documents is not None or prefixes is not None
+    originals = {name: builders[name] for name in _WITH_MASKS if is_changed}
     try:
-        for name, build in builders.items():
-            ALL_MASK_ATTENTION_FUNCTIONS[name] = _with_change(build, change)
+        masking_utils.find_packed_sequence_indices = find_unknown
+        for name, build in originals.items():
+            builders[name] = _with_change(build, change)
         yield arguments
     finally:
-        for name, build in builders.items():
-            ALL_MASK_ATTENTION_FUNCTIONS[name] = build
+        masking_utils.find_packed_sequence_indices = find_packed
+        for name, build in originals.items():
+            builders[name] = build
 
 
 def positions(documents: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from acsgd.config.options import Config
 from acsgd.errors import NonFiniteError
@@ -14,13 +15,13 @@ from acsgd.io.files.fields import Natural, Positive
 from acsgd.shards.weights import Weight
 
 
-def squared_norm(weights: Sequence[Weight]) -> float:
-    """Return the squared norm of the masters' gradients; tied copies are not counted again. Waits for the device."""
+def squared_norm(weights: Sequence[Weight]) -> Tensor:
+    """Return the squared norm of the masters' gradients, fp64 on their device; tied copies are not counted again."""
     grads = [w.master.grad for w in weights if w.master.grad is not None and not w.is_copy]
     if not grads:
-        return 0.0
+        return torch.zeros((), dtype=torch.float64)
     norms = torch.stack(torch._foreach_norm(grads))
-    return float(norms.double().square().sum())
+    return norms.double().square().sum()
 
 
 def clip_factor(norm: float, clip: float) -> float:

@@ -48,6 +48,7 @@ class Pipeline:
         placeholders: inputs of the model for the longest rows, for ranks that do not need their values
         shapes: shapes of micro-batches
         codecs: chooses the codecs of the links for each step
+        load: returns a tensor of a batch on the device, see `Streams.load`
         mark: called before each action, to record progress; may raise
     """
 
@@ -61,11 +62,13 @@ class Pipeline:
         shapes: MicroShapes,
         codecs: CodecChoice,
         *,
+        load: Callable[[Tensor], Tensor],
         mark: Callable[[], None] = lambda: None,
     ) -> None:
         self.trace: SpanRecorder | None = None
         """Records the actions of training while steps are traced."""
         self._mark = mark
+        self._load = load
         self._codecs = codecs
         self._actions = actions
         self._stages = stages
@@ -88,8 +91,8 @@ class Pipeline:
         """Run one training step: leave its gradients, summed over the replicas and times `scale`, in the masters.
 
         scale: loss scale, which keeps fp16 gradients from underflow (Micikevicius et al. 2017, arXiv:1710.03740).
-        Returns this rank's part of the mean loss over the global batch, unscaled, fp64; 0 without the last stage.
-        Raises RunError that names rank, host, stage and action if a peer fails or times out.
+        Returns this rank's part of the mean loss over the global batch, unscaled, fp64 on the device; 0 without the
+        last stage. Raises RunError that names rank, host, stage and action if a peer fails or times out.
         """
         return self._train(batch, step, scale, self._training)
 
@@ -109,8 +112,8 @@ class Pipeline:
             with self._naming(Action(Op.F, min(self._stages))):
                 self._drain()
                 self._check_received()
-        predictions = [prediction.cpu() for _, prediction in sorted(self._predictions.items())]
-        return Evaluated(self._total_loss(), torch.stack(predictions) if predictions else None)
+        predictions = [prediction for _, prediction in sorted(self._predictions.items())]
+        return Evaluated(self._total_loss().cpu(), torch.stack(predictions).cpu() if predictions else None)
 
     def find_non_finite(self, batch: Batch, step: int, scale: float = 1.0) -> NonFiniteTensor | None:
         """Repeat a training step whose loss or gradients are not finite and check every tensor; all ranks together.
@@ -188,6 +191,8 @@ class Pipeline:
     ) -> None:
         """Perform actions in order; use_caches: whether the links read and update their activation caches."""
         self._batch, self._step = batch, step
+        self._inputs_of_batch = {name: self._load(tensor) for name, tensor in (batch.inputs or {}).items()}
+        self._labels = None if batch.labels is None else self._load(batch.labels)
         samples = batch.sample_ids.tolist() if use_caches else [()] * len(batch.sample_ids)
         lengths = self._shapes.lengths(batch.longest_rows, len(samples))
         self._transfers = [  # lengths that are None become known with the forward's first message
@@ -233,10 +238,10 @@ class Pipeline:
         assert lengths is not None, "the batch has inputs, but not the lengths of its rows"
         inputs = self._placeholders
         if batch.inputs is not None:
-            inputs = {name: tensor[micro] for name, tensor in batch.inputs.items()}
+            inputs = {name: tensor[micro] for name, tensor in self._inputs_of_batch.items()}
         labels = None
-        if stage.is_last and batch.labels is not None:
-            labels = self._shapes.cut_labels(batch.labels[micro], lengths)
+        if stage.is_last and self._labels is not None:
+            labels = self._shapes.cut_labels(self._labels[micro], lengths)
         return micro_batch, self._shapes.cut_inputs(inputs, lengths), state, labels
 
     def _store_output(self, action: Action, outputs: State) -> None:
@@ -323,7 +328,7 @@ class Pipeline:
         check_received(inbox for inbox in inboxes if isinstance(inbox, DeviceInbox))
 
     def _total_loss(self) -> Tensor:
-        return sum((loss.double().cpu() for loss in self._losses), start=torch.zeros((), dtype=torch.float64))
+        return sum((loss.double() for loss in self._losses), start=torch.zeros((), dtype=torch.float64))
 
 
 def _traced(handlers: Handlers, trace: SpanRecorder) -> Handlers:

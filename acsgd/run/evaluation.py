@@ -37,7 +37,6 @@ class Evaluation:
         self._sums[0] += part.loss
         if labels is None:
             return
-        labels = labels.cpu()
         self._sums[1] += self._num_targets(labels)
         if part.predictions is not None and part.predictions.shape == labels.shape:  # one label per prediction
             is_counted = labels != IGNORED

@@ -66,6 +66,11 @@ def on_all(numbers: Numbers) -> bool:
     return all(by_rank(numbers))
 
 
+def total_if_on_all(numbers: Numbers) -> float:
+    """Return the sum over all ranks; 0 if a rank reports 0."""
+    return total(numbers) if on_all(numbers) else 0.0
+
+
 def by_rank(numbers: Numbers) -> list[float]:
     """Return the number of each rank."""
     return [number for replica in numbers for number in replica]
@@ -111,6 +116,8 @@ PEAK_MEMORY_BYTES = StepField("peak_memory_bytes", highest_by_replica)
 DATA_WAIT_S = StepField("data_wait_s", highest)
 CHECKSUM = StepField("checksum", by_rank)
 """Checksum of the batch: an integer, which fp64 represents exactly; 0 = it has none."""
+PEAK_FLOPS = StepField("peak_flops", total_if_on_all)
+"""Peak rate of matrix products of a rank's device, floating-point operations per second; 0 = unknown."""
 MICROS = StepField("micros", in_grid)
 """Number of micro-batches of the rank's replica."""
 COMPUTE_S = StepField("compute_s", in_grid)
@@ -129,6 +136,7 @@ STEP_FIELDS: tuple[StepField[Any], ...] = (
     PEAK_MEMORY_BYTES,
     DATA_WAIT_S,
     CHECKSUM,
+    PEAK_FLOPS,
     MICROS,
     COMPUTE_S,
 )
@@ -161,6 +169,11 @@ class StepSummary:
     def zeros(cls, topology: Topology) -> StepSummary:
         """Return the summary of a step for which nothing was reported."""
         return cls.of([dict.fromkeys(STEP_FIELDS, 0.0)] * topology.world_size, topology)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that have reported."""
+        return sum(map(len, self.numbers[LOSS.name]))
 
     def by_rank(self) -> dict[str, Numbers]:
         """Return FIELDS_BY_RANK by name, to 6 significant digits; without those that are 0 on all ranks."""

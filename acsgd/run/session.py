@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from acsgd.comm.waits import Meter
 from acsgd.dp.peers import Peers
@@ -53,16 +52,22 @@ class StepResult(NamedTuple):
     summary: StepSummary
     schedule_bubble: float = 0.0
     """Idle share of the ranks of a pipeline by the schedule alone."""
+    token_flops: float = 0.0
+    """Arithmetic operations of the model per token, see `Job.token_flops`."""
+    device_memory_bytes: int = 0
+    """See `StepRecord`."""
 
     def record(self, step_s: float) -> StepRecord:
         """Return the line of metrics.jsonl for this step, without what follows the update. step_s: its duration."""
         summary, progress, in_flight_s = self.summary, self.progress, self.summary[report.IN_FLIGHT_S]
         waited_s = sum(summary[field] for field in report.WAITS)
+        tokens_per_s = int(summary[report.TOKENS]) / step_s
+        model_flops, peak_flops = self.token_flops * tokens_per_s, summary[report.PEAK_FLOPS]
         return StepRecord(
             step=progress.step,
             loss=self.loss if math.isfinite(self.loss) else None,
             tokens=progress.tokens,
-            tokens_per_s=int(summary[report.TOKENS]) / step_s,
+            tokens_per_s=tokens_per_s,
             targets_per_s=summary[report.TARGETS] / step_s,
             step_s=step_s,
             lr=self.lr,
@@ -77,8 +82,22 @@ class StepResult(NamedTuple):
             loss_scale=progress.loss_scale.value,
             data_wait_s=summary[report.DATA_WAIT_S],
             schedule_bubble=self.schedule_bubble,
+            device_tokens_per_s=tokens_per_s / summary.num_ranks,
+            mfu=model_flops / peak_flops if model_flops and peak_flops else None,
+            device_memory_bytes=self.device_memory_bytes,
             ranks=summary.by_rank(),
         )
+
+
+class Computed(NamedTuple):
+    """What one rank has computed in a step before ranks report."""
+
+    loss: float
+    """Part of the loss that backward started from, without the loss scale."""
+    squared_norm: float
+    """Of the gradients as backward left them."""
+    seconds: float
+    """Time without waits for other ranks."""
 
 
 @dataclass(frozen=True)
@@ -112,24 +131,24 @@ class Session:
         """The layers of all stages of this rank."""
         return [layer for stage in self.stages.values() for layer in stage.layers]
 
-    def forward_backward(self, batch: Batch, step: int, loss_scale: float) -> tuple[Tensor, float]:
+    def forward_backward(self, batch: Batch, step: int, loss_scale: float) -> Computed:
         """Run forward, backward and the data-parallel reduce of a step, as the pipeline's program orders them.
 
-        Returns this rank's part of the loss, fp64 on the host, and the time without waits for other ranks, seconds.
-        Leaves gradients times `loss_scale` in the masters.
+        Leaves gradients times `loss_scale` in the masters. Waits for the device at the end, once.
         """
         started, waited_before_s = time.perf_counter(), self._waited_s()
         loss = self.pipeline.run(batch, step, loss_scale)
-        return loss, time.perf_counter() - started - (self._waited_s() - waited_before_s)
+        loss_part, square = self.job.streams.read([loss, squared_norm(self.owned.counted)])
+        return Computed(loss_part, square, time.perf_counter() - started - (self._waited_s() - waited_before_s))
 
-    def report(self, loss: Tensor, batch: Batch, *, compute_s: float) -> Report:
-        """Return this rank's report of a step, and reset the meters. loss, compute_s: of `forward_backward`."""
+    def report(self, computed: Computed, batch: Batch) -> Report:
+        """Return this rank's report of a step, and reset the meters."""
         meters = [meter for _, meter in self.meters()]
         numbers: Report = {
-            report.LOSS: float(loss),
+            report.LOSS: computed.loss,
             report.TARGETS: 0.0 if batch.labels is None else float(self.job.model.task.num_targets(batch.labels)),
             report.TOKENS: 0.0 if batch.labels is None else float(batch.num_tokens),
-            report.REPLICA_SQUARED_NORMS: squared_norm(self.owned.counted),
+            report.REPLICA_SQUARED_NORMS: computed.squared_norm,
             report.PP_FORWARD_BYTES: self.forward_meter.sent_bytes,
             report.PP_BACKWARD_BYTES: self.backward_meter.sent_bytes,
             report.TIED_BYTES: self.tied_meter.sent_bytes,
@@ -142,8 +161,9 @@ class Session:
             report.PEAK_MEMORY_BYTES: self.job.streams.peak_memory_bytes(),
             report.DATA_WAIT_S: batch.wait_s,
             report.CHECKSUM: float(batch.checksum),
+            report.PEAK_FLOPS: self.job.streams.peak_flops(self.job.shapes.dtype),
             report.MICROS: float(len(batch.micro_ids)),
-            report.COMPUTE_S: compute_s,
+            report.COMPUTE_S: computed.seconds,
         }
         log.info("waited %.3f s of %.3f s with transfers in flight", self._waited_s(), numbers[report.IN_FLIGHT_S])
         for meter in meters:
@@ -228,7 +248,7 @@ class Session:
         try:
             with _global_weights(self.stages.values()):
                 for batch in batches:
-                    part = self.pipeline.evaluate(batch.to(self.job.streams.device), step)
+                    part = self.pipeline.evaluate(batch, step)
                     evaluation.add(part, batch.labels)
         finally:
             self.forward_meter.reset()  # the reported bytes of a step are those of training

@@ -88,6 +88,15 @@ def training_costs(costs: Sequence[float], layers: ModelLayers) -> list[float]:
     return [cost * remaining(layer) for cost, layer in zip(costs, layers.layers, strict=True)]
 
 
+class LayerWork(NamedTuple):
+    """Forward and backward of a layer on one micro-batch, without recomputation."""
+
+    flops: int
+    """Arithmetic operations of matrix products, by torch's counter."""
+    output_bytes: int
+    """Bytes of all outputs of operations."""
+
+
 def layer_costs(
     model_class: ModelClass, config: PreTrainedConfig, layers: ModelLayers, sizes: Mapping[str, int], *, device: str
 ) -> list[float]:
@@ -100,7 +109,8 @@ def layer_costs(
     """
     while True:
         try:
-            return _layer_costs(model_class, config, layers, sizes, device)
+            work = layer_work(model_class, config, layers, sizes)
+            return [each.flops + FLOPS_PER_BYTE[device] * each.output_bytes for each in work]
         except (DataDependentOutputException, DynamicOutputShapeException):
             shorter = {name: size if name == BATCH else max(size // 2, 1) for name, size in sizes.items()}
             if shorter == sizes:
@@ -108,9 +118,26 @@ def layer_costs(
             sizes = shorter
 
 
-def _layer_costs(
-    model_class: ModelClass, config: PreTrainedConfig, layers: ModelLayers, sizes: Mapping[str, int], device: str
-) -> list[float]:
+def token_flops(
+    model_class: ModelClass, config: PreTrainedConfig, layers: ModelLayers, sizes: Mapping[str, int]
+) -> float:
+    """Return the arithmetic operations per token of forward and backward on rows of full length; 0 = unknown.
+
+    Known for models of one sequence, unless forward reads values of tensors. Arguments as `layer_costs`.
+    """
+    if any("target" in shape for shape in model_class.inputs.values()):
+        return 0.0
+    try:
+        work = layer_work(model_class, config, layers, sizes)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return 0.0
+    return sum(each.flops for each in work) / (sizes[BATCH] * sizes["sequence"])
+
+
+def layer_work(
+    model_class: ModelClass, config: PreTrainedConfig, layers: ModelLayers, sizes: Mapping[str, int]
+) -> list[LayerWork]:
+    """Run forward and backward of each layer on fake tensors, and count. Arguments as `layer_costs`."""
     model = model_class.build(config)
     with on_fake_tensors(model), experts_without_values(model), KnownValues() as known:
         inputs = probe_batch(model, model_class.inputs_of(config), sizes, known)
@@ -118,8 +145,8 @@ def _layer_costs(
         with torch.no_grad():  # each layer has a backward of its own
             context = composed.context(inputs, range(len(layers.layers)))
         state: State = {}
-        found: dict[str, tuple[float, State]] = {}
-        costs = []
+        found: dict[str, tuple[LayerWork, State]] = {}
+        counted = []
         for layer in layers.layers:
             kind = repr(model.get_submodule(layer.block)) if layer.block and not layer.runs_forward else layer.name
             key = repr((kind, {name: x.shape for name, x in state.items()}))
@@ -127,10 +154,10 @@ def _layer_costs(
                 with FlopCounterMode(display=False) as flops, _OutputBytes() as outputs:
                     out = composed.call(layer.index, _detached(state), inputs, context)
                     _backward(model_class.loss, out)
-                found[key] = flops.get_total_flops() + FLOPS_PER_BYTE[device] * outputs.bytes, _detached(out)
-            cost, state = found[key]
-            costs.append(cost)
-    return costs
+                found[key] = LayerWork(flops.get_total_flops(), outputs.bytes), _detached(out)
+            work, state = found[key]
+            counted.append(work)
+    return counted
 
 
 def _detached(state: State) -> State:

@@ -330,7 +330,7 @@ def clip(rank: int, world_size: int, store: Path) -> tuple[float, float]:
         squared = torch.tensor([squared_norm(weights)], dtype=torch.float64)
         norm = float(sum(Gather([1] * world_size, groups).rows(squared))) ** 0.5
         scale_gradients_(weights, clip_factor(norm, 1.0))
-        return norm, squared_norm(weights)
+        return norm, float(squared_norm(weights))
 
 
 def test_the_norm_is_global_and_counts_a_tied_weight_once(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from acsgd.groups import connect
 from acsgd.launch import Launch
 from acsgd.layers.composed import ComposedModel
 from acsgd.layers.skeleton import fill_with_stand_ins
-from acsgd.model_classes import MODEL_CLASSES
+from acsgd.model_classes import MODEL_CLASSES, ModelClass
 from acsgd.pp.stage import Stage
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
@@ -36,6 +36,7 @@ from lib.training import TIMEOUT
 VOCABULARY = 512
 SEQUENCES, SEQUENCE = 6, 32
 RATE = 0.1
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -112,23 +113,27 @@ def gradients(session: Session) -> list[Tensor]:
 
 
 def build_stages(
-    config: PreTrainedConfig, cuts: Iterable[range], *, dtype: torch.dtype = torch.float32, **options: Any
+    config: PreTrainedConfig,
+    cuts: Iterable[range],
+    *,
+    task: ModelClass = MODEL_CLASSES["lm"],
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> list[Stage]:
     """Return stages that hold the layers of each range, with new weights, in this process alone.
 
     options: of Stage.
     """
-    task = MODEL_CLASSES["lm"]
-    description = layers_of(config)
+    description = layers_of(config) if task.name == "lm" else task.layers(config)
     source = RandomWeights(task, config, description, seed=0)
-    cpu = torch.device("cpu")
     stages = []
     for cut in cuts:
         model = task.build(config)
-        loader = LayerLoader(model, description, source, device=cpu, dtype=dtype)
+        loader = LayerLoader(model, description, source, device=device, dtype=dtype)
         layers = [loader.load(index) for index in cut]
-        fill_with_stand_ins(model, description.blocks, cpu, dtype)
+        fill_with_stand_ins(model, description.blocks, device, dtype)
         sync = SingleReplicaSync([weight for layer in layers for weight in layer.weights])
         composed = ComposedModel(model, description)
-        stages.append(Stage(composed, TASKS["lm"], layers, sync, seed=0, **{"targets": SEQUENCE} | options))
+        stages.append(Stage(composed, TASKS[task.name], layers, sync, seed=0, **{"targets": SEQUENCE} | options))
     return stages

@@ -61,7 +61,7 @@ def test_the_fields_of_a_line_keep_their_order() -> None:
     documented = (
         "step loss tokens tokens_per_s step_s lr grad_norm pp_forward_bytes pp_backward_bytes tied_bytes dp_bytes "
         "hidden_share peak_memory_bytes skipped loss_scale save_stall_s data_wait_s targets_per_s schedule_bubble "
-        "eval_loss"
+        "device_tokens_per_s mfu device_memory_bytes eval_loss"
     )
     assert list(RECORD._replace(evaluation={"eval_loss": 1.0}).numbers()) == documented.split()
 
@@ -376,6 +376,12 @@ def test_a_resumed_run_prints_its_first_step_and_the_same_later_ones(
             "fp32",
             {"ranks": {"compute_s": [[0.5, 1.0]]}, "data_wait_s": 0.25},
             "step 1/4 25%  loss 2.5000  lr 0.1  32 tokens/s  2 s/step  limit: compute  slowest: rank 1 (1.3x)  "
+            "0:00:06 left",
+        ),
+        (
+            "fp32",
+            {"device_tokens_per_s": 16.0, "mfu": 0.4567, "peak_memory_bytes": 6e10, "device_memory_bytes": 141 * 10**9},
+            "step 1/4 25%  loss 2.5000  lr 0.1  32 tokens/s  16 per GPU  2 s/step  MFU 45.7%  60.0 of 141 GB  "
             "0:00:06 left",
         ),
         (

@@ -83,7 +83,7 @@ def test_the_gradient_norm_counts_each_part_once() -> None:
     for rank in ranks:
         rank.set_gradients(gradients(0))
     expected = sum(float(grad.double().square().sum()) for grad in gradients(0).values())
-    squares = [squared_norm(rank.owned.counted) for rank in ranks]
+    squares = [float(squared_norm(rank.owned.counted)) for rank in ranks]
     for rank in ranks:
         assert rank.owned.ownership.squared_norms(squares) == pytest.approx([expected] * 2)
 

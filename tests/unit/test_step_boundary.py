@@ -20,11 +20,12 @@ from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.run import report
 from acsgd.run.report import STEP_FIELDS, Report, StepField, StepSummary, check_texts
-from acsgd.run.session import Session, StepResult
+from acsgd.run.session import Computed, Session, StepResult
 from acsgd.run.step.checkpointing import FAILED_SAVE, SAVE
 from acsgd.run.step.hooks import LoopState, StepHook, StepHooks
 from acsgd.run.step.run import STOP
 from acsgd.run.step.spikes import SKIP, SpikeGuard
+from acsgd.streams import peak_of_gpu
 from acsgd.tasks import find_task
 from acsgd.topology import Topology
 
@@ -46,20 +47,21 @@ def test_a_report_counts_targets_and_bytes_and_resets_the_meters() -> None:
     )
     stages: Any = {n: SimpleNamespace(sync=SimpleNamespace(meter=Meter(sent_bytes=n))) for n in (30, 40)}
     job: Any = SimpleNamespace(
-        streams=SimpleNamespace(peak_memory_bytes=lambda: 5), model=SimpleNamespace(task=find_task("lm"))
+        streams=SimpleNamespace(peak_memory_bytes=lambda: 5, peak_flops=lambda dtype: 7e12),
+        shapes=SimpleNamespace(dtype=torch.float32),
+        model=SimpleNamespace(task=find_task("lm")),
     )
     unused: Any = None
     forward, backward, tied = (Meter(sent_bytes=n) for n in (10, 20, 25))
     forward.wait(DIRECT, Instant(), posted_at=0.0)
-    owned: Any = SimpleNamespace(counted=[])
-    session = Session(job, unused, unused, stages, owned, unused, unused, forward, backward, tied, {})
-    first = session.report(torch.tensor(1.5), batch, compute_s=3.5)
+    session = Session(job, unused, unused, stages, unused, unused, unused, forward, backward, tied, {})
+    first = session.report(Computed(1.5, 0.25, 3.5), batch)
     assert [*first] == [*STEP_FIELDS], "the order of the fields is that of the message"
     expected = {
         report.LOSS: 1.5,
         report.TARGETS: 3.0,
         report.TOKENS: 4,
-        report.REPLICA_SQUARED_NORMS: 0.0,
+        report.REPLICA_SQUARED_NORMS: 0.25,
         report.PEAK_MEMORY_BYTES: 5,
         report.DATA_WAIT_S: 0.5,
         report.CHECKSUM: 2**33 + 1,
@@ -67,15 +69,46 @@ def test_a_report_counts_targets_and_bytes_and_resets_the_meters() -> None:
         report.PP_BACKWARD_BYTES: 20,
         report.TIED_BYTES: 25,
         report.DP_BYTES: 70,
+        report.PEAK_FLOPS: 7e12,
         report.MICROS: 2,
         report.COMPUTE_S: 3.5,
     }
     assert {field: first[field] for field in expected} == expected
     assert first[report.IN_FLIGHT_S] > sum(first[field] for field in report.WAITS) >= 0
     batch.labels = None
-    again = session.report(torch.tensor(0.0), batch, compute_s=0.0)
+    again = session.report(Computed(0.0, 0.0, 0.0), batch)
     left = {report.PEAK_MEMORY_BYTES: 5, report.DATA_WAIT_S: 0.5, report.CHECKSUM: 2**33 + 1, report.MICROS: 2}
-    assert again == {**NOTHING, **left}
+    assert again == {**NOTHING, **left, report.PEAK_FLOPS: 7e12}
+
+
+def test_the_utilization_is_that_of_all_devices_or_unknown() -> None:
+    """Two devices, of which one is twice as fast, train 1200 tokens of 5 MFLOP in 2 s."""
+    of_ranks = [{report.TOKENS: 0.0, report.PEAK_FLOPS: 1e10}, {report.TOKENS: 1200.0, report.PEAK_FLOPS: 2e10}]
+    result = StepResult(1.0, 1.0, 1.0, True, Progress(), summarize(of_ranks, stages=2), token_flops=5e6)
+    record = result.record(2.0)
+    assert (record.tokens_per_s, record.device_tokens_per_s) == (600, 300)
+    assert record.mfu == pytest.approx(600 * 5e6 / 3e10)
+    assert result._replace(token_flops=0.0).record(2.0).mfu is None, "the work is unknown"
+    unknown = summarize([{**of_ranks[0], report.PEAK_FLOPS: 0.0}, of_ranks[1]], stages=2)
+    assert result._replace(summary=unknown).record(2.0).mfu is None, "the peak of one device is unknown"
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp32"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12, 67e12),
+        ("NVIDIA H100 PCIe", 756e12, 51e12),
+        ("NVIDIA H200", 989e12, 67e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12, 19.5e12),
+        ("NVIDIA L4", 121e12, 30.3e12),
+        ("NVIDIA L40S", 362e12, 91.6e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12, 82.6e12),
+        *((other, 0.0, 0.0) for other in ("NVIDIA L40", "NVIDIA GeForce RTX 4090 D", "NVIDIA H100", "Quadro T1000")),
+    ],
+)
+def test_the_peak_of_a_gpu_that_is_not_in_the_table_is_unknown(name: str, bf16: float, fp32: float) -> None:
+    assert peak_of_gpu(name, torch.bfloat16) == pytest.approx(bf16)
+    assert peak_of_gpu(name, torch.float32) == pytest.approx(fp32)
 
 
 def test_the_hidden_share_is_the_fraction_of_transfer_time_not_spent_waiting() -> None:

@@ -98,6 +98,7 @@ def _details(run: RunHistory) -> Iterator[tuple[str, Curves]]:
     yield "Share of the step in which the receiver waited for a link, bubble included", waits
     kinds = ("pp_forward_bytes", "pp_backward_bytes", "tied_bytes", "dp_bytes")
     yield "Sent by all ranks, MB/step", {kind.removesuffix("_bytes"): field(run, kind, MEGA) for kind in kinds}
+    yield "Model FLOP utilization", {"all devices": field(run, "mfu")}
     memory = _by_rank(run, "peak_memory_bytes", _rank, mega)
     yield "Peak memory, MB", memory or {"largest rank": field(run, "peak_memory_bytes", MEGA)}
     yield (

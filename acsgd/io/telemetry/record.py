@@ -55,6 +55,14 @@ class StepRecord(NamedTuple):
     """Target tokens of the step, per second."""
     schedule_bubble: float = 0.0
     """Idle share of a pipeline by the schedule alone, without messages and with stages of equal speed."""
+    device_tokens_per_s: float = 0.0
+    """tokens_per_s divided by the number of ranks, each of which has a device of its own."""
+    mfu: float | None = None
+    """Model FLOP utilization (Chowdhery et al. 2022, arXiv:2204.02311): operations of the matrix products of forward
+    and backward per second, without recomputation and padding, as a fraction of the peak of all devices. None =
+    unknown: a CPU, a GPU that is not in the table in acsgd/streams.py, frozen parameters, or an encoder-decoder."""
+    device_memory_bytes: int = 0
+    """Memory of the GPU of the main rank, of which peak_memory_bytes are in use by torch; 0 on CPUs."""
     ranks: RankNumbers = MappingProxyType({})
     """Numbers of each rank."""
     evaluation: Scores = MappingProxyType({})

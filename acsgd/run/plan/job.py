@@ -5,6 +5,7 @@ Every error in them is found here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from acsgd.layers.description import LayerSpec
 from acsgd.metrics import choose_metrics
 from acsgd.notes import print_note, report_if_slow
 from acsgd.pp.wire.delta import Delta
-from acsgd.run.plan.layout import RunPaths
+from acsgd.run.plan.layout import RunPaths, sizes_of
 from acsgd.run.plan.limits import check_directories, check_reading, check_streams
 from acsgd.run.plan.model import RunModel, open_run_model
 from acsgd.run.plan.partition import Partition, divide_model, most_micros, open_grid
@@ -33,6 +34,7 @@ from acsgd.run.plan.plugins import Plugins
 from acsgd.run.plan.transports import check_transports
 from acsgd.shards.chat_template import set_chat_template
 from acsgd.shards.generation import known_ends
+from acsgd.shards.plan import token_flops
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import open_streams
 from acsgd.tasks import check_options, find_task
@@ -54,6 +56,18 @@ class Job(Partition):
     """Whether hosts may join and leave the run."""
     has_mesh: bool = False
     """Whether one port per host carries all connections."""
+
+    @functools.cached_property
+    def token_flops(self) -> float:
+        """Arithmetic operations of the model per token in training, see `token_flops`; 0 = unknown, or of no use."""
+        model, sizes = self.model, sizes_of(self.config)
+        has_peak = self.streams.peak_flops(self.shapes.dtype) > 0 and not model.description.frozen
+        return token_flops(model.task.model_class, model.config, model.derived, sizes) if has_peak else 0.0
+
+    @functools.cached_property
+    def gpu_memory_bytes(self) -> int:
+        """Memory of this rank's GPU; 0 on a CPU."""
+        return 0 if self.streams.device.type == "cpu" else self.streams.memory_bytes()
 
     @property
     def paths(self) -> RunPaths:

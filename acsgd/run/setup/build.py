@@ -166,6 +166,7 @@ def _connect(
             _placeholders(job),
             micro_shapes(job),
             _codec_choice(job),
+            load=job.streams.load,
             mark=groups.waits.mark,
         ),
         optimizer=optimizer,

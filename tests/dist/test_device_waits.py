@@ -1,0 +1,105 @@
+"""Law: the host waits for the device once per step, and for each message that it sends through gloo.
+
+Neither micro-batches, layers nor buckets add a wait. The device is a stand-in, whose losses equal those of the CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from lib.cache import with_shared_cache
+from lib.forks import save_model
+from lib.ranks import on_ranks
+from lib.stand_in import on_stand_in
+from lib.training import TIMEOUT, batches_of, losses_of_rank, plain_config
+
+from acsgd.config.options import Config, ReplicaConfig
+from acsgd.groups import connect
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.launch import Launch
+from acsgd.run.initial_weights import open_weight_source
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.build import build_session
+from acsgd.train import train_step
+
+ONCE = Counter({"copy to the host": 1})
+"""The read of loss and gradient norm at the end of a step."""
+
+
+class Observed(NamedTuple):
+    """What one rank observes of a run."""
+
+    losses: list[float]
+    waits: list[Counter[str]]
+    """By step."""
+    buffers: list[int]
+    """Host buffers allocated so far, by step."""
+
+
+def config_of(tmp_path: Path, *, blocks: int = 2, micro: int = 1, dp: str = "", **pp: object) -> Config:
+    model = tmp_path.parent / f"untied-{blocks}" / "model"  # a device tensor cannot be a table of rows of another rank
+    if not model.exists():
+        save_model(model, blocks=blocks, tied=False)
+    config = plain_config(model, tmp_path, steps=3, micro=micro, **pp)
+    data = dataclasses.replace(config.data, sequence=16)
+    replicas = ReplicaConfig(mode=dp) if dp else config.dp
+    return with_shared_cache(dataclasses.replace(config, data=data, dp=replicas))
+
+
+def observe(rank: int, world_size: int, store: Path, configs: Sequence[Config]) -> list[Observed]:
+    torch.set_num_threads(1)
+    observed = []
+    with on_stand_in() as streams:
+        for number, config in enumerate(configs):
+            job, file_store = prepare(config, Launch(rank, rank, world_size)), dist.FileStore(f"{store}-{number}")
+            found, progress = Observed([], [], []), Progress()
+            with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
+                session = build_session(job, open_weight_source(job), groups)
+                for batch in batches_of(job):
+                    streams.waits.clear()
+                    result = train_step(session, batch, progress)
+                    progress = result.progress
+                    found.losses.append(result.loss)
+                    found.waits.append(Counter(streams.waits))
+                    found.buffers.append(streams.buffers)
+                session.close()
+            observed.append(found)
+    return observed
+
+
+def test_a_step_of_one_stage_waits_once(tmp_path: Path) -> None:
+    configs = [config_of(tmp_path, blocks=blocks, micro=micro) for blocks, micro in ((2, 3), (2, 1), (4, 1))]
+    (by_config,) = on_ranks(1, observe, tmp_path / "store", configs)
+    expected = on_ranks(1, losses_of_rank, tmp_path / "cpu", configs)[0]
+    for observed, losses in zip(by_config, expected, strict=True):
+        assert observed.losses == losses
+        assert all(waits == ONCE for waits in observed.waits[1:]), observed.waits
+
+
+@pytest.mark.parametrize(
+    ("codec", "of_message"),
+    [
+        ("none", {"event": 1}),
+        ("fixpoint:bits=4", {"event": 1, "_local_scalar_dense": 1}),  # whether all numbers are finite
+    ],
+)
+def test_two_stages_wait_for_each_message(codec: str, of_message: dict[str, int], tmp_path: Path) -> None:
+    configs = [
+        config_of(tmp_path, blocks=blocks, micro=micro, stages=2, forward=codec, backward=codec)
+        for blocks, micro in ((2, 3), (2, 1), (4, 1))
+    ]
+    by_rank = on_ranks(2, observe, tmp_path / "store", configs)
+    expected = on_ranks(2, losses_of_rank, tmp_path / "cpu", configs)[0]
+    for by_config in by_rank:
+        for config, observed, losses in zip(configs, by_config, expected, strict=True):
+            assert observed.losses == losses
+            messages = Counter({what: n * config.data.batch // config.pp.micro for what, n in of_message.items()})
+            assert all(waits == ONCE + messages for waits in observed.waits[1:]), observed.waits
+            assert observed.buffers[-1] == observed.buffers[-2], "buffers are allocated once"

@@ -1,0 +1,175 @@
+"""A device whose tensors lie apart from those of the host, computed by the CPU, and the waits of the host for it.
+
+Its results are those of the CPU, bit for bit. An operation that mixes tensors of the device and the host raises, as on
+a GPU; one that would make the host wait for a GPU is counted. Torch allows one such device per process: use it in a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from acsgd.shards import plan
+from acsgd.streams import Streams
+
+HOST = torch.device("cpu")
+_READ_VALUES = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
+_READ_VALUES |= {"unique_consecutive", "bincount", "_nested_tensor_from_mask"}
+"""Operations whose result, or its shape, depends on values."""
+_BY_INDEX = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"}
+_COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
+
+
+class DeviceTensor(Tensor):
+    """A tensor of the device. held: its values; those of a view are a view."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> DeviceTensor:
+        layout = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype}
+        tensor: DeviceTensor = Tensor._make_wrapper_subclass(cls, held.size(), device="standin:0", **layout)  # type: ignore[attr-defined]
+        tensor.held = held
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class StandInStreams(Streams):
+    """Streams of the device, which does nothing before the host waits for it. Counts what the host waits for."""
+
+    def __init__(self) -> None:
+        _register()
+        super().__init__(torch.device("standin", 0))
+        self.waits = _waits
+        self.buffers = 0
+        """Number of host buffers allocated."""
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        self.buffers += 1
+        buffer = super().host_buffer(nbytes)
+        _pinned.append(buffer)
+        return buffer
+
+    def record_event(self) -> _Event:
+        return _Event()
+
+
+class _Event:
+    """Done once the host has waited for anything later."""
+
+    def __init__(self) -> None:
+        self._number = len(_history)
+
+    def query(self) -> bool:
+        return len(_history) > self._number
+
+    def synchronize(self) -> None:
+        _wait("event")
+
+
+@contextlib.contextmanager
+def on_stand_in() -> Iterator[StandInStreams]:
+    """Context in which runs are prepared for the device."""
+    streams = StandInStreams()
+    costs = mock.patch.dict(plan.FLOPS_PER_BYTE, {"standin": plan.FLOPS_PER_BYTE["cpu"]})
+    with costs, mock.patch("acsgd.run.plan.job.open_streams", return_value=streams):
+        yield streams
+
+
+_waits = Counter[str]()
+_history: list[str] = []
+"""All waits of this process."""
+_pinned: list[Tensor] = []
+_libraries: list[torch.library.Library] = []
+
+
+def _wait(what: str) -> None:
+    _waits[what] += 1
+    _history.append(what)
+
+
+def _register() -> None:
+    if _libraries:
+        return
+    _setup_privateuseone_for_python_backend("standin")
+    fallback, direct = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    fallback.fallback(lambda op, *args, **kwargs: _run(op, args, kwargs), "PrivateUse1")
+    aten = torch.ops.aten
+    for op in (aten.copy_.default, aten._to_copy.default, aten.empty_strided.default, aten.empty.memory_format):
+        name = op.name().removeprefix("aten::")  # torch.tensor calls these beneath the dispatch to Python
+        direct.impl(name, lambda *args, op=op, **kwargs: _run(op, args, kwargs), "PrivateUse1")
+    _libraries.extend([fallback, direct])
+
+
+def _run(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on the values of its arguments."""
+    name, tensors = op.overloadpacket.__name__, [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    _check_devices(name, tensors, op)
+    _count(name, args, kwargs)
+    onto = kwargs.get("device")
+    if onto is not None:
+        kwargs = kwargs | {"device": HOST}
+    result = op(*tree_map_only(DeviceTensor, _held, tuple(args)), **tree_map_only(DeviceTensor, _held, kwargs))
+    known = {id(_held(tensor)): tensor for tensor in tensors}
+
+    def place(tensor: Tensor) -> Tensor:
+        if id(tensor) in known:
+            return known[id(tensor)]
+        is_here = torch.device(onto).type != "cpu" if onto is not None else True
+        return DeviceTensor(tensor) if is_here else tensor
+
+    return tree_map_only(Tensor, place, result)
+
+
+def _held(tensor: Tensor) -> Tensor:
+    return tensor.held if isinstance(tensor, DeviceTensor) else tensor
+
+
+def _check_devices(name: str, tensors: Sequence[Tensor], op: Any) -> None:
+    here = [isinstance(tensor, DeviceTensor) for tensor in tensors]
+    elsewhere = [x for x, is_here in zip(tensors, here, strict=True) if not is_here and x.dim() and x.device == HOST]
+    if any(here) and elsewhere and name not in _COPIES | _BY_INDEX:
+        raise RuntimeError(f"{op} takes tensors of the device and of the host: {[tuple(x.shape) for x in elsewhere]}")
+
+
+def _count(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    if name in _READ_VALUES:
+        _wait(name)
+    elif name in _BY_INDEX and len(args) > 1:
+        indices = [x for x in args[1] if x is not None]
+        fills = name in {"index_put_", "_index_put_impl_"} and args[2].numel() == 1 and len(indices) == 1
+        if isinstance(args[0], DeviceTensor) and not fills:
+            if any(x.dtype in (torch.bool, torch.uint8) for x in indices):
+                _wait(f"{name} by a mask")
+            if any(not isinstance(x, DeviceTensor) for x in indices):
+                _wait(f"{name} by an index of the host")
+    elif name in _COPIES:
+        _count_copy(name, args, kwargs)
+
+
+def _count_copy(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    is_async = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+    if name == "_to_copy":
+        to_host = torch.device(kwargs.get("device") or args[0].device).type == "cpu"
+        from_host, is_pinned = not isinstance(args[0], DeviceTensor), True
+    else:
+        target, source = (tree_leaves(args[place])[0] for place in (0, 1))
+        to_host, from_host = not isinstance(target, DeviceTensor), not isinstance(source, DeviceTensor)
+        starts = {buffer.untyped_storage().data_ptr() for buffer in _pinned} if to_host else set()
+        is_pinned = not to_host or target.untyped_storage().data_ptr() in starts
+        if from_host and not source.dim():
+            return  # a number of the host is an argument of the kernel
+    if to_host != from_host and not (is_async and is_pinned):
+        _wait("copy to the host" if to_host else "copy from the host")
