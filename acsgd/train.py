@@ -78,7 +78,8 @@ def train(
         opening = Metrics.open(config, run_dir, resumed_at=resumed_at, is_main=is_main, keeps_files=keeps_files)
         metrics = stack.enter_context(opening)
         of_metrics = share_metrics(job, groups, log_disks, metrics.file)
-        for note in [job.describe(), *inputs.describe(begin.session, resumed_at), *begin.notes, *of_metrics]:
+        described = job.describe(), begin.session.describe(), *inputs.describe(begin.session, resumed_at)
+        for note in [*described, *begin.notes, *of_metrics]:
             metrics.note(note)
         if signals is None:
             signals = stack.enter_context(StopSignals(lambda _: groups.interrupt("interrupted twice")))

@@ -48,6 +48,12 @@ class ModelConfig:
     """Type of parameters and activations. bf16 and fp16 keep fp32 master weights and accumulate gradients in fp32."""
     recompute: Literal["none", "layers"] = "none"
     """Activation recomputation: "layers" keeps only each layer's input for backward. Less memory, more time."""
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    """Attention, by transformers' switch attn_implementation: "sdpa" = torch's, with the fastest kernel for the device;
+    "eager" = plain matrix products; "auto" = what transformers chooses for the type of the model."""
+    compile: bool = False
+    """Whether torch.compile compiles each block, with the same dropout masks: faster steps on a GPU, after minutes in
+    the first ones. Losses differ by rounding."""
     freeze: str | None = None
     """Parameters that are not trained, comma-separated patterns of names: "transformer.wte.*,transformer.h.[0-5].*".
     They take no memory for gradients and optimizer state, and stages below the first trained parameter run no backward.

@@ -18,6 +18,9 @@ from acsgd.layers.masks import masked
 from acsgd.layers.stand_ins import compute_relative_bias
 from acsgd.streams import generator_states, restore_generators
 
+COMPILE: Mapping[str, Any] = {"options": {"fallback_random": True}}
+"""Arguments of torch.compile. Random numbers are those of torch's generators, so that seeds give the same masks."""
+
 State = dict[str, Tensor]
 """Tensors between two layers, by name."""
 
@@ -32,14 +35,19 @@ class ComposedModel:
     """Layers of a model, run one at a time through the model's own forward.
 
     model: its parameters on this rank are loaded, those of other ranks outside of blocks are stand-ins
-    (`fill_with_stand_ins`); the model's blocks on other ranks may be on the meta device.
+    (`fill_with_stand_ins`); the model's blocks on other ranks may be on the meta device. compiles: whether torch
+    compiles each block that runs by itself.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: ModelLayers) -> None:
+    def __init__(self, model: PreTrainedModel, layers: ModelLayers, *, compiles: bool = False) -> None:
         self.model = model
         self.layers = layers.layers
         self._has_replicated = any(layer.replicated for layer in layers.layers)
         self._blocks = [model.get_submodule(path) for path in layers.blocks]
+        self._run_block = [torch.compile(block, **COMPILE) if compiles else block for block in self._blocks]
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):  # advice for which each forward would wait for the device
+                module.warn_if_padding_and_no_attention_mask = _ignore  # type: ignore[method-assign]
         self._head: nn.Module | None = model.get_output_embeddings()
         self._head_is_last = False
         """Whether it is known that forward returns what the module of the head returns."""
@@ -89,7 +97,7 @@ class ComposedModel:
         if self.layers[index].runs_forward:
             return self._run_with_forward(index, state, inputs, context[index - 1])
         args, kwargs = context[index - 1].replace(state).arguments()
-        return self._outputs(index, state, self._blocks[index - 1](*args, **kwargs), {})
+        return self._outputs(index, state, self._run_block[index - 1](*args, **kwargs), {})
 
     def call_to_head(self, state: State, inputs: Inputs) -> tuple[Tensor, Head]:
         """Run the last layer up to its head. Returns the hidden states that enter the head, and the head.
@@ -232,6 +240,10 @@ class _HeadReached(Exception):  # noqa: N818  not an error: leaves forward at th
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
         self.hidden = hidden
+
+
+def _ignore(*_: Any) -> None:
+    """Do nothing."""
 
 
 def _identity(logits: Tensor) -> Tensor:

@@ -126,6 +126,12 @@ class Session:
         """The weights of all stages of this rank."""
         return self.owned.weights
 
+    def describe(self) -> str:
+        """Return what computes the layers, for the user."""
+        model = next(iter(self.stages.values())).composed.model
+        compiled = ", blocks compiled by torch.compile" if self.job.config.model.compile else ""
+        return f"attention: {model.config._attn_implementation}{compiled}"
+
     @property
     def layers(self) -> list[LoadedLayer]:
         """The layers of all stages of this rank."""

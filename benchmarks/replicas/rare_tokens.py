@@ -78,7 +78,7 @@ def train(peers: Peers, spec: str, config: OptimConfig, exact_steps: int, *, pub
         sync.reduce()
         sync.wait()
         sync.commit()
-        scale_gradients_(weights, clip_factor(squared_norm(weights) ** 0.5, config.clip))
+        scale_gradients_(weights, clip_factor(float(squared_norm(weights)) ** 0.5, config.clip))
         if how is not None and published:
             how = how._replace(replicas=AS_PUBLISHED)
         optimizer.step(step, how or PLAIN_STEP)

@@ -20,7 +20,7 @@ from acsgd.groups import connect
 from acsgd.launch import Launch
 from acsgd.layers.composed import ComposedModel
 from acsgd.layers.skeleton import fill_with_stand_ins
-from acsgd.model_classes import MODEL_CLASSES, ModelClass
+from acsgd.model_classes import MODEL_CLASSES
 from acsgd.pp.stage import Stage
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
@@ -116,24 +116,25 @@ def build_stages(
     config: PreTrainedConfig,
     cuts: Iterable[range],
     *,
-    task: ModelClass = MODEL_CLASSES["lm"],
+    task: str = "lm",
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
+    compiles: bool = False,
     **options: Any,
 ) -> list[Stage]:
     """Return stages that hold the layers of each range, with new weights, in this process alone.
 
     options: of Stage.
     """
-    description = layers_of(config) if task.name == "lm" else task.layers(config)
-    source = RandomWeights(task, config, description, seed=0)
+    description, model_class = layers_of(config, task), MODEL_CLASSES[task]
+    source = RandomWeights(model_class, config, description, seed=0)
     stages = []
     for cut in cuts:
-        model = task.build(config)
+        model = model_class.build(config)
         loader = LayerLoader(model, description, source, device=device, dtype=dtype)
         layers = [loader.load(index) for index in cut]
         fill_with_stand_ins(model, description.blocks, device, dtype)
         sync = SingleReplicaSync([weight for layer in layers for weight in layer.weights])
-        composed = ComposedModel(model, description)
-        stages.append(Stage(composed, TASKS[task.name], layers, sync, seed=0, **{"targets": SEQUENCE} | options))
+        composed = ComposedModel(model, description, compiles=compiles)
+        stages.append(Stage(composed, TASKS[task], layers, sync, seed=0, **{"targets": SEQUENCE} | options))
     return stages

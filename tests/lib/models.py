@@ -43,14 +43,14 @@ DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
 
 _derived: dict[str, ModelLayers] = {}
-"""Layers by the config of a language model."""
+"""Layers by task and config."""
 
 
-def layers_of(config: PreTrainedConfig) -> ModelLayers:
-    """Return the layers of a language model, derived once per config."""
-    key = config.to_json_string(use_diff=False)
+def layers_of(config: PreTrainedConfig, task: str = "lm") -> ModelLayers:
+    """Return the layers of a model, derived once per config and task."""
+    key = task + config.to_json_string(use_diff=False)
     if key not in _derived:
-        _derived[key] = MODEL_CLASSES["lm"].layers(config)
+        _derived[key] = MODEL_CLASSES[task].layers(config)
     return _derived[key]
 
 

@@ -121,7 +121,10 @@ def _run(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     onto = kwargs.get("device")
     if onto is not None:
         kwargs = kwargs | {"device": HOST}
-    result = op(*tree_map_only(DeviceTensor, _held, tuple(args)), **tree_map_only(DeviceTensor, _held, kwargs))
+    held = tree_map_only(DeviceTensor, _held, tuple(args))
+    if name == "histc" and not held[0].is_floating_point():  # of GPUs alone
+        return DeviceTensor(op(held[0].float(), *held[1:], **kwargs).to(held[0].dtype))
+    result = op(*held, **tree_map_only(DeviceTensor, _held, kwargs))
     known = {id(_held(tensor)): tensor for tensor in tensors}
 
     def place(tensor: Tensor) -> Tensor:

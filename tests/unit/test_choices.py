@@ -93,6 +93,7 @@ def test_a_good_run_has_none(
 
 EFFECTIVE = {
     *(f"model.{name}" for name in ("name", "task", "init", "dtype", "recompute", "freeze", "dropout_mask")),
+    *("model.attention", "model.compile"),
     *(f"data.{name}" for name in ("sources", "sequence", "batch", "objective", "rows", "seed", "format", "fields")),
     *(f"data.{name}" for name in ("on_error", "eval_sources", "eval_fraction")),
     *(f"pp.{name}" for name in ("stages", "micro", "schedule")),

@@ -99,8 +99,9 @@ class Outbox:
         """Pass encoded messages to gloo. wait: also wait for messages that are still being encoded."""
         while self._encoding and (wait or self._encoding[0].ready()):
             header, context, buffer, encoded, length = self._encoding.popleft()
-            encoded.synchronize()
-            if length is not None:
+            if length is None:
+                encoded.synchronize()
+            else:  # the thread of the entropy coder has waited
                 header = header._replace(length=length.result())
             packed = header.pack(buffer[HEADER_BYTES : HEADER_BYTES + header.length], context)
             buffer[:HEADER_BYTES] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)

@@ -114,6 +114,8 @@ def _describe(
         has_adapter=has_adapter,
         config_only=config_only,
     )
+    if config.model.attention != "auto":
+        found.config._attn_implementation = config.model.attention
     tokenizer = found.directory if config_only else _find_tokenizer(config.model, found)
     check_sequence(config.data.sequence, longest_sequence(found.config))
     has_frozen = config.model.freeze is not None or config.adapter.spec is not None

@@ -58,7 +58,7 @@ def build_session(
     constants of all layers, to be loaded later; None = load them, too. observers: replicas that do not send updates.
     """
     model = job.model.build(job.shapes.dtype)
-    composed = ComposedModel(model, job.model.description)
+    composed = ComposedModel(model, job.model.description, compiles=job.config.model.compile)
     peers = Peers(groups.dp, groups.waits, observers)
     stages = build_stages(job, composed, source, peers, deferred)
     weights = [weight for stage in stages.values() for weight in stage.weights]

@@ -1,0 +1,48 @@
+"""Law: compiled blocks compute what the others do, with the same dropout masks.
+
+A compiler may sum in another order, so each number is off by some units in the last place; 2e-5 of the largest one is a
+hundred of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lib.direct import SEQUENCE, VOCABULARY, build_stages
+from lib.models import blocks_of, dropout_of, tiny_config
+from torch import Tensor
+
+from acsgd.layers import composed
+from acsgd.pp.stage import MicroBatch
+
+INDUCTOR = composed.COMPILE
+
+
+def step(family: str, *, compiles: bool) -> list[Tensor]:
+    """Return the losses of two micro-batches, and the gradients."""
+    config = tiny_config(family, vocab_size=VOCABULARY, **blocks_of(family, 2), **dropout_of(family))
+    (stage,) = build_stages(config, [range(4)], compiles=compiles)
+    ids = torch.randint(VOCABULARY, (2, 2, SEQUENCE), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for index, tokens in enumerate(ids):
+        micro = MicroBatch(0, index, index, (2 * index, 2 * index + 1))
+        losses.append(stage.forward(micro, {"input_ids": tokens}, {}, tokens)["loss"])
+        stage.backward(index, None, last=index == 1)
+    grads = [weight.master.grad for weight in stage.weights]
+    return losses + [grad for grad in grads if grad is not None]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("arguments", "tolerance"), [({"backend": "aot_eager"}, 0.0), (INDUCTOR, 2e-5)], ids=["traced", "inductor"]
+)
+def test_compiled_blocks_equal_the_others(
+    family: str, arguments: dict[str, Any], tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(composed, "COMPILE", arguments)
+    torch._dynamo.reset()
+    for ours, expected in zip(step(family, compiles=True), step(family, compiles=False), strict=True):
+        assert (ours - expected).abs().max() <= tolerance * expected.abs().max()
