@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import combinations
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,35 @@ from acsgd.topology import Axis, Topology
 
 POLL_S = 0.01
 """Seconds between two reads of the store while waiting; one read takes about 0.2 ms."""
+_MACHINE = "\n"
+"""Separates the name of a machine from the id of its boot."""
 STORE_TIMEOUT_S = 60.0
 """Maximum time to connect to torchrun's store, seconds."""
+
+
+@dataclass(frozen=True)
+class DomainGroups:
+    """The two levels of the replicas, seen from one rank, where several of them share a domain: a host, or a faster
+    network than that between domains."""
+
+    domains: Mapping[tuple[str, ...], Sequence[int]]
+    """Replicas of each domain, by the names that its ranks have given. The first replica of a domain is its leader."""
+    local: Group | None
+    """The ranks of the same stages in this replica's domain; None if there are no others."""
+    leaders: Group | None
+    """Those of the leaders; None on other replicas."""
+
+    def describe(self) -> str:
+        """Return a sentence for the user."""
+        shown = ([name.partition(_MACHINE)[0] for name in names] for names in self.domains)
+        named = zip(map(" + ".join, map(dict.fromkeys, shown)), self.domains.values(), strict=True)
+        where = ", ".join(f"{' '.join(map(str, replicas))} in {name}" for name, replicas in named)
+        sizes = {len(replicas) for replicas in self.domains.values()}
+        alike = "" if len(sizes) == 1 else "; domains count alike, whatever their number of replicas"
+        return (
+            f"replicas {where}; those of a domain sum their gradients exactly, and exchange updates with "
+            f"the other domains as one replica (dp.local=auto){alike}"
+        )
 
 
 @dataclass(frozen=True)
@@ -49,6 +77,8 @@ class Groups:
     """Random text, equal on all ranks and different for each start."""
     waits: Waits
     """All waits of this rank for others."""
+    domains: DomainGroups | None
+    """None if no replicas share a domain, or all do."""
     _opened: ProcessGroups
     _rounds: Counter[str] = field(default_factory=Counter)
     """Number of text exchanges so far, by name."""
@@ -81,7 +111,10 @@ class Groups:
             by_axis["pipeline"] = replace(self.pp, open_communicator=open_between)
         if self.dp.size() > 1 and uses("replica", self.dp.ranks):
             by_axis["replica"] = self._with_reductions(self.dp, transport, device)
-        return replace(self, by_axis=by_axis)
+        domains = self.domains
+        if domains is not None and domains.local is not None and uses("replica", domains.local.ranks):
+            domains = replace(domains, local=self._with_reductions(domains.local, transport, device))
+        return replace(self, by_axis=by_axis, domains=domains)
 
     def _with_reductions(self, group: Group, transport: OrderedTransport, device: torch.device) -> Group:
         """Return a group that sums gradients over a transport, connected."""
@@ -246,14 +279,15 @@ def connect(
     waits: Waits = DIRECT,
     background: bool = False,
     host: VirtualHost | None = None,
+    domain: str = "",
 ) -> Iterator[Groups]:
     """Open this rank's process groups; close them on exit, or abort them if an exception is raised.
 
     timeout: limit of each operation of each group, and of each call of the store. waits: all waits of these groups,
     also while they are opened. background: whether `Groups.background` gets connections of its own. host: where this
-    process listens in a run with a mesh. A process may connect again after exit, with other ranks, with another store
-    (such as a dist.PrefixStore of a new prefix) and with other interruptible waits. Raises RunError if not all ranks
-    connect in time.
+    process listens in a run with a mesh. domain: name of that of this rank; "" on any rank = there are none. A process
+    may connect again after exit, with other ranks, with another store (such as a dist.PrefixStore of a new prefix) and
+    with other interruptible waits. Raises RunError if not all ranks connect in time.
     """
     rank, timeout_s = topology.rank, timeout.total_seconds()
     opened = ProcessGroups(store, waits, rank, timeout, host)
@@ -261,16 +295,45 @@ def connect(
     lines = [line for axis in topology.sizes for line in topology.lines(axis)]
     try:
         with _connection_errors(rank, topology.world_size, timeout_s):
+            domains = _find_domains(opened, topology, domain)
+            by_stage = topology.lines("replica")
+            local = [[line[r] for r in each] for each in domains.values() if len(each) > 1 for line in by_stage]
+            leaders = [[line[first] for first, *_ in domains.values()] for line in by_stage if domains]
             everyone = [list(range(topology.world_size))] if background else []
-            run_id, (world, *others) = opened.open(topology.world_size, [*lines, *everyone], GLOO)
-        by_axis, apart = dict(zip(topology.sizes, others, strict=False)), others[-1] if background else world
-        yield Groups(by_axis, world, apart, opened.client, timeout_s, run_id, waits, opened)
+            members = [*lines, *local, *leaders, *everyone]
+            run_id, (world, *others) = opened.open(topology.world_size, members, GLOO)
+        own = iter(others)
+        by_axis = dict(zip(topology.sizes, own, strict=False))
+        of_domain, of_leaders = (
+            next(own) if any(rank in each for each in level) else None for level in (local, leaders)
+        )
+        two_levels = DomainGroups(domains, of_domain, of_leaders) if domains else None
+        apart = others[-1] if background else world
+        yield Groups(by_axis, world, apart, opened.client, timeout_s, run_id, waits, two_levels, opened)
     except BaseException:
         waits.interrupt("the groups are closed after an error")
         opened.abort()
         raise
     opened.close()
     waits.interrupt("the groups are closed")
+
+
+def machine_name() -> str:
+    """Return a text that processes of one machine have in common, and of no others: its name and the id of its boot."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return socket.gethostname() + _MACHINE + (boot_id.read_text().strip() if boot_id.exists() else "")
+
+
+def _find_domains(opened: ProcessGroups, topology: Topology, name: str) -> dict[tuple[str, ...], list[int]]:
+    """Return the replicas of each domain by its names; empty unless some replicas share a domain, and others another.
+
+    All ranks call it together. name: as `connect`'s `domain`.
+    """
+    if topology.replicas == 1:
+        return {}
+    names = opened.gather_before("domain", name, topology.world_size)
+    domains = topology.domains(names)
+    return domains if all(names) and 1 < len(domains) < topology.replicas else {}
 
 
 @contextlib.contextmanager

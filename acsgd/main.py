@@ -84,7 +84,9 @@ def run(
     job = prepare(config, launch)
     context.timeout_s = config.run.timeout
     timeout, several = timedelta(seconds=config.run.timeout), not launch.is_one_host
-    groups = stack.enter_context(connect(job.topology, timeout=timeout, store=store, background=several))
+    groups = stack.enter_context(
+        connect(job.topology, timeout=timeout, store=store, background=several, domain=job.domain)
+    )
     groups, notes = open_transports(job, groups)
     disks = find_run_disks(job, groups, host=socket.gethostname())
     lock = stack.enter_context(RunLock(leases_of(job, disks.log, disks.checkpoints)))

@@ -9,7 +9,7 @@ Neighbours in a pipeline are adjacent ranks, so torchrun places them on one host
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -57,6 +57,17 @@ class Topology:
         """Return the ranks along an axis for each position along the other axes: every rank is in one of the lists."""
         grid = (replace(self, rank=rank) for rank in range(self.world_size))
         return [each.ranks_along(axis) for each in grid if each.index(axis) == 0]
+
+    def domains(self, names: Sequence[str]) -> dict[tuple[str, ...], list[int]]:
+        """Return the replicas of each domain, by the names of its ranks along a pipeline, in order of replicas.
+
+        names: of the domain of each rank. Two replicas share a domain if they do so at each position of their
+        pipelines.
+        """
+        found: dict[tuple[str, ...], list[int]] = {}
+        for replica, ranks in enumerate(self.lines("pipeline")):
+            found.setdefault(tuple(names[rank] for rank in ranks), []).append(replica)
+        return found
 
     def _stride(self, axis: Axis) -> int:
         """Return the difference between the ranks of neighbours along an axis."""

@@ -166,7 +166,8 @@ def apply_step(session: Session, batch: Batch | None, progress: Progress, summar
     # Loss and gradient norm of the mean over target tokens, whose number is known only now.
     local_step = session.local_step(step)
     loss = scale.mean_loss(summary[LOSS], summary[TARGETS])
-    factors = scale.factors(summary[TARGETS], summary[REPLICA_TARGETS], local=local_step is not None)
+    of_domains = session.peers.over_domains(summary[REPLICA_TARGETS])
+    factors = scale.factors(summary[TARGETS], of_domains, local=local_step is not None)
     squares = session.owned.ownership.squared_norms(summary[REPLICA_SQUARED_NORMS])
     norms = [square**0.5 * factor for square, factor in zip(squares, factors, strict=True)]
     grad_norm = max(norms, key=lambda norm: math.inf if math.isnan(norm) else norm)

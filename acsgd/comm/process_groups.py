@@ -304,6 +304,16 @@ class ProcessGroups:
             communicators, self._communicators, self._are_aborted = self._communicators, [], True
         _call_together([communicator.abort for communicator in communicators])
 
+    def gather_before(self, name: str, text: str, world_size: int) -> list[str]:
+        """Return the texts of all ranks, before their groups are open. All ranks call it together.
+
+        Raises RuntimeError if some have not called it in time.
+        """
+        keys = [f"acsgd/{name}/{rank}" for rank in range(world_size)]
+        self.client.set(keys[self._rank], text)
+        self._store.wait(keys)
+        return [self.client.get(key) for key in keys]
+
     def publish_ports(self) -> None:
         """As `Groups.publish_ports`."""
         if self._host is not None:

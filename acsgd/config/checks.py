@@ -22,6 +22,10 @@ def check(config: Config) -> None:
     _check_batch(config.data, config.pp.micro)
     _check_objective(config.data)
     _check_checkpoint(config.checkpoint)
+    if config.dp.domain is not None and not config.dp.domain.strip():
+        raise ValueError(
+            "dp.domain is empty; give a name such as --dp.domain rack-1, the same on all hosts of a domain"
+        )
     _check_evaluation(config)
     _check_elastic(config.elastic)
     _check_adapter(config)

@@ -189,6 +189,12 @@ class ReplicaConfig:
     transport: OwnTransport = "run"
     """Transport of the sums of gradients of "allreduce", "powersgd" and the exact steps of other modes, as
     run.transport; "run" = that of run.transport. Compressed updates travel over gloo."""
+    local: Literal["auto", "none"] = "auto"
+    """Replicas of one domain: "auto" = if there are several domains, they sum their gradients exactly and act as one
+    replica towards other domains; "none" = each exchanges with all others."""
+    domain: str | None = None
+    """Name of this host's domain, such as a rack with a fast network; hosts may differ in it. Default: each host is
+    one."""
 
 
 @dataclass(frozen=True)
@@ -373,6 +379,11 @@ class Config:
     def with_steps(self, steps: int) -> Config:
         """Return the options with the number of optimizer steps that optim.epochs amounts to."""
         return replace(self, optim=replace(self.optim, steps=steps))
+
+    @property
+    def common(self) -> Config:
+        """The options with defaults for those in which hosts may differ."""
+        return replace(self, dp=replace(self.dp, domain=None), elastic=replace(self.elastic, force=False))
 
     @property
     def as_given(self) -> Config:

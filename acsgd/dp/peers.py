@@ -1,6 +1,10 @@
-"""The replicas of one part of the model, and point-to-point messages between them.
+"""The replicas of one part of the model, and messages between them.
 
 R replicas; a message is uint8[n], at least one byte.
+
+Replicas of a domain may act as one towards those of other domains. Then each domain is one of the R replicas. Its
+members have equal state, since they sum their gradients before anything else is done with them. So all of them compute
+the same messages, of which the leader's are sent; what the leader receives it forwards to the other members.
 """
 
 from __future__ import annotations
@@ -9,8 +13,9 @@ import contextlib
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -20,11 +25,15 @@ from torch import Tensor
 from acsgd.comm.process_groups import Group
 from acsgd.comm.waits import Meter, Waits, Work
 from acsgd.errors import RunError, reason
+from acsgd.groups import DomainGroups, collective_errors
 from acsgd.io.files.checksum import CHECKSUM_BYTES, REMEDY, checksum
 
 T = TypeVar("T")
 TAG = 2
 """Tag of messages between replicas."""
+LEADER_TAG = 16
+"""Tag of what the leader of a domain sends to its other members, besides messages of replica j, whose tag is this + 1 +
+j."""
 _HEADER = struct.Struct("<QQ")
 """Identity of the message, and the checksum of identity and message.
 
@@ -61,11 +70,14 @@ class Peers:
 
     One thread per rank runs all exchanges in the order in which they were submitted, the same on all replicas.
     waits: all waits for other replicas. observers: replicas of the group that receive what the others exchange, and
-    send nothing, since their state is on its way.
+    send nothing, since their state is on its way. domains: of which each acts as one replica; None = there are none.
     """
 
-    def __init__(self, group: Group, waits: Waits, observers: Collection[int] = ()) -> None:
+    def __init__(
+        self, group: Group, waits: Waits, observers: Collection[int] = (), domains: DomainGroups | None = None
+    ) -> None:
         self.group = group
+        self._domains = domains
         self.waits = waits
         self.device = group.device
         """Device of messages."""
@@ -77,20 +89,86 @@ class Peers:
 
     def set_observers(self, observers: Collection[int]) -> None:
         """Let other replicas of the group be observers. Call it in the thread, if exchanges may be under way."""
-        members = [replica for replica in range(self.group.size()) if replica not in observers]
         self.observers = tuple(sorted(observers))
-        """Replicas of the group that only receive. In `exchange` they are numbered after the R others."""
-        self.is_observer = self.group.rank() in observers
-        self.size = len(members)
-        """Number of replicas that send, R."""
-        self.replica = 0 if self.is_observer else members.index(self.group.rank())
+        """Replicas of the group that only receive."""
+        self.is_observer = (me := self.group.rank()) in observers
+        self.domains: Sequence[Sequence[int]] = [[replica] for replica in range(self.group.size())]
+        """Replicas of the group that act as one. Where only some replicas of a domain are observers, each acts alone,
+        until they are no observers any more."""
+        if self._domains is not None:
+            domains = [*self._domains.domains.values()]
+            if all(len({replica in observers for replica in domain}) == 1 for domain in domains):
+                self.domains = domains
+        by_role = sorted(self.domains, key=lambda domain: domain[0] in observers)
+        self.members = next(domain for domain in by_role if me in domain)
+        """Replicas of the group in this domain, the leader first."""
+        self.size = sum(domain[0] not in observers for domain in by_role)
+        """Number of replicas that send, R. In `exchange` the observers are numbered after these."""
+        self.replica = 0 if self.is_observer else by_role.index(self.members)
         """Index of this replica among these; 0 on an observer, whose tensors have the shapes of that replica's."""
-        self._ranks = [self.group.ranks[replica] for replica in (*members, *self.observers)]
+        self._ranks = [self.group.ranks[domain[0]] for domain in by_role]
+        self._leader, *self._followers = (self.group.ranks[member] for member in self.members)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this replica sends and saves what is equal on all members of its domain."""
+        return self.group.rank() == self.members[0]
 
     @property
     def is_single(self) -> bool:
         """Whether no other replica sends to this one or receives from it, as an observer does."""
-        return self.size + len(self.observers) == 1
+        return self.group.size() == 1
+
+    def over_domains(self, by_replica: Sequence[float]) -> list[float]:
+        """Return for each replica of the group the sum of a number over its domain."""
+        sums = {replica: sum(by_replica[each] for each in domain) for domain in self.domains for replica in domain}
+        return [sums[replica] for replica in range(len(by_replica))]
+
+    def start_domain_sum(self, tensor: Tensor, meter: Meter) -> Callable[[], None]:
+        """Start to sum a tensor over this domain, in place; return a function that waits for it.
+
+        Call it in the training thread, in the same order on all members. That function may raise RunError.
+        """
+        if len(self.members) == 1:
+            return lambda: None
+        assert self._domains is not None
+        assert self._domains.local is not None
+        return self._start_sum(tensor, self._domains.local, meter)
+
+    def start_sum(self, tensor: Tensor, meter: Meter) -> Callable[[], None]:
+        """Start to sum a tensor over all replicas, in place: the same one on all members of a domain.
+
+        Returns a function that waits for the sum, which may raise RunError. meter: counts the bytes that are sent.
+        """
+        if len(self.domains) == self.group.size():
+            return self._start_sum(tensor, self.group, meter, counts=True)
+        pending = self.submit(partial(self._sum_of_leaders, tensor, meter))
+        return lambda: pending.result(meter)
+
+    def _start_sum(self, tensor: Tensor, group: Group, meter: Meter, *, counts: bool = False) -> Callable[[], None]:
+        since, work = time.perf_counter(), (group.reductions or group).all_reduce(tensor)
+        if counts:
+            meter.sent_bytes += 2 * (group.size() - 1) * tensor.nbytes // group.size()  # per rank of a ring
+
+        def wait() -> None:
+            with collective_errors("summing gradients", group):
+                meter.wait(self.waits, work, since)
+
+        return wait
+
+    def _sum_of_leaders(self, tensor: Tensor, meter: Meter) -> None:
+        """Sum a tensor over the leaders, and forward the sum to the other members. Runs in the thread."""
+        since, message = time.perf_counter(), tensor.to(self.device)
+        if self.is_leader:
+            assert self._domains is not None
+            assert self._domains.leaders is not None
+            self._start_sum(message, self._domains.leaders, meter, counts=True)()
+            self._wait_for_members(self._forward(message, LEADER_TAG), since)
+        else:
+            with self._errors_of(self._leader, since):
+                self.waits.wait(self.group.irecv(message, self._leader, LEADER_TAG))
+        if message is not tensor:
+            tensor.copy_(message)
 
     @property
     def others(self) -> list[int]:
@@ -100,7 +178,7 @@ class Peers:
     @property
     def receivers(self) -> list[int]:
         """The replicas to which this one sends what is for all: the others, and observers."""
-        return [] if self.is_observer else [*self.others, *range(self.size, self.group.size())]
+        return [] if self.is_observer else [*self.others, *range(self.size, len(self.domains))]
 
     def submit(self, work: Callable[[], T]) -> AsyncResult[T]:
         """Run a function in the thread."""
@@ -110,35 +188,75 @@ class Peers:
         """Send a message to some replicas, and receive one from some. Call it in the thread.
 
         Args:
-            outgoing: Messages to send, by replica, on the device of the group.
+            outgoing: Messages to send, by replica, on the device of the group; equal on all members of a domain.
             longest: Maximum number of bytes to receive, by replica; each of them must send to this one.
-            meter: Counts the bytes sent.
+            meter: Counts the bytes sent to other domains.
 
         Raises:
-            RunError: A replica failed or timed out; the error names it.
+            RunError: A replica failed or timed out; the error names it. Or members of a domain differ.
         """
         self._exchanges += 1
         since, buffers, receiving, sending = time.perf_counter(), {}, {}, {}
+        sources = {peer: self._ranks[peer] if self.is_leader else self._leader for peer in longest}
         for peer, nbytes in longest.items():
             buffers[peer] = torch.empty(_HEADER.size + nbytes, dtype=torch.uint8, device=self.device)
-            with self._errors_of(peer, since):
-                receiving[peer] = self.group.irecv(buffers[peer], self._ranks[peer], TAG)
-        for peer, message in outgoing.items():
-            framed = torch.cat([self._header(len(message), message), message])
-            with self._errors_of(peer, since):
-                sending[peer] = self.group.isend(framed, self._ranks[peer], TAG)
+            with self._errors_of(sources[peer], since):
+                tag = TAG if self.is_leader else LEADER_TAG + 1 + peer
+                receiving[peer] = self.group.irecv(buffers[peer], sources[peer], tag)
+        headers = {peer: self._header(len(message), message) for peer, message in outgoing.items()}
+        for peer, message in outgoing.items() if self.is_leader else ():
+            framed = torch.cat([headers[peer], message])
+            with self._errors_of(self._ranks[peer], since):
+                sending[self._ranks[peer]] = self.group.isend(framed, self._ranks[peer], TAG)
             meter.sent_bytes += len(framed)
+        forwarding = self._compare_in_domain([*headers.values()], since)
         received = {}
         for peer, buffer in buffers.items():
-            with self._errors_of(peer, since):
+            with self._errors_of(sources[peer], since):
                 self.waits.wait(receiving[peer])
             received[peer] = self._body(peer, buffer)  # an aborted peer no longer receives: raise before waiting for it
-        for peer, sent in sending.items():
-            with self._errors_of(peer, since):
+            forwarding += self._forward(buffer[: _HEADER.size + len(received[peer])], LEADER_TAG + 1 + peer)
+        for rank, sent in sending.items():
+            with self._errors_of(rank, since):
                 self.waits.wait(sent)
+        self._wait_for_members(forwarding, since)
         if meter.trace is not None:
             meter.trace.add("replicas", "exchange with replicas", since, time.perf_counter())
         return received
+
+    def _compare_in_domain(self, headers: Sequence[Tensor], since: float) -> list[tuple[int, Work]]:
+        """Raise RunError unless the leader of this domain sends the same messages as this member would.
+
+        Returns what the leader has started to send.
+        """
+        if len(self.members) == 1 or not headers:
+            return []
+        mine = torch.cat([*headers]).to(self.device)
+        if self.is_leader:
+            return self._forward(mine, LEADER_TAG)
+        of_leader = torch.empty_like(mine)
+        with self._errors_of(self._leader, since):
+            self.waits.wait(self.group.irecv(of_leader, self._leader, LEADER_TAG))
+        if not torch.equal(mine, of_leader):
+            raise RunError(
+                f"rank {dist.get_rank()} on {socket.gethostname()} has other updates than rank {self._leader} of its "
+                "domain, with the same gradients: the two compute differently, as GPUs of different models do; resume "
+                "from a checkpoint with --dp.local none, or give them different domains (--dp.domain)"
+            )
+        return []
+
+    def _forward(self, message: Tensor, tag: int) -> list[tuple[int, Work]]:
+        """Start to send a message to the other members of this domain, if this is the leader."""
+        started = []
+        for rank in self._followers if self.is_leader else ():
+            with self._errors_of(rank, time.perf_counter()):
+                started.append((rank, self.group.isend(message, rank, tag)))
+        return started
+
+    def _wait_for_members(self, sending: Sequence[tuple[int, Work]], since: float) -> None:
+        for rank, work in sending:
+            with self._errors_of(rank, since):
+                self.waits.wait(work)
 
     def close(self) -> None:
         """Discard the work that the thread has not begun, and end it. After an interrupt it waits for no peer."""
@@ -184,14 +302,14 @@ class Peers:
         return message
 
     @contextlib.contextmanager
-    def _errors_of(self, peer: int, since: float) -> Iterator[None]:
-        """Name the replica in errors of its messages."""
+    def _errors_of(self, rank: int, since: float) -> Iterator[None]:
+        """Name the rank in errors of its messages."""
         try:
             yield
         except RuntimeError as error:
-            rank = self._ranks[peer]
+            replica = self.group.ranks.index(rank)
             raise RunError(
-                f"rank {dist.get_rank()} on {socket.gethostname()}: exchanging updates with replica {peer}, rank "
+                f"rank {dist.get_rank()} on {socket.gethostname()}: exchanging updates with replica {replica}, rank "
                 f"{rank}, failed after {time.perf_counter() - since:.1f} s ({reason(error)})",
                 awaited=[rank],
             ) from error

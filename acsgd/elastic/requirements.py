@@ -117,10 +117,8 @@ def _fits(job: Job, stages: int) -> bool:
 
 def _options(job: Job) -> dict[str, str]:
     """Return the value of each option that must be equal on all hosts, by the name that a user types."""
-    sections = asdict(job.config)
-    options = {f"{name}.{key}": repr(value) for name, section in sections.items() for key, value in section.items()}
-    del options["elastic.force"]
-    return options
+    sections = asdict(job.config.common)
+    return {f"{name}.{key}": repr(value) for name, section in sections.items() for key, value in section.items()}
 
 
 def digest_of_code() -> str:

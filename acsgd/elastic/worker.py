@@ -286,7 +286,15 @@ class ElasticWorker:
         is_first = job.topology.rank == 0
         store = self._store if is_first else connect_store(view.host_of(0), view.plan.store_port, waits)
         timeout = timedelta(seconds=job.config.run.timeout)
-        return connect(job.topology, timeout=timeout, store=store, waits=waits, background=True, host=self._host)
+        return connect(
+            job.topology,
+            timeout=timeout,
+            store=store,
+            waits=waits,
+            background=True,
+            host=self._host,
+            domain=job.domain,
+        )
 
     def _open_inputs(self, job: Job, groups: Groups, disks: RunDisks) -> RunInputs:
         """Open the inputs of a view. All ranks call it together."""

@@ -101,8 +101,9 @@ class GradientScale:
     def factors(self, targets: float, replica_targets: Sequence[float], *, local: bool) -> list[float]:
         """Return for each replica the factor from its gradients to those of a mean over target tokens.
 
-        targets: of the global batch; replica_targets: of each replica's part of it. local: whether each replica steps
-        on its own gradients, hence the mean over its own targets; else gradients are summed over all replicas.
+        targets: of the global batch; replica_targets: of each replica's part of it, or of that of its domain. local:
+        whether each replica, or domain, steps on its own gradients, hence the mean over its own targets; else gradients
+        are summed over all replicas.
         """
         counts = replica_targets if local else [targets] * len(replica_targets)
         return [self.max_targets / max(1.0, count) / self.loss_scale for count in counts]

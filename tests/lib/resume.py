@@ -62,18 +62,21 @@ def make_config(
     )
 
 
-def train_ranks(rank: int, world_size: int, store: Path, configs: Sequence[Config]) -> list[Trained]:
-    """Train each run on this rank, one after the other, and return the batches of each."""
+def train_ranks(rank: int, world_size: int, store: Path, configs: Sequence[Config], domains: str = "") -> list[Trained]:
+    """Train each run on this rank, one after the other, and return the batches of each. domains: a letter per rank."""
     torch.set_num_threads(1)
     all_trained = []
     for number, config in enumerate(configs):
         trained: Trained = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train, "train_step", _recording(trained))
-            job = prepare(config, Launch(rank, rank, world_size))
+            of_rank = dataclasses.replace(
+                config, dp=dataclasses.replace(config.dp, domain=domains[rank : rank + 1] or None)
+            )
+            job = prepare(of_rank, Launch(rank, rank, world_size))
             inputs = open_inputs(job)
             file_store = dist.FileStore(f"{store}-{number}", world_size)
-            with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
+            with connect(job.topology, timeout=TIMEOUT, store=file_store, domain=job.domain) as groups:
                 train.train(job, inputs, groups, RunLock([]))
         all_trained.append(trained)
     return all_trained

@@ -77,6 +77,7 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("--pp.schedule 1f2b", 1, 'pp.schedule="1f2b": unknown name "1f2b"; use "gpipe", "1f1b" or "interleaved"'),
         ("--pp.schedule interleaved:chunk=2", 1, 'has no option "chunk"; it takes "chunks" or "lead"'),
         ("--pp.forward fixpoint8", 1, 'pp.forward="fixpoint8": unknown name'),
+        ("--dp.domain=", 1, "dp.domain is empty; give a name such as --dp.domain rack-1"),
         ("--dp.mode allreduce:bucket_mb=0", 1, 'dp.mode="allreduce:bucket_mb=0": bucket_mb=0.0 must be greater'),
         ("--pp.stages 2", 1, "pp.stages=2 does not divide the number of processes, 1; use --pp.stages 1"),
         ("--pp.stages 3", 4, "pp.stages=3 does not divide the number of processes, 4; use --pp.stages 1 or 2 or 4"),

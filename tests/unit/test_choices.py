@@ -126,6 +126,8 @@ UNUSED: dict[str, Any] = {
     "pp.exact_eval": False,
     "pp.layers": (2,),
     "dp.mode": "cocktail",
+    "dp.local": "none",
+    "dp.domain": "rack-1",
     "optim.loss_scale": 1024.0,
     "checkpoint.keep": 3,
     "checkpoint.keep_every": 2,

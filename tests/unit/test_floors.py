@@ -196,7 +196,7 @@ OTHER_WAITS = {
     "acsgd.comm.waits": {"work", "self._work"},
     "acsgd.run.plan.dry_run": {"sync"},
     "acsgd.dp.exchange.following": {"self._sync"},
-    "acsgd.dp.exchange.local_weights": {"self._exact"},
+    "acsgd.dp.exchange.local_weights": {"self._reduction"},
     "acsgd.dp.modes.cocktail": {"super()"},
     "acsgd.dp.modes.powersgd": {"super()"},
     "acsgd.elastic.host.daemon": {"self._ended"},

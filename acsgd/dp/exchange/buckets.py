@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.identity import DTYPES
-from acsgd.comm.waits import Meter
 from acsgd.config.ranges import Range
 from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState
 from acsgd.dp.sync import Exchanges, GradSync
-from acsgd.groups import collective_errors
 from acsgd.optim.base import Capability
 from acsgd.shards.weights import Weight
 
@@ -116,10 +114,15 @@ class BucketSync(GradSync):
     Buckets are reduced in the same order on every replica, each as soon as it and all before it are final.
     """
 
-    def __init__(self, buckets: list[Bucket]) -> None:
+    def __init__(self, buckets: list[Bucket], peers: Peers) -> None:
         super().__init__()
+        self._peers = peers
         self._buckets = buckets
         self._bucket_of = {weight.key: bucket for bucket in buckets for weight in bucket.weights}
+        self._next = 0
+        """Number of buckets of which all gradients of this replica are complete."""
+        self._in_domain = deque[tuple[Bucket, Callable[[], None]]]()
+        """Those that are being summed over the domain."""
         self._pending: list[Callable[[], None]] = []
 
     def start_reduction(self, bucket: Bucket) -> Callable[[], None]:
@@ -128,6 +131,7 @@ class BucketSync(GradSync):
 
     def begin_step(self, step: int, scale: float = 1.0) -> None:
         assert not self._pending
+        self._next = 0
         for bucket in self._buckets:
             bucket.reset()
 
@@ -140,10 +144,11 @@ class BucketSync(GradSync):
                 self._start_next()
 
     def reduce(self) -> None:
-        for bucket in self._buckets[len(self._pending) :]:  # those with a weight that has no gradient in this step
+        for bucket in self._buckets[self._next :]:  # those with a weight that has no gradient in this step
             for weight in bucket.weights:
                 bucket.adopt(weight)
             self._start_next()
+        self._start_reductions()
 
     def wait(self) -> None:
         for finish in self._pending:
@@ -151,26 +156,37 @@ class BucketSync(GradSync):
         self._pending.clear()
 
     def _next_is_final(self) -> bool:
-        started = len(self._pending)
-        return started < len(self._buckets) and self._buckets[started].missing == 0
+        return self._next < len(self._buckets) and self._buckets[self._next].missing == 0
 
     def _start_next(self) -> None:
-        self._pending.append(self.start_reduction(self._buckets[len(self._pending)]))
+        """Start to sum the next bucket over the domain, and to reduce those that have been summed there.
+
+        These are all but the last, after a wait, so that the order is the same on all ranks.
+        """
+        bucket = self._buckets[self._next]
+        self._next += 1
+        self._in_domain.append((bucket, self._peers.start_domain_sum(bucket.flat, self.meter)))
+        self._start_reductions(but=int(len(self._peers.members) > 1))
+
+    def _start_reductions(self, but: int = 0) -> None:
+        while len(self._in_domain) > but:
+            bucket, wait = self._in_domain.popleft()
+            wait()
+            self._pending.append(self.start_reduction(bucket))
 
 
 class AllReduceSync(BucketSync):
     """Gradient sync by all-reduce of each bucket."""
 
     def __init__(self, buckets: list[Bucket], peers: Peers, dtype: Dtype = "fp32") -> None:
-        super().__init__(buckets)
-        self._peers = peers
+        super().__init__(buckets, peers)
         self._dtype = DTYPES[dtype]
         self._divisor = peers.size if dtype == "fp16" else 1  # fp16 sums the mean, which overflows no sooner
 
     def start_reduction(self, bucket: Bucket) -> Callable[[], None]:
         flat, divisor = bucket.flat, self._divisor
         message = (flat / divisor if divisor > 1 else flat).to(self._dtype)
-        wait = start_all_reduce(message, self._peers, self.meter)
+        wait = self._peers.start_sum(message, self.meter)
 
         def finish() -> None:
             wait()
@@ -180,14 +196,8 @@ class AllReduceSync(BucketSync):
         return finish
 
 
-def start_all_reduce(message: Tensor, peers: Peers, meter: Meter) -> Callable[[], None]:
-    """Start to all-reduce a tensor, in place; return a function that waits for the sum. That may raise RunError."""
-    since, group = time.perf_counter(), peers.group
-    work = (group.reductions or group).all_reduce(message)
-    meter.sent_bytes += 2 * (group.size() - 1) * message.nbytes // group.size()  # per rank of a ring
+class DomainSync(BucketSync):
+    """Gradient sync of local steps: sums over the domain alone, whose replicas then make the same step."""
 
-    def wait() -> None:
-        with collective_errors("summing gradients", group):
-            meter.wait(peers.waits, work, since)
-
-    return wait
+    def start_reduction(self, bucket: Bucket) -> Callable[[], None]:
+        return lambda: None

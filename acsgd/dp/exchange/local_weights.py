@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from acsgd.dp.exchange.averaging import split_evenly
-from acsgd.dp.exchange.buckets import AllReduceSync, FlatLayout, make_buckets
+from acsgd.dp.exchange.buckets import AllReduceSync, BucketSync, DomainSync, FlatLayout, make_buckets
 from acsgd.dp.exchange.error_feedback import pad_part
 from acsgd.dp.exchange.second_moments import Measurement, SecondMomentCorrection
 from acsgd.dp.peers import Peers
@@ -101,8 +101,9 @@ class LocalWeightsSync(GradSync):
         self._weights = tuple(weights)
         self._by_key = {weight.key: weight.master for weight in weights}
         self._how = how
-        self._exact: AllReduceSync | None = None
-        """Reduces the gradients of exact steps; None in local steps."""
+        self._reduction: BucketSync | None = None
+        """Reduces the gradients: of exact steps over all replicas, of local steps over the domain, if it has several.
+        """
         self._correction = SecondMomentCorrection(self._by_key, peers) if moment_correction and weights else None
         self.received: list[Any] = []
         """What this step has received for each buffer, until it is applied; empty if nothing is due."""
@@ -121,25 +122,26 @@ class LocalWeightsSync(GradSync):
     def begin_step(self, step: int, scale: float = 1.0) -> None:
         for weight in self._weights:
             weight.master.grad = None
-        if step >= self.exact_steps:
-            self._exact = None
+        kind = AllReduceSync if step < self.exact_steps else DomainSync if len(self.peers.members) > 1 else None
+        if kind is None:
+            self._reduction = None
             return
-        if self._exact is None:
-            self._exact = AllReduceSync(make_buckets(self._weights), self.peers)
-            self._exact.meter = self.meter
-        self._exact.begin_step(step)
+        if type(self._reduction) is not kind:
+            self._reduction = kind(make_buckets(self._weights), self.peers)
+            self._reduction.meter = self.meter
+        self._reduction.begin_step(step)
 
     def grad_ready(self, weight: Weight, *, is_final: bool) -> None:
-        if self._exact is not None:
-            self._exact.grad_ready(weight, is_final=is_final)
+        if self._reduction is not None:
+            self._reduction.grad_ready(weight, is_final=is_final)
 
     def reduce(self) -> None:
-        if self._exact is not None:
-            self._exact.reduce()
+        if self._reduction is not None:
+            self._reduction.reduce()
 
     def wait(self) -> None:
-        if self._exact is not None:
-            self._exact.wait()
+        if self._reduction is not None:
+            self._reduction.wait()
 
     def exchange(self, step: int, moments: SecondMoments) -> None:
         self.measured = None

@@ -43,8 +43,7 @@ class ParameterServerSync(BucketSync):
     """
 
     def __init__(self, buckets: list[Bucket], peers: Peers, *, servers: int, dtype: Dtype) -> None:
-        super().__init__(buckets)
-        self._peers = peers
+        super().__init__(buckets, peers)
         self._servers = servers
         self._codec = PackedCodec(Identity(dtype))
         self._divisor = peers.size if dtype == "fp16" else 1  # fp16 sends the mean, which overflows no sooner

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from acsgd.dp.exchange.buckets import Bucket, BucketOptions, BucketSync, make_buckets, start_all_reduce
+from acsgd.dp.exchange.buckets import Bucket, BucketOptions, BucketSync, make_buckets
 from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState, check_names, restore
 from acsgd.dp.sync import GradSync, SingleReplicaSync
@@ -88,9 +88,8 @@ class PowerSGDSync(BucketSync):
     """Gradient sync by low-rank factors. State changes only after the optimizer step, so a step may be skipped."""
 
     def __init__(self, mode: PowerSGD, weights: Sequence[Weight], peers: Peers) -> None:
-        super().__init__(make_buckets(weights, mode.bucket_mb))
+        super().__init__(make_buckets(weights, mode.bucket_mb), peers)
         self._mode = mode
-        self._peers = peers
         self._weights = {weight.key: weight.master for weight in weights}
         self._residuals: dict[str, Tensor] = {}
         self._bases: dict[str, Tensor] = {}
@@ -108,7 +107,7 @@ class PowerSGDSync(BucketSync):
             grads[key].add_(self._residuals[key], alpha=self._scale)
         matrices = {key: grad for key, grad in grads.items() if self._mode.compresses(grad, self._step)}
         if not matrices:
-            return start_all_reduce(bucket.flat, self._peers, self.meter)
+            return self._peers.start_sum(bucket.flat, self.meter)
         exact = [grad for key, grad in grads.items() if key not in matrices]
         lefts = [matrix @ self._basis(key, matrix) for key, matrix in matrices.items()]
         wait, sums = self._start_sums(lefts + exact)
@@ -172,7 +171,7 @@ class PowerSGDSync(BucketSync):
         message = torch.cat([tensor.flatten() for tensor in tensors])
         pieces = message.split([tensor.numel() for tensor in tensors])
         views = [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
-        return start_all_reduce(message, self._peers, self.meter), views
+        return self._peers.start_sum(message, self.meter), views
 
 
 def _matrix_shape(weight: Tensor) -> tuple[int, ...]:

@@ -176,7 +176,7 @@ def recorded_options(config: Config) -> dict[str, str | None]:
     return {
         name: None if value is None else str(value)
         for section in RECORDED
-        for key, value in asdict(getattr(config, section)).items()
+        for key, value in asdict(getattr(config.common, section)).items()
         if (name := f"{section}.{key}") not in IN_IDENTITY
     }
 

@@ -114,6 +114,7 @@ class Saver:
     exchange: FileExchange
     """Copies files between the disks of the run, if it has several."""
     _buffers: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _replica: int = field(default=0, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
     _result: SaveResult | None = field(default=None, init=False)
     _failure: Exception | None = field(default=None, init=False)
@@ -136,15 +137,18 @@ class Saver:
         states: Sequence[LayerState],
         run: dict[str, Any],
         *,
+        replica: int = 0,
         best: bool = False,
     ) -> None:
         """Copy the state to host memory, for `write`. Called by every rank, after `wait` for the previous save.
 
-        states: what this rank writes; may change as soon as this returns. run: state of the run for the manifest. best:
-        whether to point the link "best" to this checkpoint.
+        states: what this rank writes; may change as soon as this returns. run: state of the run for the manifest.
+        replica: number of the replica whose own state this rank writes. best: whether to point the link "best" to this
+        checkpoint.
         """
         assert self._thread is None, "the previous save was not waited for"
         started = time.perf_counter()
+        self._replica = replica
         copies = [self._copy(state) for state in states]
         event = self.streams.record_event()
         self._thread = threading.Thread(
@@ -256,9 +260,8 @@ class Saver:
                 file = self.constants.add(partial, published, copy.name, copy.constants)
                 yield WrittenFile.of(partial, "constants", copy.name, file)
             if copy.replica:
-                replica = self.topology.replica
-                file = write_layer(partial, f"{copy.stem}.replica-{replica:05d}", {}, copy.replica)
-                yield WrittenFile.of(partial, "replica", copy.name, file, replica)
+                file = write_layer(partial, f"{copy.stem}.replica-{self._replica:05d}", {}, copy.replica)
+                yield WrittenFile.of(partial, "replica", copy.name, file, self._replica)
 
     def _all_gather(self, phase: str, report: dict[str, Any]) -> list[dict[str, Any]]:
         """Gather a report of each rank at the end of a phase."""

@@ -38,7 +38,8 @@ class StepRecord(NamedTuple):
     tied_bytes: int
     """Sent between stages for weights that layers of several stages share: rows of tables and their gradients."""
     dp_bytes: int
-    """Sent between replicas since the previous line. Messages sent after an update are in the next line."""
+    """Sent between replicas since the previous line, except within a domain whose replicas act as one. Messages sent
+    after an update are in the next line."""
     hidden_share: float
     """Fraction of the time of transfers that overlapped with computation; 1 without transfers."""
     peak_memory_bytes: int

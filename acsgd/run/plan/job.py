@@ -15,6 +15,7 @@ from acsgd import codecs
 from acsgd.config.options import Config
 from acsgd.config.run_file import to_toml
 from acsgd.config.spec import suggest, to_spec
+from acsgd.groups import machine_name
 from acsgd.io.data.formats.formats import read_options
 from acsgd.io.data.held_out import parse_eval
 from acsgd.io.data.row_spec import RowPlacement
@@ -88,7 +89,7 @@ class Job(Partition):
 
     def fingerprint(self) -> str:
         """Return a text that must be equal on all ranks."""
-        return to_toml(self.config) + self.model.config.to_json_string() + repr(self.layout.specs)
+        return to_toml(self.config.common) + self.model.config.to_json_string() + repr(self.layout.specs)
 
     @property
     def eval_form(self) -> str:
@@ -117,6 +118,13 @@ class Job(Partition):
     def ends(self) -> list[int]:
         """Tokens that end a generated text before it is known how the learned texts end."""
         return known_ends(self.model.directory, self.model.tokenizer, self.tokenizer)
+
+    @property
+    def domain(self) -> str:
+        """Name of the domain of this rank; empty if replicas of a domain do not act as one."""
+        dp = self.config.dp
+        has_two_levels = dp.local == "auto" and self.plugins.mode.exchanges != "nothing" and not self.is_elastic
+        return (dp.domain or machine_name()) if has_two_levels else ""
 
     @property
     def is_first_on_host(self) -> bool:

@@ -59,7 +59,7 @@ def build_session(
     """
     model = job.model.build(job.shapes.dtype)
     composed = ComposedModel(model, job.model.description, compiles=job.config.model.compile)
-    peers = Peers(groups.dp, groups.waits, observers)
+    peers = Peers(groups.dp, groups.waits, observers, groups.domains)
     stages = build_stages(job, composed, source, peers, deferred)
     weights = [weight for stage in stages.values() for weight in stage.weights]
     owned = _owned(weights, job)
@@ -94,7 +94,7 @@ def reconnect(
     The new session takes over weights, optimizer state, activation caches, and the data-parallel mode's state of this
     replica. job: this rank holds the same layers in it; the number of replicas, and which this is, may differ.
     """
-    peers, was = Peers(groups.dp, groups.waits, observers), _place(session.peers)
+    peers, was = Peers(groups.dp, groups.waits, observers, groups.domains), _place(session.peers)
     cache_plan = keep_caches(cache_plan, session, job)
     owned = _owned(session.weights, job)
     new = _connect(job, groups, peers, session.stages, owned, session.optimizer, cache_plan)

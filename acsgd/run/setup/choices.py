@@ -86,6 +86,15 @@ CHOICES = (
         "model.dropout_mask=sample computes one sequence at a time, but the model has no dropout; remove it",
     ),
     without_effect("dp.mode", lambda job: _is_alone(job), "there is one replica", "start more processes, or "),
+    *(
+        without_effect(option, lambda job: _is_alone(job), "there is one replica", "start more processes, or ")
+        for option in ("dp.local", "dp.domain")
+    ),
+    without_effect(
+        "dp.domain",
+        lambda job: not (job.domain or _is_alone(job)),
+        "with dp.local={config.dp.local} and dp.mode={config.dp.mode} no replicas act as one",
+    ),
     without_effect("data.deal", lambda job: _is_alone(job), "there is one replica", "start more processes, or "),
     without_effect(
         "optim.loss_scale",

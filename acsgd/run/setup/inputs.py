@@ -74,7 +74,8 @@ class RunInputs:
         ends = [] if job.model.task.has_labels else self.reader.rows.ends.notes(job.tokenizer, job.ends)
         found = [note for note in self.reader.notes if note not in self.notes]  # of streamed sources, known only now
         date = describe_date(job.tokenizer) if formats & {*CHATS} else []
-        return [*self.notes, *found, *ends, *date, *describe_unused(job.config.data, formats)]
+        domains = describe_domains(session)
+        return [*self.notes, *domains, *found, *ends, *date, *describe_unused(job.config.data, formats)]
 
     def fingerprint(self) -> str:
         """Return a string that must be equal on all ranks."""
@@ -200,3 +201,16 @@ def plan_activation_caches(
         )
     except ValueError as error:
         raise ValueError(f'pp.forward="{job.config.pp.forward}": {error}') from None
+
+
+def describe_domains(session: Session) -> list[str]:
+    """Return a sentence on replicas that act as one, or on a dp.domain without effect."""
+    job, domains = session.job, session.groups.domains
+    if domains is not None:
+        return [domains.describe()]
+    if job.config.dp.domain is None or not job.domain or job.topology.replicas == 1:
+        return []
+    return [
+        f"dp.domain={job.config.dp.domain} has no effect: "
+        "all replicas are in one domain, or no domain has several replicas of all stages"
+    ]

@@ -146,7 +146,7 @@ def _stage_states(session: Session, stage: Stage, idle: Collection[int]) -> Iter
         else:  # each replica has its own optimizer state
             masters, optimizer = {weight.key: global_weights[weight.key] for weight in originals}, {}
             replica |= _local(owned.state_of(session.optimizer, weights))
-        if session.peers.is_observer:
+        if session.peers.is_observer or not session.peers.is_leader:
             replica = {}
         if owned.ownership.is_writer(name, position, idle):
             return LayerState(name, position, masters, constants, optimizer, replica)

@@ -199,7 +199,8 @@ class Checkpointing(StepHook):
             self._inputs.held_out_key,
             data_options(job.config, self._inputs.reader.rows.formats),
         )
-        self._saver.snapshot(progress.step, layer_states(self._session, idle), run.to_dict(), best=best)
+        states, replica = layer_states(self._session, idle), self._session.peers.replica
+        self._saver.snapshot(progress.step, states, run.to_dict(), replica=replica, best=best)
         self._saved_at, self._has_copy = time.monotonic(), True
         return time.perf_counter() - started
 

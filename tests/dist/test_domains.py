@@ -1,0 +1,147 @@
+"""Laws of replicas that share a domain: they act as one, which has all of their micro-batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from lib.models import DROPOUT
+from lib.ranks import on_ranks
+from lib.replica_runs import make_replica_config, resumed_at_half
+from lib.replicas import LOCAL_SPECS, LR, TIMEOUT, copied, gradients, make_weights
+from lib.resume import HALF, TinyModel, checkpoint_of, losses_of, train_ranks
+from lib.training import RELATIVE
+from torch import Tensor
+
+from acsgd.config.options import Config
+from acsgd.config.spec import from_spec
+from acsgd.dp import MODES
+from acsgd.dp.peers import Peers
+from acsgd.groups import connect
+from acsgd.optim.base import SecondMoments
+from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.weights import WeightState
+from acsgd.topology import Topology
+
+SMALL = "bucket_mb=0.0005"
+"""Option with which most weights have buckets of their own."""
+SPECS = [
+    "allreduce",
+    f"allreduce:dtype=bf16,{SMALL}",
+    f"sharded_ps:{SMALL}",
+    "central_ps",
+    f"powersgd:rank=2,exact_steps=1,{SMALL}",
+    *(spec for spec in LOCAL_SPECS if spec != "local"),
+]
+DOMAINS = {"even": "aabb", "uneven": "aab"}
+"""Domain of each replica."""
+STEPS = 5
+RUNS = ["cocktail:random=0.5,topk=0.2,exact_steps=1", "powersgd:rank=2"]
+"""Modes of whole runs: with local weights and without."""
+
+
+class Trained(NamedTuple):
+    """Results of one replica in one mode."""
+
+    weights: list[Tensor]
+    state: WeightState
+    sent_bytes: int
+
+
+def train_all(rank: int, world_size: int, store: Path, domains: str, acting: Sequence[Sequence[int]]) -> list[Trained]:
+    """Train in each mode on the gradients of the replicas for which this one acts."""
+    torch.set_num_threads(1)
+    topology, file_store = Topology.of(rank, world_size, 1), dist.FileStore(str(store), world_size)
+    with connect(topology, timeout=TIMEOUT, store=file_store, domain=domains[rank]) as groups:
+        peers = Peers(groups.dp, groups.waits, domains=groups.domains)
+        results = [train(peers, spec, acting[rank]) for spec in SPECS]
+        dist.barrier()  # a rank that leaves early would disturb the others' connections
+        return results
+
+
+def train(peers: Peers, spec: str, acts_for: Sequence[int]) -> Trained:
+    weights = make_weights()
+    sync = from_spec(spec, MODES, key="dp.mode").open(weights, peers)
+    for step in range(STEPS):
+        sync.begin_step(step)
+        for parts in zip(weights, *(gradients(replica, step) for replica in acts_for), strict=True):
+            weight, *grads = parts
+            weight.master.grad = torch.stack(grads).sum(0)
+            sync.grad_ready(weight, is_final=True)
+        sync.reduce()
+        sync.wait()
+        sync.commit()
+        with torch.no_grad():
+            for weight in weights:
+                weight.master.sub_(LR * weight.master.grad)
+        moments = SecondMoments({}, 0.999)
+        sync.exchange(step, moments)
+        sync.after_step(step, moments)
+    return Trained(
+        [weight.master.detach().clone() for weight in weights], copied(sync.state_dict()), sync.meter.sent_bytes
+    )
+
+
+def assert_equal_states(ours: WeightState, theirs: WeightState, tolerance: float, spec: str) -> None:
+    assert ours.keys() == theirs.keys(), spec
+    for name, by_key in theirs.items():
+        assert ours[name].keys() == by_key.keys(), (spec, name)
+        for key, x in by_key.items():
+            close = torch.allclose(ours[name][key], x, rtol=tolerance, atol=tolerance, equal_nan=True)
+            assert close, (spec, name, key)
+
+
+@pytest.mark.parametrize("domains", DOMAINS.values(), ids=DOMAINS.keys())
+def test_a_domain_acts_as_one_replica(domains: str, tmp_path: Path) -> None:
+    """Its members have the same weights and state, bit for bit, and send what one would."""
+    members = [[r for r, name in enumerate(domains) if name == each] for each in dict.fromkeys(domains)]
+    ours = on_ranks(len(domains), train_all, tmp_path / "ours", domains, [[r] for r in range(len(domains))])
+    single = on_ranks(len(members), train_all, tmp_path / "single", "-" * len(members), members)
+    for number, spec in enumerate(SPECS):
+        for domain, replicas in enumerate(members):
+            expected, (first, *others) = single[domain][number], [ours[replica][number] for replica in replicas]
+            for mine, theirs in zip(first.weights, expected.weights, strict=True):
+                assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5), spec
+            assert_equal_states(first.state, expected.state, 1e-5, spec)
+            assert first.sent_bytes == expected.sent_bytes > 0, spec
+            for other in others:
+                assert all(map(torch.equal, other.weights, first.weights)), spec
+                assert_equal_states(other.state, first.state, 0, spec)
+                assert other.sent_bytes == 0, spec
+
+
+def test_a_whole_run_in_two_domains_equals_one_of_two_replicas(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Also if resumed on replicas with domains, and without. Micro-batches have unequal numbers of tokens."""
+    model = tiny_model("gpt2", **DROPOUT, n_layer=2)
+
+    def configs_in(name: str) -> list[Config]:
+        configs = [
+            make_replica_config(model, tmp_path / f"{name}-{n}" / "run", mode, stages=1) for n, mode in enumerate(RUNS)
+        ]
+        return [replace(c, data=replace(c.data, rows="single"), pp=replace(c.pp, micro=1)) for c in configs]
+
+    whole, single = configs_in("whole"), configs_in("single")
+    on_ranks(4, train_ranks, tmp_path / "store-whole", whole, "aabb")
+    on_ranks(2, train_ranks, tmp_path / "store-single", single)
+    for ours, theirs in zip(whole, single, strict=True):
+        assert losses_of(ours) == pytest.approx(losses_of(theirs), rel=RELATIVE), ours.dp
+        states = [ShardDirectory(checkpoint_of(each)).replica_states("block-00000") for each in (ours, theirs)]
+        assert len(states[0]) == len(states[1]) == 2
+        for mine, other in zip(*states, strict=True):
+            assert_equal_states(mine, other, 1e-4, ours.dp.mode)
+    for ranks, domains in ((4, "aabb"), (2, "")):
+        halves = [resumed_at_half(each, tmp_path / f"on-{ranks}-{n}" / "run", stages=1) for n, each in enumerate(whole)]
+        on_ranks(ranks, train_ranks, tmp_path / f"store-{ranks}", halves, domains)
+        for half, full in zip(halves, whole, strict=True):
+            assert resumed_losses(half) == pytest.approx(losses_of(full)[HALF:], rel=RELATIVE), (ranks, half.dp)
+
+
+def resumed_losses(config: Config) -> list[float]:
+    lines = (Path(config.log.dir) / "metrics.jsonl").read_text().splitlines()
+    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
