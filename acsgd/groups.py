@@ -45,6 +45,8 @@ class DomainGroups:
     """The ranks of the same stages in this replica's domain; None if there are no others."""
     leaders: Group | None
     """Those of the leaders; None on other replicas."""
+    run_id: str
+    """That of the groups."""
 
     def describe(self) -> str:
         """Return a sentence for the user."""
@@ -307,7 +309,7 @@ def connect(
         of_domain, of_leaders = (
             next(own) if any(rank in each for each in level) else None for level in (local, leaders)
         )
-        two_levels = DomainGroups(domains, of_domain, of_leaders) if domains else None
+        two_levels = DomainGroups(domains, of_domain, of_leaders, run_id) if domains else None
         apart = others[-1] if background else world
         yield Groups(by_axis, world, apart, opened.client, timeout_s, run_id, waits, two_levels, opened)
     except BaseException:

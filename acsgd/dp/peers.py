@@ -10,6 +10,7 @@ the same messages, of which the leader's are sent; what the leader receives it f
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
 import struct
 import time
@@ -44,6 +45,20 @@ _IDENTITY_BYTES = _HEADER.size - CHECKSUM_BYTES
 _LENGTHS = 2**40
 _ABORTED = _LENGTHS - 1
 """Length in the header of a replica that has failed and sends nothing more."""
+
+
+def acting_domains(
+    group: Group, observers: Collection[int], domains: DomainGroups | None
+) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
+    """Return which replicas of a group act as one: of those that send, and of those that only receive.
+
+    Where only some replicas of a domain are observers, each replica acts alone until they are no observers any more.
+    """
+    found: list[Sequence[int]] = [] if domains is None else [*domains.domains.values()]
+    if not found or any(len({replica in observers for replica in domain}) > 1 for domain in found):
+        found = [[replica] for replica in range(group.size())]
+    senders = [domain for domain in found if domain[0] not in observers]
+    return senders, [domain for domain in found if domain[0] in observers]
 
 
 class AsyncResult(Generic[T]):
@@ -92,27 +107,33 @@ class Peers:
         self.observers = tuple(sorted(observers))
         """Replicas of the group that only receive."""
         self.is_observer = (me := self.group.rank()) in observers
-        self.domains: Sequence[Sequence[int]] = [[replica] for replica in range(self.group.size())]
-        """Replicas of the group that act as one. Where only some replicas of a domain are observers, each acts alone,
-        until they are no observers any more."""
-        if self._domains is not None:
-            domains = [*self._domains.domains.values()]
-            if all(len({replica in observers for replica in domain}) == 1 for domain in domains):
-                self.domains = domains
-        by_role = sorted(self.domains, key=lambda domain: domain[0] in observers)
-        self.members = next(domain for domain in by_role if me in domain)
+        senders, receivers = acting_domains(self.group, observers, self._domains)
+        self.domains = [*senders, *receivers]
+        """Replicas of the group that act as one."""
+        self.members = next(domain for domain in self.domains if me in domain)
         """Replicas of the group in this domain, the leader first."""
-        self.size = sum(domain[0] not in observers for domain in by_role)
+        self.size = len(senders)
         """Number of replicas that send, R. In `exchange` the observers are numbered after these."""
-        self.replica = 0 if self.is_observer else by_role.index(self.members)
+        self.replica = 0 if self.is_observer else senders.index(self.members)
         """Index of this replica among these; 0 on an observer, whose tensors have the shapes of that replica's."""
-        self._ranks = [self.group.ranks[domain[0]] for domain in by_role]
+        self._ranks = [self.group.ranks[domain[0]] for domain in self.domains]
         self._leader, *self._followers = (self.group.ranks[member] for member in self.members)
 
     @property
     def is_leader(self) -> bool:
         """Whether this replica sends and saves what is equal on all members of its domain."""
         return self.group.rank() == self.members[0]
+
+    @property
+    def state_key(self) -> str:
+        """Text that the members of this domain, whose state is equal, have in common, and no others; empty on an
+        observer."""
+        if self.is_observer:
+            return ""
+        if len(self.members) == 1:
+            return secrets.token_hex(8)
+        assert self._domains is not None
+        return f"{self._domains.run_id}/{self.members[0]}"
 
     @property
     def is_single(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from acsgd.elastic.control import Control
 from acsgd.elastic.state.joins import JoiningRank, StateSource
+from acsgd.elastic.state.transfer import align_domain
 from acsgd.io.data.batches import AHEAD
 from acsgd.run.report import Report, StepField, StepSummary, by_rank, by_replica, in_grid, on_all, on_any
 from acsgd.run.session import Session
@@ -75,8 +76,11 @@ class BackgroundJoin(StepHook):
 
     def _admit(self, idle: Collection[int]) -> None:
         """Let the observers take part in the exchanges, unless they are idle."""
-        if self._session.peers.observers and not idle:
+        peers = self._session.peers
+        if peers.observers and not idle:
+            key = peers.state_key
             admit_observers(self._session)
+            align_domain(self._session, key)
 
 
 class Pause(StepHook):

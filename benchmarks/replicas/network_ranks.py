@@ -184,7 +184,7 @@ def make_batch(job: Job, setting: Setting) -> Batch:
     all_tokens = torch.randint(VOCABULARY, (setting.micros * setting.replicas, 1, SEQUENCE + 1), generator=generator)
     tokens = all_tokens[job.micro_ids.start : job.micro_ids.stop]
     ids = torch.zeros(len(tokens), 1, dtype=torch.int64)
-    return Batch(tokens[..., :-1], tokens[..., 1:], sample_ids=ids, micro_ids=job.micro_ids)
+    return Batch({"input_ids": tokens[..., :-1]}, tokens[..., 1:], sample_ids=ids, micro_ids=job.micro_ids)
 
 
 def acsgd(job: Job, batch: Batch, groups: Groups) -> Step:

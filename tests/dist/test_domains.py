@@ -16,13 +16,15 @@ from lib.ranks import on_ranks
 from lib.replica_runs import make_replica_config, resumed_at_half
 from lib.replicas import LOCAL_SPECS, LR, TIMEOUT, copied, gradients, make_weights
 from lib.resume import HALF, TinyModel, checkpoint_of, losses_of, train_ranks
-from lib.training import RELATIVE
+from lib.training import RELATIVE, make_config
+from lib.views import Script, ScriptedView, train_in_views
 from torch import Tensor
 
-from acsgd.config.options import Config
+from acsgd.config.options import Config, ElasticConfig, ReplicaConfig
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 from acsgd.dp.peers import Peers
+from acsgd.errors import RunError
 from acsgd.groups import connect
 from acsgd.optim.base import SecondMoments
 from acsgd.shards.disk import ShardDirectory
@@ -44,6 +46,12 @@ DOMAINS = {"even": "aabb", "uneven": "aab"}
 STEPS = 5
 RUNS = ["cocktail:random=0.5,topk=0.2,exact_steps=1", "powersgd:rank=2"]
 """Modes of whole runs: with local weights and without."""
+
+
+VIEW_STEPS = 7
+EXCHANGING = "cocktail_grad:topk=.25"
+"""A mode with an exchange after the step, in which a late rank does not take part."""
+ELASTIC = ("powersgd:rank=1", "cocktail:random=.5,topk=.5", EXCHANGING)
 
 
 class Trained(NamedTuple):
@@ -116,6 +124,29 @@ def test_a_domain_acts_as_one_replica(domains: str, tmp_path: Path) -> None:
                 assert other.sent_bytes == 0, spec
 
 
+def differ(rank: int, world_size: int, store: Path, domains: str) -> str:
+    """Train one step, in which replica 1 computes differently; return the error."""
+    torch.set_num_threads(1)
+    topology, file_store = Topology.of(rank, world_size, 1), dist.FileStore(str(store), world_size)
+    try:
+        with connect(topology, timeout=TIMEOUT, store=file_store, domain=domains[rank]) as groups:
+            weights, peers = make_weights(), Peers(groups.dp, groups.waits, domains=groups.domains)
+            sync = from_spec("cocktail_grad:topk=1", MODES, key="dp.mode").open(weights, peers)
+            sync.begin_step(0)
+            with torch.no_grad():
+                weights[0].master.add_(1.0 + (rank == 1))
+            sync.exchange(0, SecondMoments({}, 0.999))
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_of_a_domain_that_compute_differently_end_the_run(tmp_path: Path) -> None:
+    errors = on_ranks(3, differ, tmp_path / "store", "aab")
+    assert all(errors)
+    assert "has other updates than rank 0 of its domain" in errors[1]
+
+
 def test_a_whole_run_in_two_domains_equals_one_of_two_replicas(tiny_model: TinyModel, tmp_path: Path) -> None:
     """Also if resumed on replicas with domains, and without. Micro-batches have unequal numbers of tokens."""
     model = tiny_model("gpt2", **DROPOUT, n_layer=2)
@@ -145,3 +176,49 @@ def test_a_whole_run_in_two_domains_equals_one_of_two_replicas(tiny_model: TinyM
 def resumed_losses(config: Config) -> list[float]:
     lines = (Path(config.log.dir) / "metrics.jsonl").read_text().splitlines()
     return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+
+VIEWS: dict[str, Script] = {
+    "calm": [ScriptedView(range(4), VIEW_STEPS)],
+    "one of a domain is late": [ScriptedView(range(4), 3, late=(1,)), ScriptedView(range(4), VIEW_STEPS)],
+    "the leader misses the exchange": [ScriptedView(range(4), 3, unsynced=(0,)), ScriptedView(range(4), VIEW_STEPS)],
+    "domains part and meet": [
+        ScriptedView(range(4), 2),
+        ScriptedView((2, 3), 3),  # each for itself
+        ScriptedView((3, 2, 1), 4),
+        ScriptedView((0, 2), 5),
+        ScriptedView((1, 0, 2, 3), VIEW_STEPS),
+    ],
+    "joins in the background": [ScriptedView((0, 1), 2), ScriptedView(range(4), VIEW_STEPS)],
+    "one of a domain joins in the background": [ScriptedView((0, 1, 2), 2), ScriptedView(range(4), VIEW_STEPS)],
+}
+
+
+def test_domains_of_an_elastic_run_have_equal_state_in_every_view(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Else replicas of a domain would send different messages, which ends the run."""
+    config = make_config(tiny_model(n_layer=1), tmp_path, steps=VIEW_STEPS, micro=1)
+    config = replace(config, data=replace(config.data, batch=4))
+    runs = {
+        f"{mode}, {name}": (
+            replace(
+                config,
+                dp=ReplicaConfig(mode, domain="aabb"),
+                elastic=ElasticConfig(join_budget=0 if "background" in name else 1e6),
+            ),
+            script,
+        )
+        for mode in ELASTIC
+        for name, script in VIEWS.items()
+        if not (script[0].late and mode == EXCHANGING)
+    }
+    processes = on_ranks(4, train_in_views, tmp_path / "store", runs)
+    losses: dict[str, dict[int, float]] = {}
+    for run in runs:
+        of_run = losses[run] = {}
+        for step in range(1, VIEW_STEPS + 1):
+            digests = {process[run].digests[step] for process in processes if step in process[run].digests}
+            assert len(digests) == 1, (run, step)
+            (of_run[step],) = {process[run].losses[step] for process in processes if step in process[run].losses}
+        assert of_run[VIEW_STEPS] < of_run[1], run
+    for mode in ELASTIC[:-1]:
+        assert losses[f"{mode}, one of a domain is late"] == pytest.approx(losses[f"{mode}, calm"], rel=RELATIVE)

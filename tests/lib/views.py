@@ -219,7 +219,8 @@ class _Process:
         job = self._models.prepare(config, rank, len(plan.ranks))
         caches, reader = plan_activation_caches(job, SAMPLES, run_id="run", fresh=True), open_data(job).reader
         store, waits = dist.PrefixStore(f"view {number}", self._store), InterruptibleWaits()
-        with connect(job.topology, timeout=TIMEOUT, store=store, waits=waits, background=True) as groups:
+        domain = (config.dp.domain or "")[self._number : self._number + 1]  # a letter per process
+        with connect(job.topology, timeout=TIMEOUT, store=store, waits=waits, background=True, domain=domain) as groups:
             if plan.from_disk:
                 self._session = build_session(job, self._models.weights(job), groups, caches)
             else:

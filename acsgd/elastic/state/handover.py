@@ -11,13 +11,14 @@ import torch
 
 from acsgd.dp.exchange.following import FollowingOptimizer, FollowingSync
 from acsgd.dp.exchange.local_weights import LocalWeightsSync
+from acsgd.dp.peers import acting_domains
 from acsgd.dp.resize import ReplicaPlace
 from acsgd.elastic.membership.messages import View
 from acsgd.elastic.membership.plan import Plan, WorkerState
 from acsgd.elastic.state.channel import StateReceiver
 from acsgd.elastic.state.joins import JoiningRank, StateSource, memory_for_joins, plan_joins
 from acsgd.elastic.state.snapshot_store import Snapshot
-from acsgd.elastic.state.transfer import HeldLayers, LayersInMemory, receive_layers
+from acsgd.elastic.state.transfer import HeldLayers, LayersInMemory, align_domain, receive_layers
 from acsgd.groups import Groups, collective_errors
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import BatchReader
@@ -111,7 +112,8 @@ def hand_over(
     is_source = any(transfer.source == rank for transfer in plan.transfers)
     held: HeldLayers | Snapshot | None = snapshot
     if session is not None and (is_source or not is_same):
-        held = HeldLayers(session, plan.replicas - len(observers))
+        senders, _ = acting_domains(groups.dp, observers, groups.domains)
+        held = HeldLayers(session, len(senders))
     with collective_errors("handing over state", groups.world):
         for transfer in plan.transfers:  # in the same order on all ranks, so that no two wait for each other
             if transfer.source == rank and held is not None:
@@ -119,9 +121,12 @@ def hand_over(
             elif transfer.target == rank:
                 received_bytes += receive_layers(groups, transfer.source, received)
     if session is not None and is_same:
+        key = session.peers.state_key
         if isinstance(session.optimizer, FollowingOptimizer):  # of the observers of the view before
             session = replace(session, optimizer=session.optimizer.followed)
-        return HandedOver(reconnect(session, job, groups, cache_plan, observers), received_bytes)
+        new = reconnect(session, job, groups, cache_plan, observers)
+        align_domain(new, key)
+        return HandedOver(new, received_bytes)
     if held is not None:
         incoming_layers = {layer for transfer in incoming for layer in transfer.layers}
         held.keep([layer for layer in job.layout.layers if layer not in incoming_layers], received)
@@ -130,6 +135,7 @@ def hand_over(
     new = build_session(job, received, groups, cache_plan, observers=observers)
     peers = (session or new).peers
     received.restore(new, ReplicaPlace(peers.replica, peers.size))
+    align_domain(new)
     return HandedOver(new, received_bytes)
 
 
@@ -166,6 +172,7 @@ def join(
         receiver, deferred = StateReceiver(joins.addresses[rank], groups.timeout_s), DeferredConstants()
         blank = BlankWeights(job.model.build(torch.float32), constants)
         new = build_session(job, blank, groups, cache_plan, deferred=deferred, observers=observers)
+        align_domain(new)
         open_optimizer = partial(job.plugins.optimizer.open, config=job.config.optim)
         new = _follow(new) if observers else replace(new, optimizer=ReplayOptimizer(new.optimizer, open_optimizer))
         limit_bytes = memory_for_joins(job)

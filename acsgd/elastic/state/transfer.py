@@ -18,6 +18,7 @@ from torch import Tensor
 from acsgd.dp.resize import ReplicaPlace, carry_over
 from acsgd.groups import Groups
 from acsgd.run.session import Session
+from acsgd.run.setup.build import restart_syncs
 from acsgd.shards.layer_tensors import LayerTensors
 from acsgd.shards.load import Constants, LoadedLayer
 from acsgd.shards.weights import WeightState, part_of
@@ -80,6 +81,15 @@ class LayersInMemory:
         for stage in session.stages.values():
             stage.sync.load_layer(layer.weights, self._mode)
         session.owned.load_state(session.optimizer, layer.weights, self._optimizer)
+
+    @torch.no_grad()
+    def replace(self, session: Session) -> list[WeightState]:
+        """Load weights and optimizer state into a session, in place; return the state of the mode, by stage."""
+        for weight in session.weights:
+            weight.master.copy_(self._weights[weight.key])
+            weight.param.copy_(weight.master)
+        session.owned.load_state(session.optimizer, session.weights, self._optimizer)
+        return [part_of(self._mode, {weight.key for weight in stage.weights}) for stage in session.stages.values()]
 
     def restore(self, session: Session, was: ReplicaPlace) -> None:
         """Load optimizer state and state of the data-parallel mode. Weights were loaded when the session was built.
@@ -160,6 +170,43 @@ def receive_layers(groups: Groups, sender: int, memory: LayersInMemory) -> int:
         memory.add(tensors)
         nbytes += sum(tensor.nbytes for tensor in tensors.values())
     return nbytes
+
+
+def align_domain(session: Session, key: str = "") -> None:
+    """Let the members of each domain have equal state: that of the first of them that has kept its own.
+
+    Of a former domain whose members act apart now, one keeps what would else be counted several times. All ranks call
+    it together, with syncs that have no exchange under way. key: `Peers.state_key` of the state of this rank, before;
+    empty if it has not kept its own.
+    """
+    job, groups, peers, table = session.job, session.groups, session.peers, session.job.plugins.mode.states
+    if not job.domain:
+        return
+    ranks, me = peers.group.ranks, groups.world.rank()
+    texts = groups.all_gather_text("comparing replicas of a domain", key, timeout_s=groups.timeout_s)
+    members = [ranks[member] for member in peers.members]
+    source = next((rank for rank in members if texts[rank]), members[0])
+    of_source = [rank for rank in ranks if texts[rank] and texts[rank] == texts[source]]
+    is_equal, is_extra = {*members} <= {*of_source}, bool(of_source) and of_source[0] not in members
+    has_equal_start = not texts[source] and job.plugins.mode.exchanges == "gradients"
+    if peers.is_observer or has_equal_start or ((is_equal or len(members) == 1) and not is_extra):
+        return
+    states = [stage.sync.take_state() for stage in session.stages.values()]
+    added = {state.name for state in table if state.merge in ("share", "sum")} if is_extra else set()
+    states = [{name: by_key for name, by_key in state.items() if name not in added} for state in states]
+    if not is_equal and me == source:
+        mode = {
+            name: {key: x for each in states for key, x in each.get(name, {}).items()} for name in set().union(*states)
+        }
+        tensors = [layer_tensors_of(session, layer, {}, mode) for layer in session.layers]
+        for rank in members:
+            if rank != source:
+                send_tensors(groups, rank, tensors)
+    elif not is_equal:
+        memory = LayersInMemory()
+        receive_layers(groups, source, memory)
+        states = memory.replace(session)
+    restart_syncs(session, ReplicaPlace(peers.replica, peers.size), states)
 
 
 def state_bytes(session: Session, layers: Collection[int]) -> int:

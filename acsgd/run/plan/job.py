@@ -123,7 +123,7 @@ class Job(Partition):
     def domain(self) -> str:
         """Name of the domain of this rank; empty if replicas of a domain do not act as one."""
         dp = self.config.dp
-        has_two_levels = dp.local == "auto" and self.plugins.mode.exchanges != "nothing" and not self.is_elastic
+        has_two_levels = dp.local == "auto" and self.plugins.mode.exchanges != "nothing"
         return (dp.domain or machine_name()) if has_two_levels else ""
 
     @property

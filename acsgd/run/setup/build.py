@@ -99,7 +99,7 @@ def reconnect(
     owned = _owned(session.weights, job)
     new = _connect(job, groups, peers, session.stages, owned, session.optimizer, cache_plan)
     # after the last wait: an interrupt leaves the old session as it is
-    _restart_syncs(new, was, [stage.sync.take_state() for stage in session.stages.values()])
+    restart_syncs(new, was, [stage.sync.take_state() for stage in session.stages.values()])
     return new
 
 
@@ -108,10 +108,10 @@ def admit_observers(session: Session) -> None:
     was, states = _place(session.peers), [stage.sync.take_state() for stage in session.stages.values()]
     peers = session.peers
     peers.waits.wait(peers.submit(partial(peers.set_observers, ())))
-    _restart_syncs(session, was, states)
+    restart_syncs(session, was, states)
 
 
-def _restart_syncs(session: Session, was: ReplicaPlace, states: Sequence[WeightState]) -> None:
+def restart_syncs(session: Session, was: ReplicaPlace, states: Sequence[WeightState]) -> None:
     """Open the syncs of the stages again, with the states that this replica had at another place among others."""
     mode, now = session.job.plugins.mode, _place(session.peers)
     for stage, own in zip(session.stages.values(), states, strict=True):
