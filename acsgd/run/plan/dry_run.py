@@ -55,6 +55,8 @@ class _AbsentGroup:
 
     device = torch.device("cpu")
 
+    reductions = None
+
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
         self.ranks = [*range(size)]
