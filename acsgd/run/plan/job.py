@@ -15,6 +15,7 @@ from acsgd import codecs
 from acsgd.config.options import Config
 from acsgd.config.run_file import to_toml
 from acsgd.config.spec import suggest, to_spec
+from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.groups import machine_name
 from acsgd.io.data.formats.formats import read_options
 from acsgd.io.data.held_out import parse_eval
@@ -32,7 +33,7 @@ from acsgd.run.plan.limits import check_directories, check_reading, check_stream
 from acsgd.run.plan.model import RunModel, open_run_model
 from acsgd.run.plan.partition import Partition, divide_model, most_micros, open_grid
 from acsgd.run.plan.plugins import Plugins
-from acsgd.run.plan.transports import check_transports
+from acsgd.run.plan.transports import check_transports, wanted_transport
 from acsgd.shards.chat_template import set_chat_template
 from acsgd.shards.generation import known_ends
 from acsgd.shards.plan import token_flops
@@ -123,7 +124,11 @@ class Job(Partition):
     def domain(self) -> str:
         """Name of the domain of this rank; empty if replicas of a domain do not act as one."""
         dp = self.config.dp
-        has_two_levels = dp.local == "auto" and self.plugins.mode.exchanges != "nothing"
+        mode = self.plugins.mode
+        sums_over_nccl = (
+            isinstance(mode, AllReduce) and wanted_transport(self.config, "replica") == "nccl"
+        )  # fast alone
+        has_two_levels = dp.local == "auto" and mode.exchanges != "nothing" and not sums_over_nccl
         return (dp.domain or machine_name()) if has_two_levels else ""
 
     @property
