@@ -43,7 +43,7 @@ from acsgd.groups import connect
 from acsgd.launch import Launch, set_nccl_variables
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.setup.build import build_session
-from benchmarks.common.compare import RankRounds, Step, alternate, on_ranks, summarise
+from benchmarks.common.compare import Cost, RankRounds, Step, alternate, on_ranks, summarise
 from benchmarks.gpu.step import DeviceWeights, copy_weights
 from benchmarks.runs.speed import (
     GPT2,
@@ -156,9 +156,9 @@ def run_case(compared: Case, directory: Path, launch: Launch, options: argparse.
         sides = acsgd(session, size), compared.open_baseline(job, size, whole, nccl)
         rounds = 5 if options.quick else 15
         mine = alternate(*sides, warmup=WARMUP, rounds=rounds, steps=1, barrier=barrier)
-        of_ranks: list[RankRounds] = [mine] * RANKS
-        dist.all_gather_object(of_ranks, mine)
-    result = summarise(of_ranks, steps=1)
+        texts = groups.all_gather_text("rounds", json.dumps(mine), timeout_s=TIMEOUT.total_seconds())
+    of_ranks = [json.loads(text) for text in texts]
+    result = summarise([RankRounds(x, [(Cost(*a), Cost(*b)) for a, b in costs]) for x, costs in of_ranks], steps=1)
     results["cases"].append(
         {"case": compared.name, "baseline": compared.baseline, "goal": compared.goal, **result._asdict()}
     )

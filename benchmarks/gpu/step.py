@@ -8,7 +8,8 @@ the model's own forward, all logits at once, and multi-tensor operations between
 alternate in one process (common/compare.py).
 
 MFU (model FLOP utilization) is the FLOPs of forward and backward by the shapes of the matrix products, attention over
-all pairs of tokens included, per second, relative to PEAK_FLOPS; also relative to a large matrix product, timed here.
+all pairs of tokens included, per second, relative to the peak of the data sheet; also relative to a large matrix
+product, timed here.
 
 --profile writes what host and device do in a step of either side: calls of the driver, such as launches and waits, the
 kernels that take longest, and the longest gaps between kernels.
@@ -40,6 +41,7 @@ from acsgd.run.plan.job import prepare
 from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
 from acsgd.shards.layer_tensors import LayerTensors
+from acsgd.streams import peak_of_gpu
 from benchmarks.common.compare import Comparison, Step, alternate, summarise
 from benchmarks.runs.speed import OPTIM, TIMEOUT, Size, acsgd, make_adamw, save_tokenizer, summed_loss, tokens_of
 
@@ -47,8 +49,6 @@ GOAL = 1.01
 """Largest acceptable ratio of step times."""
 LOSS_TOLERANCE = 2e-3
 """Rounding to bf16 has a relative error of up to 2**-8; over the tokens of a batch most of it averages out."""
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""Dense bf16 FLOP/s by a part of the device's name."""
 WARMUP, PROFILED = 3, 3
 """Steps."""
 STD = 0.02
@@ -278,6 +278,23 @@ def table(result: Comparison, rates: dict[str, float], title: str) -> Table:
     return shown
 
 
+def report(result: Comparison, options: argparse.Namespace, size: Size, device: torch.device, console: Console) -> None:
+    """Print the results, and write them to a file."""
+    rates = {"tokens/s": float(size.step_tokens)}
+    name = "cpu"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        if peak := peak_of_gpu(name, torch.bfloat16):
+            rates[f"MFU, {peak / 1e12:.0f} TFLOP/s"] = size.step_flops / peak
+        measured = matmul_flops(device)
+        rates[f"of a matrix product, {measured / 1e12:.0f} TFLOP/s"] = size.step_flops / measured
+    console.print(table(result, rates, f"Llama-like, {options.size}, bf16, on {name}"))
+    shares = {key: [rate / result.ours_s, rate / result.theirs_s] for key, rate in rates.items()}
+    about = {"device": name, "torch": torch.__version__, "size": options.size, "goal": GOAL}
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(about | {"rates": shares} | result._asdict(), indent=1) + "\n")
+
+
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -309,27 +326,12 @@ def main() -> None:
                 barrier=lambda: synchronize(device),
             )
             result = summarise([rounds], steps=1)
-            texts = []
+            report(result, options, size, device, console)
             if options.profile:
                 sides = {"acsgd": ours, "plain loop": theirs}
                 texts = [describe_profile(name, step, WARMUP, device) for name, step in sides.items()]
-    rates = {"tokens/s": float(size.step_tokens)}
-    name = "cpu"
-    if kind == "cuda":
-        name = torch.cuda.get_device_name(device)
-        rates |= {
-            f"MFU, {peak / 1e12:.0f} TFLOP/s": size.step_flops / peak for key, peak in PEAK_FLOPS.items() if key in name
-        }
-        measured = matmul_flops(device)
-        rates[f"of a matrix product, {measured / 1e12:.0f} TFLOP/s"] = size.step_flops / measured
-    console.print(table(result, rates, f"Llama-like, {options.size}, bf16, on {name}"))
-    if texts:
-        options.profile.parent.mkdir(parents=True, exist_ok=True)
-        options.profile.write_text("\n\n".join(texts) + "\n")
-    shares = {key: [rate / result.ours_s, rate / result.theirs_s] for key, rate in rates.items()}
-    about = {"device": name, "torch": torch.__version__, "size": options.size, "goal": GOAL}
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(about | {"rates": shares} | result._asdict(), indent=1) + "\n")
+                options.profile.parent.mkdir(parents=True, exist_ok=True)
+                options.profile.write_text("\n\n".join(texts) + "\n")
     if result.loss_error > LOSS_TOLERANCE:
         raise SystemExit(
             f"the relative difference of the two losses, {result.loss_error:.1e}, exceeds {LOSS_TOLERANCE:g}"

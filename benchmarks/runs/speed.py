@@ -180,7 +180,7 @@ def pipelined(job: Job, size: Size, model: GPT2LMHeadModel, group: dist.ProcessG
         tokens = tokens_of(number, size).flatten(0, 1).to(device)
         losses: list[Tensor] = []
         if rank == 0:
-            schedule.step(tokens[:, :-1], return_outputs=False)
+            schedule.step(tokens[:, :-1].contiguous(), return_outputs=False)
         else:
             schedule.step(target=tokens[:, 1:], losses=losses, return_outputs=False)
         squared = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None]).square()

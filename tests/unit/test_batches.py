@@ -102,14 +102,6 @@ def test_a_stage_reads_only_what_it_needs(wants_inputs: bool, wants_labels: bool
     assert all(x is None or (x.shape == (2, 2, 5) and x.is_contiguous()) for x in (tokens, batch.labels))
 
 
-def test_a_batch_moves_to_a_device() -> None:
-    batch = reader(range(3), wants_labels=False).batch(0).to(torch.device("meta"))
-    assert batch.inputs is not None
-    assert batch.inputs["input_ids"].is_meta
-    assert batch.labels is None
-    assert not batch.sample_ids.is_meta
-
-
 # ---- reading ahead
 
 

@@ -113,7 +113,7 @@ def test_sample_ids_are_indices_in_the_held_out_set() -> None:
 def test_a_stage_reads_only_what_it_needs(wants_inputs: bool, wants_labels: bool) -> None:
     rows = windows_of(CORPORA[1:2], T, 2, wants_inputs=wants_inputs, wants_labels=wants_labels)
     held = HeldOut(rows, [range(4, 7)], 1, 0)
-    [batch] = (batch.to(torch.device("cpu")) for batch in held.batches(3))
+    [batch] = held.batches(3)
     whole = next(HeldOut(windows_of(CORPORA[1:2], T, 2), [range(4, 7)], 1, 0).batches(3))
     tokens = None if batch.inputs is None else batch.inputs["input_ids"]
     assert whole.inputs is not None
