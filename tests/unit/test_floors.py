@@ -58,7 +58,7 @@ RESERVED = {
         "acsgd.commands.evaluation.command",
     ),
     "torch.cuda": ("acsgd.streams", "acsgd.codecs", "acsgd.commands.doctor.host"),
-    "os.environ": ("acsgd.launch",),
+    "os.environ": ("acsgd.launch", "acsgd.io.telemetry.trackers"),
     "os._exit": ("acsgd.__main__", "acsgd.failures.signals"),
 }
 TORCH_FREE = (

@@ -139,7 +139,33 @@ def test_a_tracker_that_hangs_is_left_behind_at_the_end(tmp_path: Path, monkeypa
     sink.log(RECORD)
     sink.close(failed=False)
     may_go_on.set()
-    assert notes[-1] == "it has not taken all metrics within 0 s; the rest is lost"
+    assert notes[-1] == "it has not taken all metrics within 0 s, and is left"
+
+
+def test_of_a_tracker_that_is_far_behind_steps_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "MAX_PENDING", 3)
+    notes: list[str] = []
+    may_open = threading.Event()
+
+    def open_(run: TrackedRun) -> Recording:
+        may_open.wait()
+        return Recording(run)
+
+    sink = TrackerSink("it", open_, CONFIG, tmp_path, 0, notes.append)
+    for step in range(1, 10):
+        sink.log(RECORD._replace(step=step))
+    may_open.set()
+    sink.close(failed=False)
+    assert notes == ["it is 3 steps behind: step 4 and others are left out", "it is open"]
+
+
+def test_a_run_directory_that_cannot_be_written_ends_the_tracker_alone(tmp_path: Path) -> None:
+    notes: list[str] = []
+    sink = TrackerSink("it", Recording, CONFIG, tmp_path / "missing", 0, notes.append)
+    sink.log(RECORD)
+    sink.close(failed=False)
+    [note] = notes
+    assert note.startswith("it failed ([Errno 2]")
 
 
 def test_the_first_error_is_reported_once_and_ends_the_tracker_alone(tmp_path: Path) -> None:

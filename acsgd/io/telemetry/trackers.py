@@ -6,6 +6,7 @@ A tracker that is slow, or whose server or disk fails, neither delays nor ends t
 from __future__ import annotations
 
 import dataclasses
+import os
 import queue
 import threading
 import time
@@ -24,6 +25,8 @@ PROJECT = "acsgd"
 """Default name of the project or experiment to which a run belongs."""
 FINISH_TIMEOUT_S = 60.0
 """Time that the end of a run waits for a tracker to write what it has been sent, seconds."""
+MAX_PENDING = 10_000
+"""Steps that wait for a tracker; of more, none are kept."""
 _MLFLOW_BATCH = 1000
 """Numbers per request: the limit of MLflow's REST API."""
 
@@ -80,17 +83,23 @@ class TrackerSink:
         self._notes = queue.SimpleQueue[str]()
         """Sentences of the thread that are to be printed."""
         self._pending = queue.SimpleQueue[tuple[int, Mapping[str, float]] | _End]()
-        name, run_id = config.log.name or run_dir.resolve().name, _run_id(run_dir / f"{tracker}-id", resumed_at)
-        run = TrackedRun(config, run_dir, name, run_id, resumed_at, self._notes.put)
+        self._has_dropped = False
+        name = config.log.name or run_dir.resolve().name
+        run = TrackedRun(config, run_dir, name, "", resumed_at, self._notes.put)
         self._thread = threading.Thread(target=self._work, args=(open_, run), name=tracker, daemon=True)
         self._thread.start()
 
     def log(self, record: StepRecord) -> None:
         """Log the numbers of a record, without those that are not finite."""
         self._print_notes()
-        if self._thread.is_alive():
+        if not self._thread.is_alive():
+            return
+        if self._pending.qsize() < MAX_PENDING:
             numbers = {name: value for name, value in record.numbers().items() if name != "step" and value is not None}
             self._pending.put((record.step, numbers))
+        elif not self._has_dropped:
+            self._has_dropped = True
+            self._notify(f"{self._tracker} is {MAX_PENDING} steps behind: step {record.step} and others are left out")
 
     def note(self, text: str) -> None:
         """Do nothing: notes are for the terminal and the text logs."""
@@ -104,7 +113,7 @@ class TrackerSink:
         self._thread.join(FINISH_TIMEOUT_S)
         self._print_notes()
         if self._thread.is_alive():
-            self._notify(f"{self._tracker} has not taken all metrics within {FINISH_TIMEOUT_S:.0f} s; the rest is lost")
+            self._notify(f"{self._tracker} has not taken all metrics within {FINISH_TIMEOUT_S:.0f} s, and is left")
 
     def _print_notes(self) -> None:
         while not self._notes.empty():
@@ -112,13 +121,14 @@ class TrackerSink:
 
     def _work(self, open_: Callable[[TrackedRun], Experiment], run: TrackedRun) -> None:
         try:
-            experiment, end = open_(run), None
+            run_id = _run_id(run.directory / f"{self._tracker}-id", run.resumed_at)
+            experiment, end = open_(run._replace(id=run_id)), None
             while end is None:
                 steps, end = self._take()
                 if steps:
                     experiment.log(steps)
             experiment.close(failed=end.failed)
-        except Exception as error:  # trackers raise errors of their own, of databases, of sockets and of their services
+        except (Exception, SystemExit) as error:  # of trackers, databases, sockets, services
             self._notes.put(f"{self._tracker} failed ({first_line(error)}); training continues without it")
 
     def _take(self) -> tuple[Steps, _End | None]:
@@ -170,14 +180,12 @@ class Mlflow:
     """A run of MLflow, at MLFLOW_TRACKING_URI, or else in the database RUN_DIR/mlflow.db."""
 
     def __init__(self, run: TrackedRun) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # its import would report its use to its makers
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
-        from mlflow.environment_variables import MLFLOW_DISABLE_TELEMETRY, MLFLOW_EXPERIMENT_NAME
-        from mlflow.telemetry import set_telemetry_client
+        from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
         from mlflow.tracking import is_tracking_uri_set
 
-        MLFLOW_DISABLE_TELEMETRY.set(True)
-        set_telemetry_client()  # it has begun to report its use to its makers; this ends it
         self._metric = Metric
         uri = None if is_tracking_uri_set() else f"sqlite:///{(run.directory / 'mlflow.db').resolve()}"
         self._client = client = MlflowClient(uri)
@@ -242,6 +250,6 @@ def _flat(options: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     return flat
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or its name."""
     return str(error).strip().split("\n")[0] or type(error).__name__
