@@ -28,7 +28,7 @@ from acsgd.topology import Axis, Topology
 
 POLL_S = 0.01
 """Seconds between two reads of the store while waiting; one read takes about 0.2 ms."""
-_MACHINE = "\n"
+MACHINE = "\n"
 """Separates the name of a machine from the id of its boot."""
 STORE_TIMEOUT_S = 60.0
 """Maximum time to connect to torchrun's store, seconds."""
@@ -50,7 +50,7 @@ class DomainGroups:
 
     def describe(self) -> str:
         """Return a sentence for the user."""
-        shown = ([name.partition(_MACHINE)[0] for name in names] for names in self.domains)
+        shown = ([name.partition(MACHINE)[0] for name in names] for names in self.domains)
         named = zip(map(" + ".join, map(dict.fromkeys, shown)), self.domains.values(), strict=True)
         where = ", ".join(f"{' '.join(map(str, replicas))} in {name}" for name, replicas in named)
         sizes = {len(replicas) for replicas in self.domains.values()}
@@ -323,7 +323,7 @@ def connect(
 def machine_name() -> str:
     """Return a text that processes of one machine have in common, and of no others: its name and the id of its boot."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
-    return socket.gethostname() + _MACHINE + (boot_id.read_text().strip() if boot_id.exists() else "")
+    return socket.gethostname() + MACHINE + (boot_id.read_text().strip() if boot_id.exists() else "")
 
 
 def _find_domains(opened: ProcessGroups, topology: Topology, name: str) -> dict[tuple[str, ...], list[int]]:

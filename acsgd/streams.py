@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import resource
 import struct
 import sys
@@ -44,7 +45,7 @@ PEAK_TFLOPS = {
     "GeForce RTX 4090": (165.2, 82.6),
     "GeForce RTX 3090": (71.0, 35.6),
 }
-"""By the name of a GPU after "NVIDIA ", or its start before "-": peak rates of dense matrix products in bf16 and fp16,
+"""By the name of a GPU after "NVIDIA ": peak rates of dense matrix products in bf16 and fp16,
 and in fp32 without TF32, which torch does not use by default, TFLOP/s; from NVIDIA's data sheets."""
 
 
@@ -152,7 +153,9 @@ class CudaStreams(Streams):
 def peak_of_gpu(name: str, dtype: torch.dtype) -> float:
     """Return the peak rate of a GPU for dense matrix products, floating-point operations per second; 0 = unknown."""
     model = name.removeprefix("NVIDIA ")
-    peaks = PEAK_TFLOPS.get(model) or PEAK_TFLOPS.get(model.partition("-")[0], (0.0, 0.0))
+    if board := re.fullmatch(r"(A100)-(SXM4|PCIE)-\d+GB", model):  # a part of a GPU (MIG, vGPU) has a longer name
+        model = board[1]
+    peaks = PEAK_TFLOPS.get(model, (0.0, 0.0))
     return peaks[dtype == torch.float32] * 1e12
 
 

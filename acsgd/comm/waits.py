@@ -276,7 +276,13 @@ class Meter:
     """Records waits and messages while steps are traced."""
 
     def wait(self, waits: Waits, work: Work, posted_at: float) -> None:
-        """Wait for an operation and count its time; posted_at: its start, a time.perf_counter()."""
+        """Wait for an operation and count its time; posted_at: its start, a time.perf_counter().
+
+        Operations of the device have no known time: this thread does not wait for them.
+        """
+        if isinstance(work, DeviceWork):
+            waits.wait(work)
+            return
         before = time.perf_counter()
         waits.wait(work)
         now = time.perf_counter()

@@ -169,7 +169,7 @@ class Peers:
     def _start_sum(self, tensor: Tensor, group: Group, meter: Meter, *, counts: bool = False) -> Callable[[], None]:
         since, work = time.perf_counter(), (group.reductions or group).all_reduce(tensor)
         if counts:
-            meter.sent_bytes += 2 * (group.size() - 1) * tensor.nbytes // group.size()  # per rank of a ring
+            meter.sent_bytes += self._ring_bytes(tensor, group)
 
         def wait() -> None:
             with collective_errors("summing gradients", group):
@@ -177,13 +177,21 @@ class Peers:
 
         return wait
 
+    @staticmethod
+    def _ring_bytes(tensor: Tensor, group: Group) -> int:
+        """Return the bytes that each rank of a ring sends to sum a tensor."""
+        return 2 * (group.size() - 1) * tensor.nbytes // group.size()
+
     def _sum_of_leaders(self, tensor: Tensor, meter: Meter) -> None:
         """Sum a tensor over the leaders, and forward the sum to the other members. Runs in the thread."""
         since, message = time.perf_counter(), tensor.to(self.device)
         if self.is_leader:
             assert self._domains is not None
             assert self._domains.leaders is not None
-            self._start_sum(message, self._domains.leaders, meter, counts=True)()
+            leaders = self._domains.leaders
+            with collective_errors("summing gradients", leaders):  # the training thread counts its wait for this one
+                self.waits.wait(leaders.all_reduce(message))
+            meter.sent_bytes += self._ring_bytes(message, leaders)
             self._wait_for_members(self._forward(message, LEADER_TAG), since)
         else:
             with self._errors_of(self._leader, since):

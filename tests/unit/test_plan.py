@@ -58,19 +58,20 @@ def test_costs_are_those_of_shorter_sequences_if_values_of_large_masks_are_neede
     assert layer_costs(task, config, layers, long, device="cpu") == expected
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_the_work_per_token_is_that_of_the_whole_model(family: str) -> None:
+@pytest.mark.parametrize(("family", "attention"), [("gpt2", "eager"), ("llama", "eager"), ("llama", "sdpa")])
+def test_the_work_per_token_is_that_of_the_whole_model(family: str, attention: str) -> None:
     """By torch's counter, and by the formula of Chowdhery et al. 2022: 6 N + 12 L H Q T, without embeddings."""
     config, task, sequence = tiny_config(family), MODEL_CLASSES["lm"], 16
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     ids = torch.zeros(2, sequence, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    config._attn_implementation = attention
     found = token_flops(task, config, task.layers(config), {"batch": 2, "sequence": sequence})
     assert found == counter.get_total_flops() / ids.numel()
     used = [m.weight for m in model.modules() if isinstance(m, (torch.nn.Linear, Conv1D))]
-    attention = 12 * config.num_hidden_layers * config.hidden_size * sequence
-    assert found == 6 * sum(weight.numel() for weight in used) + attention
+    products = 12 * config.num_hidden_layers * config.hidden_size * sequence
+    assert found == 6 * sum(weight.numel() for weight in used) + products
 
 
 def test_more_stages_than_layers_is_refused() -> None:

@@ -16,6 +16,7 @@ from acsgd.config.options import Config
 from acsgd.config.run_file import to_toml
 from acsgd.config.spec import suggest, to_spec
 from acsgd.dp.modes.allreduce import AllReduce
+from acsgd.dp.modes.powersgd import PowerSGD
 from acsgd.groups import machine_name
 from acsgd.io.data.formats.formats import read_options
 from acsgd.io.data.held_out import parse_eval
@@ -123,12 +124,9 @@ class Job(Partition):
     @property
     def domain(self) -> str:
         """Name of the domain of this rank; empty if replicas of a domain do not act as one."""
-        dp = self.config.dp
-        mode = self.plugins.mode
-        sums_over_nccl = (
-            isinstance(mode, AllReduce) and wanted_transport(self.config, "replica") == "nccl"
-        )  # fast alone
-        has_two_levels = dp.local == "auto" and mode.exchanges != "nothing" and not sums_over_nccl
+        dp, mode = self.config.dp, self.plugins.mode
+        is_fast = isinstance(mode, AllReduce | PowerSGD) and wanted_transport(self.config, "replica") == "nccl"
+        has_two_levels = dp.local == "auto" and mode.exchanges != "nothing" and not is_fast
         return (dp.domain or machine_name()) if has_two_levels else ""
 
     @property

@@ -11,31 +11,41 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from acsgd.config.options import Config, OwnTransport, TransportName
+from acsgd.dp.modes.allreduce import AllReduce
+from acsgd.dp.modes.powersgd import PowerSGD
+from acsgd.dp.sync import Mode
+from acsgd.groups import MACHINE
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.plan.plugins import Plugins
 from acsgd.topology import Axis, Topology
 
 SECTIONS: dict[Axis, str] = {"pipeline": "pp", "replica": "dp"}
-"""Section of the options of what travels along an axis."""
+"""Section of the configuration of each axis."""
 SUBJECTS: dict[Axis, str] = {"pipeline": "messages between stages", "replica": "exact sums over replicas"}
 
 
 class Endpoint(NamedTuple):
     """Where a rank runs."""
 
-    host: str
+    machine: str
+    """See `machine_name`."""
     gpu: str
     """Identity of its GPU; empty = it runs on the CPU."""
     nccl: str
     """Version of NCCL; empty = there is none."""
+
+    @property
+    def host(self) -> str:
+        """Host name, for the user."""
+        return self.machine.partition(MACHINE)[0]
 
 
 @dataclass(frozen=True)
 class Transports:
     """The transports of a run, equal on all ranks."""
 
-    hosts: Sequence[str]
-    """Host of each rank."""
+    machines: Sequence[str]
+    """Machine of each rank."""
     nccl: dict[Axis, Literal["nowhere", "within hosts", "everywhere"]]
     """Which ranks use NCCL."""
     reasons: dict[Axis, str]
@@ -43,17 +53,22 @@ class Transports:
 
     def uses_nccl(self, axis: Axis, ranks: Collection[int]) -> bool:
         """Return whether some ranks use NCCL among them."""
-        share_host = len({self.hosts[rank] for rank in ranks}) == 1
+        share_host = len({self.machines[rank] for rank in ranks}) == 1
         return self.nccl[axis] == "everywhere" or (self.nccl[axis] == "within hosts" and share_host)
 
-    def describe(self, topology: Topology) -> list[str]:
-        """Return a sentence on each kind of link that the run has."""
+    def describe(self, topology: Topology, unused: Collection[Axis] = ()) -> list[str]:
+        """Return a sentence on each kind of link that the run has. unused: axes along which nothing of it travels."""
         sentences = []
-        for axis in (axis for axis in SECTIONS if topology.sizes[axis] > 1):
+        for axis in (axis for axis in SECTIONS if topology.sizes[axis] > 1 and axis not in unused):
             form = {"everywhere": "nccl", "within hosts": "nccl within a host, else gloo", "nowhere": "gloo"}
             reason = f" ({self.reasons[axis]})" if axis in self.reasons else ""
             sentences.append(f"transport of {SUBJECTS[axis]}: {form[self.nccl[axis]]}{reason}")
         return sentences
+
+
+def sums_gradients(mode: Mode) -> bool:
+    """Return whether a mode sums gradients exactly over all replicas, in some steps at least."""
+    return isinstance(mode, AllReduce | PowerSGD) or getattr(mode, "exact_steps", 0) > 0
 
 
 def wanted_transport(config: Config, axis: Axis) -> TransportName:
@@ -79,7 +94,7 @@ def check_transports(config: Config, plugins: Plugins, *, on_gpu: bool, has_mesh
 
 def choose_transports(config: Config, plugins: Plugins, endpoints: Sequence[Endpoint], *, has_mesh: bool) -> Transports:
     """Choose the transports of a run from where its ranks are. Raises ValueError if NCCL cannot be used as asked."""
-    chosen = Transports([each.host for each in endpoints], {}, {})
+    chosen = Transports([each.machine for each in endpoints], {}, {})
     for axis in SECTIONS:
         wanted = wanted_transport(config, axis)
         reason = _obstacle(config, plugins, axis, has_mesh=has_mesh) or _obstacle_of_ranks(endpoints)
@@ -95,7 +110,7 @@ def choose_transports(config: Config, plugins: Plugins, endpoints: Sequence[Endp
 
 
 def _obstacle(config: Config, plugins: Plugins, axis: Axis, *, has_mesh: bool) -> str | None:
-    """Return why NCCL cannot carry what the options let travel, None if it can."""
+    """Return why NCCL cannot be used along an axis, None if it can."""
     if has_mesh:
         return "NCCL opens connections of its own, which a mesh does not carry"
     if config.data.deal == "speed":
@@ -123,10 +138,10 @@ def _obstacle_of_ranks(endpoints: Sequence[Endpoint]) -> str | None:
                 f"{endpoints[0].nccl} of rank 0 on {endpoints[0].host}, {each.nccl} of rank {rank} on {each.host}"
             )
             return f"NCCL has different versions: {versions}"
-    gpu, count = Counter((each.host, each.gpu) for each in endpoints).most_common(1)[0]
+    gpu, count = Counter((each.machine, each.gpu) for each in endpoints).most_common(1)[0]
     if count > 1:
-        ranks = [rank for rank, each in enumerate(endpoints) if (each.host, each.gpu) == gpu]
-        return f"ranks {' and '.join(map(str, ranks))} on {gpu[0]} share one GPU"
+        ranks = [rank for rank, each in enumerate(endpoints) if (each.machine, each.gpu) == gpu]
+        return f"ranks {' and '.join(map(str, ranks))} on {endpoints[ranks[0]].host} share one GPU"
     return None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import socket
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,7 @@ from acsgd.comm.process_groups import NCCL
 from acsgd.comm.waits import Meter
 from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaPlace, carry_over
-from acsgd.groups import Groups
+from acsgd.groups import Groups, machine_name
 from acsgd.layers.composed import ComposedModel, Inputs
 from acsgd.layers.skeleton import fill_with_stand_ins
 from acsgd.optim.base import Optimizer
@@ -36,11 +35,12 @@ from acsgd.pp.wire.coder import CodecChoice, ExactFirst, TensorSpec
 from acsgd.pp.wire.frame import MessageKind
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.run.plan.job import Job
-from acsgd.run.plan.transports import Endpoint, choose_transports
+from acsgd.run.plan.transports import Endpoint, choose_transports, sums_gradients
 from acsgd.run.session import Session
 from acsgd.run.setup.describe import micro_shapes
 from acsgd.shards.load import LayerLoader, LoadedLayer, WeightSource
 from acsgd.shards.weights import Weight, WeightState, in_reduction_order
+from acsgd.topology import Axis
 
 
 def build_session(
@@ -74,12 +74,19 @@ def open_transports(job: Job, groups: Groups) -> tuple[Groups, list[str]]:
     """
     if job.topology.world_size == 1:
         return groups, []
-    own = Endpoint(socket.gethostname(), job.streams.gpu, job.streams.nccl_version())
+    own = Endpoint(machine_name(), job.streams.gpu, job.streams.nccl_version())
     texts = groups.all_gather_text("choosing transports", json.dumps(own), timeout_s=groups.timeout_s)
     endpoints = [Endpoint(*json.loads(text)) for text in texts]
     transports = choose_transports(job.config, job.plugins, endpoints, has_mesh=job.has_mesh)
-    notes = transports.describe(job.topology) if any(each.gpu for each in endpoints) else []
-    return groups.with_transport(NCCL, job.streams.device, transports.uses_nccl), notes
+    sums = sums_gradients(job.plugins.mode)
+    unused: list[Axis] = [] if sums or groups.domains is not None else ["replica"]
+    notes = transports.describe(job.topology, unused) if any(each.gpu for each in endpoints) else []
+
+    def uses(axis: Axis, ranks: Sequence[int]) -> bool:
+        is_of_domain = len(ranks) < job.topology.replicas
+        return (axis == "pipeline" or sums or is_of_domain) and transports.uses_nccl(axis, ranks)
+
+    return groups.with_transport(NCCL, job.streams.device, uses), notes
 
 
 def reconnect(

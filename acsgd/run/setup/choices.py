@@ -17,6 +17,7 @@ from acsgd.optim.muon import Muon
 from acsgd.pp.tied.plan import TiedRows
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.plan.job import Job
+from acsgd.run.plan.transports import sums_gradients
 
 
 class Choice(NamedTuple):
@@ -53,6 +54,11 @@ CHOICES = (
     ),
     without_effect("pp.transport", lambda job: job.topology.stages == 1, "there is one stage"),
     without_effect("dp.transport", lambda job: _is_alone(job), "there is one replica"),
+    without_effect(
+        "dp.transport",
+        lambda job: not (_is_alone(job) or job.domain or sums_gradients(job.plugins.mode)),
+        "dp.mode={config.dp.mode} sums no gradients",
+    ),
     without_effect("pp.layers", lambda job: job.topology.stages == 1, "there is one stage", "give --pp.stages 2, or "),
     without_effect("pp.tied", lambda job: not job.tied, "no table is both embedding and head on different ranks"),
     without_effect(
