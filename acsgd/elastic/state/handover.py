@@ -135,7 +135,7 @@ def hand_over(
     new = build_session(job, received, groups, cache_plan, observers=observers)
     peers = (session or new).peers
     received.restore(new, ReplicaPlace(peers.replica, peers.size))
-    align_domain(new)
+    align_domain(new, session.peers.state_key if isinstance(held, HeldLayers) and session else "", is_whole=False)
     return HandedOver(new, received_bytes)
 
 

@@ -7,6 +7,7 @@ them from the files that it has: with an adapter, they are nearly all of the mod
 
 from __future__ import annotations
 
+import json
 import struct
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -172,23 +173,27 @@ def receive_layers(groups: Groups, sender: int, memory: LayersInMemory) -> int:
     return nbytes
 
 
-def align_domain(session: Session, key: str = "") -> None:
+def align_domain(session: Session, key: str = "", *, is_whole: bool = True) -> None:
     """Let the members of each domain have equal state: that of the first of them that has kept its own.
 
-    Of a former domain whose members act apart now, one keeps what would else be counted several times. All ranks call
-    it together, with syncs that have no exchange under way. key: `Peers.state_key` of the state of this rank, before;
-    empty if it has not kept its own.
+    Of a former domain whose members act apart now, the first keeps its residuals, so that each counts once. All ranks
+    call it together, with syncs that have no exchange under way. key: `Peers.state_key` of the state of this rank,
+    before; empty if it has not kept its own. is_whole: whether it has kept that of all its layers.
     """
     job, groups, peers, table = session.job, session.groups, session.peers, session.job.plugins.mode.states
     if not job.domain:
         return
     ranks, me = peers.group.ranks, groups.world.rank()
-    texts = groups.all_gather_text("comparing replicas of a domain", key, timeout_s=groups.timeout_s)
+    text = json.dumps([key, is_whole])
+    texts = groups.all_gather_text("comparing replicas of a domain", text, timeout_s=groups.timeout_s)
+    keys, are_whole = zip(*map(json.loads, texts), strict=True)
     members = [ranks[member] for member in peers.members]
-    source = next((rank for rank in members if texts[rank]), members[0])
-    of_source = [rank for rank in ranks if texts[rank] and texts[rank] == texts[source]]
-    is_equal, is_extra = {*members} <= {*of_source}, bool(of_source) and of_source[0] not in members
-    has_equal_start = not texts[source] and job.plugins.mode.exchanges == "gradients"
+    kept = [rank for rank in members if keys[rank]]
+    source = next((rank for rank in kept if are_whole[rank]), (kept or members)[0])
+    of_source = [rank for rank in ranks if keys[rank] and keys[rank] == keys[source]]
+    is_equal = {*members} <= {*of_source} and all(are_whole[rank] for rank in members)
+    is_extra = bool(of_source) and of_source[0] not in members
+    has_equal_start = not kept and job.plugins.mode.exchanges == "gradients"
     if peers.is_observer or has_equal_start or ((is_equal or len(members) == 1) and not is_extra):
         return
     states = [stage.sync.take_state() for stage in session.stages.values()]
