@@ -41,7 +41,8 @@ class StepRecord(NamedTuple):
     """Sent between replicas since the previous line, except within a domain whose replicas act as one. Messages sent
     after an update are in the next line."""
     hidden_share: float
-    """Fraction of the time of transfers that overlapped with computation; 1 without transfers."""
+    """Fraction of the time of transfers that overlapped with computation; 1 without transfers. Those over NCCL, which
+    run on the device, are not measured."""
     peak_memory_bytes: int
     """Peak of the run so far; maximum over the ranks of the first replica."""
     skipped: int = 0
