@@ -26,11 +26,11 @@ TCP repeats each after 1, 3, 7 and 15 s."""
 MAX_HANDSHAKES = 256
 """Number of connections in a handshake. A further one ends the oldest: a member needs milliseconds."""
 USER_TIMEOUT_MS = 60_000
-TCP_INFO = struct.Struct("8x 24I")
-"""First fields of Linux's tcp_info."""
-UNACKNOWLEDGED, SINCE_ACKNOWLEDGED_MS = 4, 12
-"""Indices of its fields."""
 """Time after which a connection ends whose data is not acknowledged, milliseconds."""
+TCP_INFO = struct.Struct("2x B 5x 24I")
+"""First fields of Linux's tcp_info: number of retransmission timeouts since the last acknowledgment, and 24 more."""
+UNACKNOWLEDGED, SINCE_ACKNOWLEDGED_MS = 4, 12
+"""Indices of these."""
 BACKLOG = 1024
 """Number of connections that wait to be accepted. Beyond it, members wait for seconds until TCP tries again."""
 PAUSE_S = 0.1
@@ -181,13 +181,14 @@ async def dial(
 def unanswered_s(transport: asyncio.Transport) -> float:
     """Return for how long nothing that was sent on a connection has been acknowledged.
 
-    0 if nothing is missing, or if the system does not say.
+    0 if nothing has been sent again without an answer, or if the system does not say. The time alone does not decide:
+    it grows while a connection is idle, and what was just sent is unacknowledged for a round trip.
     """
     connection = None if transport.is_closing() else transport.get_extra_info("socket")
     if connection is None or connection.family == socket.AF_UNIX or not hasattr(socket, "TCP_INFO"):
         return 0.0
-    info = TCP_INFO.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size))
-    return info[SINCE_ACKNOWLEDGED_MS] / 1e3 if info[UNACKNOWLEDGED] else 0.0
+    timeouts, *info = TCP_INFO.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size))
+    return info[SINCE_ACKNOWLEDGED_MS] / 1e3 if timeouts and info[UNACKNOWLEDGED] else 0.0
 
 
 def set_options(transport: asyncio.BaseTransport) -> None:

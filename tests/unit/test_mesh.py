@@ -12,6 +12,7 @@ import secrets
 import socket
 import ssl
 import statistics
+import struct
 import subprocess
 import sys
 import threading
@@ -867,18 +868,34 @@ def test_public_addresses() -> None:
     assert not is_public(("127.0.0.1:1", "192.168.3.4:1", "[fd00::1]:1", "100.64.0.1:1", "no-host.invalid:1"))
 
 
-@pytest.mark.parametrize(("unanswered_s", "is_ended"), [(0.0, False), (0.4, False), (2.0, True)])
+@pytest.mark.parametrize(
+    ("timeouts", "unacknowledged", "since_acknowledged_ms", "is_ended"),
+    [(0, 0, 2000, False), (0, 2, 2000, False), (3, 2, 400, False), (3, 2, 2000, True)],
+    ids=["idle", "idle until data was sent", "answered again", "forgotten"],
+)
 def test_a_connection_that_a_router_has_forgotten_ends_once_its_host_is_back(
-    unanswered_s: float, is_ended: bool, monkeypatch: pytest.MonkeyPatch
+    timeouts: int,
+    unacknowledged: int,
+    since_acknowledged_ms: int,
+    is_ended: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not one on which TCP gets answers again, or that is to another host."""
+    """Not one on which TCP gets answers again, that was idle, or that is to another host."""
     monkeypatch.setattr(carrier, "_leads_to", lambda transport, address: address == transport.address)
-    monkeypatch.setattr(carrier, "unanswered_s", lambda transport: unanswered_s)
     monkeypatch.setattr(carrier, "SLACK_S", 0.0)
     aborted = list[str]()
+    info = struct.pack(
+        "=2xB5x4I I 7I I 11I", timeouts, *[0] * 4, unacknowledged, *[0] * 7, since_acknowledged_ms, *[0] * 11
+    )
+    tcp = SimpleNamespace(family=socket.AF_INET, getsockopt=lambda *_: info)
 
     def transport(address: str) -> Any:
-        return SimpleNamespace(address=address, abort=lambda: aborted.append(address))
+        return SimpleNamespace(
+            address=address,
+            abort=lambda: aborted.append(address),
+            is_closing=lambda: False,
+            get_extra_info=lambda _: tcp,
+        )
 
     async def end_stuck() -> None:
         ends = [CarriedEnd() for _ in range(2)]
