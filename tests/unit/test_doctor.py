@@ -16,14 +16,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
+import torch
 from lib.patience import wait_until
 
+from acsgd.commands.doctor import forecast as forecasts
 from acsgd.commands.doctor import host, links
 from acsgd.commands.doctor.command import DoctorCommand, facts
-from acsgd.commands.doctor.forecast import RunSize, forecast
+from acsgd.commands.doctor.forecast import Workload, forecast, measure_speed
 from acsgd.commands.doctor.host import Diagnosis, check_host
 from acsgd.commands.doctor.links import Doctor, Measured, diagnose, measure
 
@@ -197,7 +200,7 @@ def test_a_fault_of_a_link_is_named(changed: dict[str, object], level: str, text
         ("10.0.0.1", "5000", True, "ok", "open: others see this host by its own address"),
         ("10.0.0.1", "5000", False, "warning", "but a firewall keeps them out; others cannot dial this host: forward"),
         ("1.2.3.4", "6000", True, "ok", "one-to-one: others see this host as 1.2.3.4, and reach it there"),
-        ("1.2.3.4", "6000", False, "warning", "symmetric: a router that gives each connection a port of its own"),
+        ("1.2.3.4", "6000", False, "warning", "a router that changes ports; others see this host as 1.2.3.4"),
         ("1.2.3.4", "5000", False, "warning", "a router that keeps ports; others see this host as 1.2.3.4"),
         ("1.2.3.4", "6000", None, "ok", "whether others can dial this host: add --listen PORT"),
     ],
@@ -210,24 +213,74 @@ def test_the_router_between_is_named(sees: str, sees_port: str, is_reached: bool
 
 
 @pytest.mark.parametrize(
-    ("stages", "mbit", "mode", "text"),
+    ("ports", "text"),
     [
-        (1, 1e6, "allreduce", "gradients 0.0032 s at 1e+06 Mbit/s; about 6 s a step, as the run file is"),
-        (1, 1000, "allreduce", "gradients 3.2 s at 1e+03 Mbit/s; about 7.6 s a step with --dp.mode allreduce:dtype=bf"),
-        (1, 100, "allreduce", "gradients 32 s at 100 Mbit/s; about 6.2 s a step with --dp.mode cocktail_grad"),
-        (1, 10, "cocktail", "gradients 3.2e+02 s at 10 Mbit/s; about 7.7 s a step, as the run file is"),
-        (1, 1e6, "cocktail", "about 6 s a step with --dp.mode allreduce"),
-        (2, 1000, "allreduce", "activations 0.49 s at 1e+03 Mbit/s; about 6.5 s a step, as the run file is"),
-        (2, 100, "allreduce", "activations 4.9 s at 100 Mbit/s; about 7.2 s a step with --pp.forward fixpoint:bits=8"),
-        (2, 10, "allreduce", "activations 49 s at 10 Mbit/s; about 9.1 s a step with --pp.forward delta:step=1.5"),
+        ([(5000, "6000"), (5001, "6001")], "symmetric: a router that gives each connection a port of its own"),
+        ([(5000, "5000"), (5001, "6001")], "a router that changes ports"),
+        ([(5000, "5000"), (5001, None)], "a router that keeps ports"),
+        ([(5000, None)], "a router; others see this host as 1.2.3.4"),
     ],
 )
-def test_the_time_of_a_step_is_forecast(stages: int, mbit: float, mode: str, text: str) -> None:
-    """By the formulas of docs/choose.md: 6 x 1e8 x 2e4 operations on two hosts that do 1e12 per second."""
-    size = RunSize(100_000_000, 100_000_000, 20_000, 768, stages)
-    [found] = forecast(size, 2, mbit * 1e6, 1e12, mode)
-    assert "computation 6 s on 2 hosts" in found.text
+def test_the_kind_of_a_router_is_said_of_what_was_seen(ports: list[tuple[int, str | None]], text: str) -> None:
+    """A peer of an earlier version does not report the port that it sees."""
+    measured = [
+        dataclasses.replace(GOOD, own_port=own, facts={"sees": "1.2.3.4", **({"sees_port": seen} if seen else {})})
+        for own, seen in ports
+    ]
+    [found] = links.diagnose_router(measured, {"10.0.0.1"}, is_reached=False)
+    assert found.text.startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("changed", "mbit", "text"),
+    [
+        ({}, 1e6, "gradients 0.0032 s at 1e+06 Mbit/s; about 6 s a step, as the run file is"),
+        ({}, 1000, "gradients 3.2 s at 1e+03 Mbit/s; about 7.6 s a step with --dp.mode allreduce:dtype=bf"),
+        ({}, 100, "gradients 32 s at 100 Mbit/s; about 6.2 s a step with --dp.mode cocktail_grad"),
+        ({"mode": "cocktail_grad:bits=2"}, 10, "3.2e+02 s at 10 Mbit/s; about 7.7 s a step with --dp.mode cocktail"),
+        ({"mode": "cocktail"}, 10, "gradients 3.2e+02 s at 10 Mbit/s; about 7.7 s a step, as the run file is"),
+        ({"mode": "cocktail:random=0.05"}, 10, "about 7.7 s a step, as the run file is"),
+        ({"mode": "diloco:inner=500"}, 10, "about 6.6 s a step, as the run file is"),
+        ({"mode": "local"}, 10, "about 6 s a step, as the run file is"),
+        ({"mode": "cocktail"}, 1e6, "about 6 s a step, as the run file is"),
+        ({"stages": 2}, 1000, "2% of it idle, activations 0.49 s at 1e+03 Mbit/s; about 6.6 s a step, as the run file"),
+        ({"stages": 2}, 100, "activations 4.9 s at 100 Mbit/s; about 7.4 s a step with --pp.forward fixpoint:bits=8"),
+        ({"stages": 2}, 5, "about 31 s a step with --pp.forward delta:step=1.5 --pp.backward fixpoint:bits=8"),
+        ({"stages": 2, "dtype": torch.bfloat16}, 100, "activations 2.5 s at 100 Mbit/s; about 8.6 s a step, as the r"),
+        (
+            {"stages": 2, "forward": "delta:bits=4", "backward": "fixpoint:bits=8"},
+            5,
+            "about 31 s a step with --pp.forward delta:step=1.5",
+        ),
+        (
+            {"stages": 2, "forward": "delta:step=2", "backward": "fixpoint:bits=4"},
+            10,
+            "about 12 s a step, as the run file is",
+        ),
+    ],
+)
+def test_the_time_of_a_step_is_forecast(changed: dict[str, Any], mbit: float, text: str) -> None:
+    """By the formulas of docs/choose.md: 6 x 1e8 x 2e4 operations on two hosts that do 1e12 per second.
+
+    What the run file compresses at least as much as advised stays.
+    """
+    work = Workload(100_000_000, 100_000_000, 1, 40, (1, 500, 768), torch.float32)
+    [found] = forecast(dataclasses.replace(work, **changed), 2, mbit * 1e6, 1e12)
+    assert f"computation {'6.2' if 'stages' in changed else '6'} s on 2 hosts" in found.text
     assert text in found.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_speed_is_that_of_products_in_the_dtype_of_the_run(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forecasts, "MEASURED_S", 0.01)
+    monkeypatch.setattr(forecasts, "CPU_MATRIX", 64)
+    products = list[torch.dtype]()
+    matmul = torch.Tensor.__matmul__
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda x, y: products.append(x.dtype) or matmul(x, y))
+    assert measure_speed("cpu", dtype) > 0
+    assert {*products} == {dtype}
 
 
 def _check_link(address: str, secret: str, monkeypatch: pytest.MonkeyPatch) -> list[Diagnosis]:

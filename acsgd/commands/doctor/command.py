@@ -110,16 +110,15 @@ class DoctorCommand:
         rates = [min(link.sent, link.received) for link in links if link.sent and link.received]
         if self.run_file is None or not rates:
             return
-        from acsgd.commands.doctor.forecast import RunSize, forecast, measure_speed
+        from acsgd.commands.doctor.forecast import Workload, forecast, measure_speed
         from acsgd.config.run_file import parse
 
         try:
             config = parse([str(self.run_file)], prog="acsgd doctor", is_main=False)
-            size, speed = RunSize.of(config), measure_speed(config.run.device)
+            work = Workload.of(config)
+            yield from forecast(work, len(rates) + 1, min(rates), measure_speed(config.run.device, work.dtype))
         except ValueError as error:
             yield Diagnosis("warning", "forecast", f"not possible: {error}")
-            return
-        yield from forecast(size, len(rates) + 1, min(rates), speed, config.dp.mode)
 
     def _dial_back(self, address: str) -> Iterator[Diagnosis]:
         """Let a peer connect to this host, if it listens."""

@@ -2,110 +2,162 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
+from acsgd.codecs import CODECS
+from acsgd.codecs.base import wire_bytes
+from acsgd.codecs.identity import DTYPES
 from acsgd.commands.doctor.host import Diagnosis
+from acsgd.config.spec import from_spec
+from acsgd.dp.modes import MODES
+from acsgd.pp.wire.delta import Delta
+from acsgd.pp.wire.frame import HEADER_BYTES
+from acsgd.streams import open_streams
 
 if TYPE_CHECKING:
     from acsgd.config.options import Config
 
-RATIOS = {"cocktail_grad": 67.0, "cocktail": 94.0, "diloco": 94.0}
-"""By how much fewer bytes than gradients in fp16 modes send: docs/measurements/replicas.md; diloco, as much as none."""
+COMPRESSION = {"powersgd": 22.0, "cocktail_grad": 134.0, "cocktail": 188.0, "sparseloco": 100.0, "local": math.inf}
+"""By how much fewer bytes than all-reduce in fp32 an exchange sends, with default options, by
+docs/measurements/replicas.md. That of other modes is 32 / bits."""
 LIMITS = (
-    (0.5, "allreduce", ""),
-    (2.0, "allreduce:dtype=bf16", "--pp.forward fixpoint:bits=8 --pp.backward fixpoint:bits=8"),
-    (8.0, "cocktail_grad", "--pp.forward delta:bits=4 --pp.backward fixpoint:bits=8"),
-    (float("inf"), "cocktail", "--pp.forward delta:step=1.5 --pp.backward fixpoint:bits=8"),
+    (0.5, "allreduce", "none", "none"),
+    (2.0, "allreduce:dtype=bf16", "fixpoint:bits=8", "fixpoint:bits=8"),
+    (8.0, "cocktail_grad", "delta:bits=4", "fixpoint:bits=8"),
+    (math.inf, "cocktail", "delta:step=1.5", "fixpoint:bits=8"),
 )
-"""Up to which time of the uncompressed link, relative to that of computation, a mode and codecs fit."""
-BITS = {"fixpoint:bits=8": 8.03, "delta:bits=4": 4.03, "delta:step=1.5": 2.0}
-MATRIX, MEASURED_S = 1024, 0.3
-"""Size of the matrices whose product is timed, and for how long, seconds."""
+"""Up to which time of the uncompressed link, relative to that of computation, a mode and codecs forward and backward
+are enough."""
+STEP_BITS = 2.0
+"""Bits per element of delta with a step, after entropy coding."""
+CPU_MATRIX, GPU_MATRIX, GPU_PRODUCTS = 1024, 4096, 8
+"""Sizes of the matrices whose product is timed, and the number of products on a GPU for each wait."""
+MEASURED_S = 0.3
 
 
 @dataclass(frozen=True)
-class RunSize:
+class Workload:
     """What the time of a step depends on, besides the hosts."""
 
     parameters: int
     """Of the whole model."""
     trained: int
-    tokens: int
-    """Of a step."""
-    hidden: int
     stages: int
+    micros: int
+    """Micro-batches of a step, of all replicas."""
+    boundary: tuple[int, int, int]
+    """Shape of the activations of a micro-batch: sequences, tokens, hidden size."""
+    dtype: torch.dtype
+    """Of activations and of products of matrices."""
+    mode: str = "allreduce"
+    forward: str = "none"
+    backward: str = "none"
 
     @classmethod
-    def of(cls, config: Config) -> RunSize:
+    def of(cls, config: Config) -> Workload:
         """Read config.json of the model. Raises ValueError if there is none."""
         from acsgd.run.plan.model import describe_run_model
 
         model = describe_run_model(config)
         hidden = int(getattr(model.config.get_text_config(), "hidden_size", 0))
-        tokens = config.data.batch * config.data.sequence
-        count = model.parameters
-        return cls(count.all, count.trained, tokens, hidden, config.pp.stages)
+        return cls(
+            model.parameters.all,
+            model.parameters.trained,
+            config.pp.stages,
+            config.data.batch // config.pp.micro,
+            (config.pp.micro, config.data.sequence, hidden),
+            DTYPES[config.model.dtype],
+            config.dp.mode,
+            config.pp.forward,
+            config.pp.backward,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        sequences, tokens, _ = self.boundary
+        return self.micros * sequences * tokens
 
     @property
     def operations(self) -> float:
         """Floating-point operations of a step: two per weight and token forward, as many for each gradient."""
         return self.tokens * (4.0 * self.parameters + 2.0 * self.trained)
 
+    def message_bytes(self, codec: str) -> float:
+        """Return the size of a message between stages with a codec."""
+        parsed = from_spec(codec, {**CODECS, "delta": Delta}, key="codec")
+        if isinstance(parsed, Delta):
+            if parsed.step:
+                return HEADER_BYTES + STEP_BITS / 8 * math.prod(self.boundary)
+            parsed = parsed.codec
+        return HEADER_BYTES + float(wire_bytes(parsed.wire(self.boundary, self.dtype)))
 
-def forecast(size: RunSize, hosts: int, bits_per_s: float, operations_per_s: float, mode: str) -> Iterator[Diagnosis]:
-    """Yield how long a step takes, and what to compress.
 
-    hosts: of one process each, like this one; bits_per_s: of the slowest link; mode: dp.mode of the run.
+def forecast(work: Workload, hosts: int, bits_per_s: float, operations_per_s: float) -> Iterator[Diagnosis]:
+    """Yield how long a step takes, and what to compress more than the run file does.
+
+    hosts: of one process each, like this one; bits_per_s: of the slowest link.
     """
-    replicas = max(1, hosts // size.stages)
-    compute_s = size.operations / operations_per_s / min(hosts, size.stages * replicas)
+    replicas = max(1, hosts // work.stages)
+    micros = work.micros / replicas
+    idle = (work.stages - 1) / (micros + work.stages - 1)
+    step_s = compute_s = work.operations / operations_per_s / min(hosts, work.stages * replicas) / (1 - idle)
     text = (
-        f"{size.parameters:,} parameters, {size.tokens:,} tokens a step: computation {compute_s:.2g} s on {hosts} hosts"
+        f"{work.parameters:,} parameters, {work.tokens:,} tokens a step: computation {compute_s:.2g} s on {hosts} hosts"
     )
-    times = {
-        "gradients": 8 * 2 * (replicas - 1) / replicas * 4 * size.trained / size.stages / bits_per_s,
-        "activations": 8 * size.tokens / replicas * size.hidden * 4 / bits_per_s if size.stages > 1 else 0.0,
-    }
-    step_s, wanted = compute_s, list[str]()
-    for what, link_s in times.items():
-        if not link_s:
-            continue
-        _, best, codecs = next(row for row in LIMITS if link_s <= row[0] * compute_s)
-        text += f", {what} {link_s:.2g} s at {bits_per_s / 1e6:.3g} Mbit/s"
-        if what == "gradients":
-            step_s += link_s / _ratio(best)
-            wanted += [] if best == mode else [f"--dp.mode {best}"]
-        else:
-            step_s += link_s * (BITS[codecs.split()[1]] / 32 if codecs else 1.0)
-            wanted += [codecs] if codecs else []
+    text += f", {idle:.0%} of it idle" if idle else ""
+    wanted = list[str]()
+    if replicas > 1:
+        link_s = 8 * 2 * (replicas - 1) / replicas * 4 * work.trained / work.stages / bits_per_s
+        text += f", gradients {link_s:.2g} s at {bits_per_s / 1e6:.3g} Mbit/s"
+        _, best, _, _ = next(row for row in LIMITS if link_s <= row[0] * compute_s)
+        ratio = _compression(work.mode)
+        if _compression(best) > ratio:
+            ratio = _compression(best)
+            wanted.append(f"--dp.mode {best}")
+        step_s += link_s / ratio
+    if work.stages > 1:
+        message_s = 8 * micros / bits_per_s
+        link_s = message_s * work.message_bytes("none")
+        text += f", activations {link_s:.2g} s at {bits_per_s / 1e6:.3g} Mbit/s"
+        _, _, *codecs = next(row for row in LIMITS if link_s <= row[0] * compute_s)
+        sizes = list[float]()
+        for direction, own, best in zip(("forward", "backward"), (work.forward, work.backward), codecs, strict=True):
+            sizes.append(min(map(work.message_bytes, (own, best))))
+            wanted += [f"--pp.{direction} {best}"] if sizes[-1] < work.message_bytes(own) else []
+        step_s += message_s * max(sizes)
     text += f"; about {step_s:.2g} s a step" + (f" with {' '.join(wanted)}" if wanted else ", as the run file is")
     yield Diagnosis("ok", "forecast", text)
 
 
-def _ratio(mode: str) -> float:
-    """Return by how much fewer bytes than allreduce in fp32 a mode sends."""
-    return 2 * RATIOS[mode] if mode in RATIOS else 2.0 if mode.endswith("bf16") else 1.0
+def _compression(mode: str) -> float:
+    """Return by how much fewer bytes than all-reduce in fp32 a mode sends, on average over steps."""
+    parsed = from_spec(mode, MODES, key="dp.mode")
+    bits = 32 if getattr(parsed, "dtype", "fp32") == "fp32" else 16
+    return COMPRESSION.get(mode.partition(":")[0], 32 / getattr(parsed, "bits", bits)) * getattr(parsed, "inner", 1)
 
 
-def measure_speed(device: str) -> float:
+def measure_speed(device: str, dtype: torch.dtype) -> float:
     """Return how many floating-point operations per second this host does in products of matrices.
 
     device: run.device. Raises ValueError if it is not here.
     """
-    import torch
-
-    from acsgd.streams import open_streams
-
     streams = open_streams(device, local_rank=0)
-    x = torch.ones(MATRIX, MATRIX, device=streams.device)
-    number, began = 0, time.perf_counter()
-    while time.perf_counter() - began < MEASURED_S or not number:
-        x @ x
+    is_gpu = streams.device.type != "cpu"
+    size, products = (GPU_MATRIX, GPU_PRODUCTS) if is_gpu else (CPU_MATRIX, 1)
+    x = torch.ones(size, size, device=streams.device, dtype=dtype)
+    waits, began = -1, time.perf_counter()  # the first is a warm-up
+    while waits < 1 or time.perf_counter() - began < MEASURED_S:
+        for _ in range(products):
+            x @ x
         streams.record_event().synchronize()
-        if number == 0:  # a warm-up
+        waits += 1
+        if waits == 0:
             began = time.perf_counter()
-        number += 1
-    return 2.0 * MATRIX**3 * max(1, number - 1) / (time.perf_counter() - began)
+    return 2.0 * size**3 * products * waits / (time.perf_counter() - began)

@@ -320,8 +320,11 @@ def diagnose_router(links: Sequence[Measured], own: set[str], *, is_reached: boo
         text = f"one-to-one: others see this host as {addresses}, and reach it there"
         yield Diagnosis("ok", "router", text)
         return
-    kept = all(link.facts["sees_port"] == str(link.own_port) for link, _ in translated)
-    kind = "a router that keeps ports" if kept else "symmetric: a router that gives each connection a port of its own"
+    ports = [(str(link.own_port), port) for link, _ in translated if (port := link.facts.get("sees_port"))]
+    changed = [port for own, port in ports if port != own]
+    kind = f"a router that {'changes' if changed else 'keeps'} ports" if ports else "a router"
+    if len({*changed}) > 1:
+        kind = "symmetric: a router that gives each connection a port of its own"
     text = f"{kind}; others see this host as {addresses}"
     yield Diagnosis("ok" if is_reached is None else "warning", "router", text, dial)
 
