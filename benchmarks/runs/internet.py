@@ -51,6 +51,7 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -87,7 +88,7 @@ LONGEST_SILENCE_S = 10.0
 """Of elastic.silence on a busy machine, seconds: a host that counts as lost there joins again, as after other events."""
 TOLERANCE = 1e-4
 """Relative difference of losses: the order of sums differs, which hundreds of steps of AdamW amplify."""
-CAPTURED_BYTES = 1 << 22
+MIN_CAPTURED_BYTES, CAPTURED_BYTES = 1 << 16, 1 << 22
 MIN_RATIO = 0.97
 """Length of captured bytes after compression, relative to that before; of encrypted ones 1.0."""
 FLAGS = ("--checkpoint.every", str(SAVE_EVERY), "--elastic.join_budget", "2", "--log.to", "jsonl,print")
@@ -588,28 +589,34 @@ class Capture:
 
     def __init__(self, namespace: str) -> None:
         self._bytes = bytearray()
-        self._socket: socket.socket
-        self._is_open = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(namespace,), daemon=True)
-        self._thread.start()
-        self._is_open.wait()
+        opened = Future[socket.socket]()
+        threading.Thread(target=self._run, args=(namespace, opened), daemon=True).start()
+        self._socket = opened.result()
 
-    def _run(self, namespace: str) -> None:
-        netlab.enter(namespace)
-        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(0x0800))
-        self._socket.bind(("eth0", 0x0800))  # within the host, between programs and the mesh, nothing is encrypted
-        self._is_open.set()
+    def _run(self, namespace: str, opened: Future[socket.socket]) -> None:
+        try:
+            netlab.enter(namespace)
+            packets = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(0x0800))
+            packets.bind(("eth0", 0x0800))  # within the host, between programs and the mesh, nothing is encrypted
+        except BaseException as error:
+            opened.set_exception(error)
+            return
+        opened.set_result(packets)
         with contextlib.suppress(OSError):
             while len(self._bytes) < CAPTURED_BYTES:
-                packet = self._socket.recv(1 << 16)
+                packet = packets.recv(1 << 16)
                 begin = 4 * (packet[0] & 15)
                 if packet[9] == socket.IPPROTO_TCP:
                     self._bytes += packet[begin + 4 * (packet[begin + 12] >> 4) :]
 
     def ratio(self) -> float:
-        """Return the length of the captured bytes after compression, relative to that before."""
+        """Return the length of the captured bytes after compression, relative to that before.
+
+        Raises AssertionError if there are too few to tell.
+        """
         captured = bytes(self._bytes)
-        return len(zlib.compress(captured)) / max(len(captured), 1)
+        assert len(captured) >= MIN_CAPTURED_BYTES, f"{len(captured)} bytes were captured"
+        return len(zlib.compress(captured)) / len(captured)
 
     def close(self) -> None:
         self._socket.close()
