@@ -17,6 +17,8 @@ import psutil
 DEFAULT_PORT = 29400
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Hosts of a run on one machine."""
+EVERYWHERE = "::"
+"""Host of the address of a socket that listens on all interfaces, of IPv4 and IPv6."""
 ANYWHERE = ("192.0.2.1:9", "[2001:db8::1]:9")
 """Addresses that no host has, to find the default routes."""
 
@@ -79,7 +81,12 @@ def find_address(endpoints: tuple[str, ...], local_address: str | None) -> str:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens at the first address of a host that is this host's. Raises OSError."""
+    """Return a socket that listens at the first address of a host that is this host's; "::" = everywhere.
+
+    Raises OSError.
+    """
+    if host == EVERYWHERE:
+        return listen_everywhere(port)
     error = OSError(errno.EADDRNOTAVAIL, "no address of this host", host)
     for family, address in resolve(host, port):
         try:

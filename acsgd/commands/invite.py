@@ -21,7 +21,7 @@ from typing import Annotated, Literal, NoReturn
 
 import tyro
 
-from acsgd.comm.addresses import DEFAULT_PORT, check_announced, join_address, listen, own_address
+from acsgd.comm.addresses import DEFAULT_PORT, EVERYWHERE, check_announced, join_address, listen, own_address
 from acsgd.commands.invitation import (
     VERSION,
     Invitation,
@@ -91,14 +91,9 @@ class HostCommand(WorkerOptions):
             check_announced(self.announce)
         if (address := self.address or own_address()) is None:
             raise ValueError("this host has no address at which others could reach it; give one with --address")
-        try:
-            listen(address, self.port).close()
-        except OSError as error:
-            strerror = str(error.strerror).partition(" (")[0]  # Python adds the address
-            raise ValueError(
-                f"{join_address(address, self.port)} cannot be listened on ({strerror}); give another --port "
-                "or --address, or end the program that listens there"
-            ) from None
+        # what is announced may enter by any interface, as the mapped port of a container
+        listening = self.address or (address if self.announce is None else EVERYWHERE)
+        _check_listening(listening, self.port, "--port or --address")
         run, secret = _secret_of(config)
         invitation = Invitation(
             run=run,
@@ -112,7 +107,7 @@ class HostCommand(WorkerOptions):
         text = invitation.encode()
         write_privately(private_file(f"{run}.invitation"), text)  # for acsgd fetch
         print(f"Others join with\n\n    acsgd join {text}\n", flush=True)
-        place = [f"announce={self.announce}", f"listen={join_address(address, self.port)}"] if self.announce else []
+        place = [f"announce={self.announce}", f"listen={join_address(listening, self.port)}"] if self.announce else []
         own = dataclasses.replace(invitation, options=_options(config))  # elastic.force is of this host, and this start
         _start(own, self.nproc, self.restarts, place)
 
@@ -151,7 +146,10 @@ class JoinCommand(WorkerOptions):
         if self.announce == "none" and self.port is not None:
             raise ValueError("--announce none is of a host without a port; remove it, or --port")
         place = [f"announce={self.announce}"] if self.announce is not None else []
-        place += [f"listen={join_address(own_address() or '0.0.0.0', self.port)}"] if self.port is not None else []
+        if self.port is not None:  # what is announced may enter by any interface
+            listening = EVERYWHERE if self.announce is not None else own_address() or EVERYWHERE
+            _check_listening(listening, self.port, "--port")
+            place.append(f"listen={join_address(listening, self.port)}")
         path = private_file(f"{invitation.run}.invitation")
         if not invitation.is_known:
             write_privately(secret_file(invitation.run), invitation.secret)
@@ -187,6 +185,18 @@ class NetCommand:
         from acsgd.mesh.mesh import rotate  # imports cryptography
 
         print(rotate(self.name))
+
+
+def _check_listening(host: str, port: int, options: str) -> None:
+    """Raise ValueError if this host cannot listen at an address. options: by which another is given."""
+    try:
+        listen(host, port).close()
+    except OSError as error:
+        strerror = str(error.strerror).partition(" (")[0]  # Python adds the address
+        raise ValueError(
+            f"{join_address(host, port)} cannot be listened on ({strerror}); give another {options}, or end the "
+            "program that listens there"
+        ) from None
 
 
 def _start(invitation: Invitation, nproc: str, restarts: int, place: Sequence[str]) -> NoReturn:
