@@ -26,7 +26,7 @@ COPIES = {
     "forced_bos_token_id": (BEGIN, END, PADDING),
     "forced_eos_token_id": (END, BEGIN, PADDING),
 }
-"""Fields of both files with the id of one of these tokens."""
+"""Fields of both files with the id of one of these tokens, or a list of some."""
 OTHER_TOKENS = ("bad_words_ids", "force_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias")
 """Options of generation with ids of any tokens, which say nothing of another tokenizer."""
 
@@ -117,16 +117,17 @@ def write_special_tokens(directory: Path, tokenizer: PreTrainedTokenizerBase) ->
             path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
-def _special_tokens(known: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
+def _special_tokens(known: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the ids of a tokenizer for the fields of a model. known: its present ones.
 
-    A copy of a special token stays one; None if it is of another token.
+    A copy of special tokens stays one of those; None if it is of other tokens.
     """
-    ids: dict[str, int | None] = {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
+    ids: dict[str, Any] = {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
     for name, names in COPIES.items():
         if (copied := known.get(name)) is not None:
-            found = [each for each in names if copied in _as_list(known.get(each))]
-            ids[name] = ids[found[0]] if found else None
+            found = [[ids[each] for each in names if id_ in _as_list(known.get(each))] for id_ in _as_list(copied)]
+            copies = [first for first, *_ in filter(None, found) if first is not None]
+            ids[name] = as_field(copies) if copies else None
     return ids
 
 

@@ -33,7 +33,7 @@ from acsgd.run.plan.job import prepare
 from acsgd.shards.disk import MODEL_FILES
 from acsgd.shards.export import to_hf
 from acsgd.shards.files import tensor_headers
-from acsgd.shards.generation import read_generation_config, set_special_tokens, write_special_tokens
+from acsgd.shards.generation import as_field, read_generation_config, set_special_tokens, write_special_tokens
 from acsgd.shards.hub import open_model
 from acsgd.shards.tokenizer import load_tokenizer
 
@@ -505,24 +505,30 @@ def test_special_tokens_of_a_run_and_its_files_are_those_of_its_tokenizer(
 
 
 @pytest.mark.parametrize(
-    ("start", "copies"),
-    [(1, "pad_token_id"), (2, "eos_token_id"), (0, "bos_token_id"), (7, None)],
+    ("start", "copies", "forced", "ends"),
+    [
+        (1, "pad_token_id", 2, ["eos_token_id"]),
+        (2, "eos_token_id", [2, 7, 1], ["eos_token_id", "pad_token_id"]),
+        (0, "bos_token_id", [5], ["eos_token_id"]),
+        (7, None, 7, []),
+    ],
     ids=["t5", "bart", "bos", "language"],
 )
 def test_what_copies_a_special_token_copies_that_of_another_tokenizer(
-    tokenizer: PreTrainedTokenizerFast, start: int, copies: str | None, tmp_path: Path
+    tokenizer: PreTrainedTokenizerFast, start: int, copies: str | None, forced: Any, ends: list[str], tmp_path: Path
 ) -> None:
     """As the first token of a decoder; the id of any other token says nothing of another tokenizer."""
     other = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer, eos_token="!", bos_token="?", pad_token="#"
     )
-    ids = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "forced_eos_token_id": 2}
+    ids = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": [2, 5], "forced_eos_token_id": forced}
     config = small_config("bart", **ids, decoder_start_token_id=start)
     config.save_pretrained(tmp_path)
     # the other special tokens may be in config.json alone, and several may end a text
-    options = {"eos_token_id": [2, 5], "forced_eos_token_id": 2, "decoder_start_token_id": start, "top_p": 0.5}
+    options = {"eos_token_id": [2, 5], "forced_eos_token_id": forced, "decoder_start_token_id": start, "top_p": 0.5}
     (tmp_path / "generation_config.json").write_text(json.dumps(options | {"bad_words_ids": [[1]]}))
-    expected = {"forced_eos_token_id": other.eos_token_id, "decoder_start_token_id": copies and getattr(other, copies)}
+    new_forced = as_field(getattr(other, name) for name in ends) if ends else None
+    expected = {"forced_eos_token_id": new_forced, "decoder_start_token_id": copies and getattr(other, copies)}
     if copies is None:
         with pytest.raises(ValueError, match=r"decoder_start_token_id=7 in config\.json of the model is neither pad"):
             set_special_tokens(config, other)
