@@ -281,9 +281,10 @@ BAD: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ),
     ({"messages": CHAT, "images": ["a.png"]}, {}, 'has "images", which are not read, and may be what its text is '),
     ({"messages": CHAT, "weight": 0.5}, {}, 'has "weight": 0.5, which says how much it is learned; remove it or the'),
-    ({"prompt": "a", "completion": "b", "weight": 0}, {}, 'has "weight": 0, which says how much it is learned; remov'),
+    ({"prompt": "a", "completion": "b", "weight": 0}, {}, 'has "weight": 0, which says that its answer is not '),
     ({"prompt": "a", "completion": "b", "kto_tag": False}, {}, 'has "kto_tag": false, which says that its answer'),
     ({"messages": CHAT, "train": False}, {}, 'has "train": false, which says that its answer is not learned; remove'),
+    ({"messages": CHAT, "loss": 0}, {}, 'has "loss": 0, which says that its answer is not learned; remove it or the'),
     ({"prompt": "a", "completion": "b", "history": [["c"]]}, {}, 'has no list of pairs under "history"; write'),
 ]
 """Record, options, and the message."""

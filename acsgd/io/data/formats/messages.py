@@ -52,9 +52,14 @@ def check_learnable(fields: Mapping[str, Any], options: ReadOptions) -> None:
         return
     weight = fields.get(WEIGHT)
     problems = [
-        f'"{name}": false, which says that its answer is {"not learned" if name in FLAGS else "one to avoid"}'
-        for name in (*UNDESIRABLE, *FLAGS)
+        f'"{name}": false, which says that its answer is one to avoid'
+        for name in UNDESIRABLE
         if fields.get(name) is False
+    ]
+    problems += [
+        f'"{name}": {json.dumps(flag, default=str)}, which says that its answer is not learned'
+        for name in FLAGS
+        if (flag := fields.get(name)) == 0
     ]
     problems += [
         f'"{name}", which are not read, and may be what its text is about'
