@@ -15,7 +15,7 @@ import pytest
 import torch
 from lib.models import save_tiny_model
 from lib.patience import TEST_S, stretched
-from lib.shared_layers import DIRECTORY, remember_layers, share_layers
+from lib.shared import DIRECTORY, remember_layers, share_caches
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -90,11 +90,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _shared_layers(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Let all tests share the verified layers of models, also those of other workers of pytest-xdist."""
+def _shared_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let all tests share layers of models and tokens of demo texts, also those of other workers of pytest-xdist."""
     base = tmp_path_factory.getbasetemp()
-    os.environ[DIRECTORY] = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "layers")
-    share_layers()
+    os.environ[DIRECTORY] = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared")
+    share_caches()
 
 
 @pytest.fixture(scope="module")

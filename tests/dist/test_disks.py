@@ -22,6 +22,7 @@ from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import Manifest, StoredFile
 from tests.lib.cache import share_cache, shared_model, with_shared_cache
 from tests.lib.forks import Result, Setup, StartedRun, finish, make_config, result_of, started
+from tests.lib.shared import use_own_caches
 
 RANKS, STEPS = 4, 7
 """Two replicas of two stages."""
@@ -48,11 +49,14 @@ def unchanged(rank: int) -> None:
 
 
 class Hosts:
-    """Hosts that have a directory each, and run on some ranks each."""
+    """Hosts that have a directory each, and run on some ranks each.
 
-    def __init__(self, model: Path, directory: Path, number: int) -> None:
+    has_own_caches: whether each tokenizes, and derives layers, by itself.
+    """
+
+    def __init__(self, model: Path, directory: Path, number: int, *, has_own_caches: bool = False) -> None:
         self.directory, self.names = directory, [f"host{host}" for host in range(number)]
-        self._model = model
+        self._model, self._has_own_caches = model, has_own_caches
 
     def run(
         self, *, setup: Setup = unchanged, adapter: str | None = None, **saves: Any
@@ -68,7 +72,10 @@ class Hosts:
         name = self.names[rank * len(self.names) // RANKS]
         (self.directory / name).mkdir(exist_ok=True)
         os.chdir(self.directory / name)
-        share_cache(self._model, Path.cwd() / "run")
+        if self._has_own_caches:
+            use_own_caches()
+        else:
+            share_cache(self._model, Path.cwd() / "run")
         socket.gethostname = lambda: name
         setup(rank)
 
@@ -91,7 +98,8 @@ class Hosts:
 @pytest.fixture
 def hosts(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Hosts:
     monkeypatch.chdir(tmp_path)
-    return Hosts(model, tmp_path, getattr(request, "param", RANKS))
+    number = getattr(request, "param", RANKS)
+    return Hosts(model, tmp_path, number, has_own_caches=number == 2)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +128,7 @@ def same(result: Result, calm: Result) -> None:
 
 @pytest.mark.parametrize("hosts", [2, 4], indirect=True)
 def test_a_run_whose_host_lost_its_directory_resumes_equal_to_the_uninterrupted_one(hosts: Hosts, calm: Result) -> None:
+    """Two hosts make their tokens each, which must be equal."""
     codes, run = hosts.run()
     assert codes == [0] * RANKS, run.notes()
     for host in hosts.names:

@@ -18,12 +18,12 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import acsgd.train
 import tests.lib.forks
-from tests.lib.shared_layers import share_layers
+from tests.lib.shared import share_caches
 
 torch.set_num_threads(1)
 # torch makes its thread pool again at its first use after a fork; two threads that did so at once would abort
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 get_checkpoint_conversion_mapping("")  # compiles the patterns of all types of models, once per process
-share_layers()
+share_caches()
 gc.freeze()  # or each rank would visit, and thus copy, the objects of all these modules
 __all__ = ["acsgd", "peft", "pydoc_data", "pytest", "rich", "tests", "transformers"]

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 from lib.model_types import small_config
 from lib.saved import SMALL, small_run
-from lib.shared_layers import DIRECTORY, use_own_layers
+from lib.shared import DIRECTORY, LAYERS, use_own_caches
 from lib.training import plain_config
 
 from acsgd.config.options import PipelineConfig
@@ -33,7 +33,7 @@ SIZES = {"batch": 2, "sequence": 16}
 def test_the_runs_of_tests_share_a_cache(module: ModuleType, tmp_path: Path) -> None:
     """Else each rank of each run would estimate the costs of layers again."""
     config = plain_config(tmp_path / "model", tmp_path)
-    assert module.layers_cache(config).directory == Path(os.environ[DIRECTORY])
+    assert module.layers_cache(config).directory == Path(os.environ[DIRECTORY]) / LAYERS
 
 
 def test_verified_layers_are_found_for_the_same_config_and_task_alone(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_run_keeps_the_costs_of_its_layers_and_balances_stages_by_them(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It keeps them when it opens its inputs: a run that is refused before writes nothing."""
-    use_own_layers(monkeypatch)
+    use_own_caches(monkeypatch.setattr)
     config = small_run(tiny_model("gpt2", **SMALL), tmp_path / "runs" / "a")
     config = dataclasses.replace(config, pp=PipelineConfig(stages=2, micro=2))
     launch = Launch(world_size=2, local_world_size=2)

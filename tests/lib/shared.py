@@ -26,16 +26,18 @@ from acsgd.run.setup import rows
 from acsgd.shards import config as configs
 from acsgd.tasks import find_task
 
-DIRECTORY = "ACSGD_TEST_LAYERS"
-"""Environment variable with the directory of the cache, for the server that processes are forked from."""
+DIRECTORY = "ACSGD_TEST_SHARED"
+"""Environment variable with the directory of the caches, for the server that processes are forked from."""
+LAYERS, TOKENS = "layers", "tokens"
+"""Caches in the directory."""
 
 _own_cache, _own_tokens = model.layers_cache, rows.open_tokens
 
 
-def share_layers() -> None:
-    """Let runs of this process, and of those forked from it, use the directory instead of one beside each run.
+def share_caches() -> None:
+    """Let runs of this process, and of those forked from it, use the directory instead of a cache beside each run.
 
-    For the tokens of the demo texts, too: making them takes half a second.
+    For layers, and for the tokens of the demo texts, which take half a second to make.
     """
     if DIRECTORY in os.environ:
         rows.open_tokens = _shared_tokens
@@ -43,10 +45,14 @@ def share_layers() -> None:
             module.layers_cache = _shared_cache  # type: ignore[attr-defined]
 
 
-def use_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the runs of this process use the directory beside each run, as outside of tests."""
+def use_own_caches(patch: Callable[[object, str, object], None] = setattr) -> None:
+    """Let the runs of this process use the cache beside each run, as outside of tests.
+
+    patch: what sets an attribute; that of monkeypatch, in a process of several tests.
+    """
+    patch(rows, "open_tokens", _own_tokens)
     for module in _modules_with(_shared_cache):
-        monkeypatch.setattr(module, "layers_cache", _own_cache)
+        patch(module, "layers_cache", _own_cache)
 
 
 def _modules_with(cache: Callable[[Config], LayersCache]) -> list[ModuleType]:
@@ -67,12 +73,12 @@ class _SharedCache(LayersCache):
 
 
 def _shared_cache(config: Config) -> LayersCache:
-    return _SharedCache(Path(os.environ[DIRECTORY]), find_task(config.model.task).model_class)
+    return _SharedCache(Path(os.environ[DIRECTORY]) / LAYERS, find_task(config.model.task).model_class)
 
 
 def _shared_tokens(source: Source, spec: RowSpec, tokenizer: Any, cache_dir: Path, *args: Any, **kwargs: Any) -> Corpus:
     if isinstance(source, Demo):
-        cache_dir, kwargs["reports_wait"] = Path(os.environ[DIRECTORY]).with_name("tokens"), False
+        cache_dir, kwargs["reports_wait"] = Path(os.environ[DIRECTORY]) / TOKENS, False
     return _own_tokens(source, spec, tokenizer, cache_dir, *args, **kwargs)
 
 
