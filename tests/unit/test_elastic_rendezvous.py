@@ -224,11 +224,13 @@ def test_in_a_mesh_workers_get_the_virtual_address_and_gloo_no_interface_of_a_ne
         host.shutdown()
 
 
-def test_the_entrance_of_a_mesh_is_open_on_all_interfaces(environment: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_the_entrance_of_a_mesh_is_open_on_all_interfaces(is_announced: bool, environment: pytest.MonkeyPatch) -> None:
     """As that of a daemon: the endpoint's name may resolve to 127.0.1.1 on the host itself."""
     environment.setenv("ACSGD_SECRET", "a secret of these hosts alone")
     port = split_address(free_addresses(1)[0])[1]
-    host = handler(f"127.0.1.1:{port}", mesh="true")
+    place = {"announce": "192.0.2.1:9", "listen": f"[::]:{port}"} if is_announced else {}
+    host = handler(f"127.0.1.1:{port}", mesh="true", **place)
     try:
         host.next_rendezvous()
         socket.create_connection(("127.0.0.1", port)).close()
