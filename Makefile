@@ -11,7 +11,7 @@ help:
 	@echo "make test-fast  lint, types and the unit tests that take less than a second and start no processes, while you write code"
 	@echo "make soak    run the rows of tests that make test leaves out, then test with damaged input and injected faults"
 	@echo "             for 10 minutes; SOAK=\"--seconds 3600 --seed 2\""
-	@echo "make test-gpu   set up .venv with CuPy, and run the tests that need a GPU: 2 minutes"
+	@echo "make test-gpu   set up .venv with CuPy and matplotlib, and run the tests that need a GPU: 2 minutes"
 	@echo "make bench-gpu  the same for the benchmarks that need a GPU, with tables and JSON in runs/benchmarks/gpu: 15 minutes;"
 	@echo "             BENCH_GPU=\"--quick --only step\""
 	@echo "make docs    build the documentation into site/; open site/index.html"
@@ -64,7 +64,7 @@ soak: setup
 gpu-setup: setup
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 		{ echo "torch in .venv finds no GPU: its version is $$($(BIN)/python -c 'import torch; print(torch.__version__)')"; exit 1; }
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cuda]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cuda,bench]'
 
 # Four processes: tests mostly wait for the host, and each process needs some seconds to start and a GB of the GPU.
 test-gpu: gpu-setup

@@ -11,8 +11,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from datetime import UTC, datetime
 from multiprocessing import get_context
 from typing import Any, NamedTuple
+
+import torch
 
 Step = Callable[[int], float]
 """Runs optimizer step n, counted from 0, and returns this rank's part of the loss; the parts sum to the loss."""
@@ -47,6 +50,11 @@ class Comparison(NamedTuple):
     loss_error: float
     """Largest relative difference of the two losses in the warm-up."""
     ratios: list[float]
+
+
+def setting(device: str) -> dict[str, str]:
+    """Return the setting of a measurement, for its results: the device, the version of torch, today's date."""
+    return {"device": device, "torch": torch.__version__, "date": f"{datetime.now(UTC):%Y-%m-%d}"}
 
 
 def alternate(

@@ -1,5 +1,6 @@
 """All benchmarks of one or two GPUs, each in a process of its own with a time limit:
 
+    .venv/bin/pip install -c constraints.txt -e '.[cuda,bench]'      # as make bench-gpu does
     .venv/bin/python -m benchmarks.gpu [--quick] [--only step,kernels] [--out runs/benchmarks/gpu]
 
 Writes a JSON file and the printed tables (*.txt) of each part into --out, and a profile of a step (profile.txt).
@@ -40,18 +41,24 @@ PARTS = {
 }
 
 
-def run(part: str, out: Path, *, quick: bool) -> int:
-    """Run a part; return its exit code, -9 if it took too long."""
+def run(part: str, out: Path, *, quick: bool) -> str:
+    """Run a part; return why it failed, empty if it did not."""
     module, quick_s, full_s, arguments, of_quick = PARTS[part]
-    command = [sys.executable, "-m", f"benchmarks.{module}", "--json", str(out / f"{part}.json"), *arguments]
+    limit_s, results = quick_s if quick else full_s, out / f"{part}.json"
+    results.unlink(missing_ok=True)  # else those of another day would be taken for this part's
+    command = [sys.executable, "-m", f"benchmarks.{module}", "--json", str(results), *arguments]
     command += [*(of_quick if quick else ()), *(("--profile", str(out / "profile.txt")) if part == "step" else ())]
     with (out / f"{part}.txt").open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            return process.wait(quick_s if quick else full_s)
+            code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # the processes that it has started, too
-            return process.wait()
+            process.wait()
+            return f"exceeded its limit of {limit_s} s"
+    if code:
+        return f"ended with {code}"
+    return "" if results.exists() else "ended without results"
 
 
 def main() -> None:
@@ -66,10 +73,10 @@ def main() -> None:
     for part in options.only.split(","):
         started = time.perf_counter()
         print(f"{part}: started", flush=True)
-        code = run(part, options.out, quick=options.quick)
+        problem = run(part, options.out, quick=options.quick)
         print((options.out / f"{part}.txt").read_text())
-        print(f"{part}: ended with {code} after {time.perf_counter() - started:.0f} s", flush=True)
-        failed += [part] * (code != 0)
+        print(f"{part}: {problem or 'done'}, after {time.perf_counter() - started:.0f} s", flush=True)
+        failed += [f"{part} ({problem})"] * bool(problem)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from acsgd.codecs.kernels import Kernels, UniformQuantization, kernels_for
 from acsgd.codecs.layout import ScaleLayout, layout_of
+from benchmarks.common.compare import setting
 
 GOAL = 0.9
 LAUNCHES = 10
@@ -58,7 +59,7 @@ def main() -> None:
     bandwidth = statistics.median(copy.nbytes / seconds(graph_of(copy.work)) for _ in range(rounds))
     name = torch.cuda.get_device_name(device)
     console.print(table_of(shares, f"{name}; copy_: {bandwidth / 1e9:.0f} GB/s"))
-    result = {"device": name, "torch": torch.__version__, "copy_gb_per_s": bandwidth / 1e9, "quartiles": shares}
+    result = {**setting(name), "copy_gb_per_s": bandwidth / 1e9, "quartiles": shares}
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(result | {"tensor": [arguments.rows, arguments.width]}, indent=1) + "\n")
 

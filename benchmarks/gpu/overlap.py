@@ -25,6 +25,7 @@ from rich.table import Table
 from acsgd.codecs import parse
 from acsgd.codecs.base import pack, wire_bytes
 from acsgd.streams import Streams, open_streams
+from benchmarks.common.compare import setting
 
 SPECS = ("none", "none:dtype=bf16", "fixpoint:bits=8", "fixpoint:bits=4", "lloyd:bits=4", "hadamard")
 SHAPE = (4, 2048, 4096)
@@ -103,7 +104,7 @@ def main() -> None:
         table.add_row(spec, f"{row['bytes'] / 1e6:.1f}", *numbers, f"{median:.0%}", f"{low:.0%} - {high:.0%}")
     console.print(table)
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({"device": name, "torch": torch.__version__, "codecs": rows}, indent=1) + "\n")
+    options.json.write_text(json.dumps({**setting(name), "codecs": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from acsgd.groups import connect
 from acsgd.launch import Launch, set_nccl_variables
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.setup.build import build_session
-from benchmarks.common.compare import Cost, RankRounds, Step, alternate, on_ranks, summarise
+from benchmarks.common.compare import Cost, RankRounds, Step, alternate, on_ranks, setting, summarise
 from benchmarks.gpu.step import DeviceWeights, copy_weights
 from benchmarks.runs.speed import (
     GPT2,
@@ -125,7 +125,7 @@ def run_rank(rank: int, directory: Path, options: argparse.Namespace) -> None:
     if gpus < RANKS:
         os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo")
     where = f"2 ranks on {'one' if gpus < RANKS else 'two'} {torch.cuda.get_device_name()}"
-    results: Results = {"device": where, "torch": torch.__version__, "transport": options.transport}
+    results: Results = {**setting(where), "transport": options.transport}
     results |= {"cases": [], "messages": {}}
     for compared in CASES:
         if options.only in compared.name:

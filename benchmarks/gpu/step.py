@@ -42,7 +42,7 @@ from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
 from acsgd.shards.layer_tensors import LayerTensors
 from acsgd.streams import peak_of_gpu
-from benchmarks.common.compare import Comparison, Step, alternate, summarise
+from benchmarks.common.compare import Comparison, Step, alternate, setting, summarise
 from benchmarks.runs.speed import OPTIM, TIMEOUT, Size, acsgd, make_adamw, save_tokenizer, summed_loss, tokens_of
 
 GOAL = 1.01
@@ -290,7 +290,7 @@ def report(result: Comparison, options: argparse.Namespace, size: Size, device: 
         rates[f"of a matrix product, {measured / 1e12:.0f} TFLOP/s"] = size.step_flops / measured
     console.print(table(result, rates, f"Llama-like, {options.size}, bf16, on {name}"))
     shares = {key: [rate / result.ours_s, rate / result.theirs_s] for key, rate in rates.items()}
-    about = {"device": name, "torch": torch.__version__, "size": options.size, "goal": GOAL}
+    about = {**setting(name), "size": options.size, "goal": GOAL}
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(about | {"rates": shares} | result._asdict(), indent=1) + "\n")
 

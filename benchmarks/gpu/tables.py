@@ -1,8 +1,9 @@
 """Put the results of `python -m benchmarks.gpu` into docs/measurements/gpu.md:
 
-    .venv/bin/python -m benchmarks.gpu.tables [runs/benchmarks/gpu] [--date 2026-11-26]
+    .venv/bin/python -m benchmarks.gpu.tables [runs/benchmarks/gpu]
 
 A part without results keeps its text. The text between <!-- NAME: begin --> and <!-- NAME: end --> is replaced.
+Move the first results of a part out of the section "Not measured yet" by hand.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import json
 import re
 import statistics
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +95,12 @@ def read(directory: Path, name: str) -> Results | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def texts(directory: Path, date: str) -> dict[str, str]:
+def texts(directory: Path) -> dict[str, str]:
     """Return the text of each part that has results."""
     found = {}
 
     def add(name: str, results: Results, text: str) -> None:
-        where = f"{results['device']}, torch {results['torch']}, {date}"
+        where = f"{results['device']}, torch {results['torch']}, {results['date']}"
         found[name] = f"{where}; {text}" if text.startswith("`") else f"{where}.\n\n{text}"
 
     for name, of in {"step": of_step, "kernels": of_kernels, "overlap": of_overlap}.items():
@@ -122,10 +122,9 @@ def main() -> None:
     """Replace the texts of the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, nargs="?", default=Path("runs/benchmarks/gpu"))
-    parser.add_argument("--date", default=f"{datetime.now(UTC):%Y-%m-%d}", help="of the measurement; default: today")
     options = parser.parse_args()
     page = PAGE.read_text()
-    for name, text in texts(options.directory, options.date).items():
+    for name, text in texts(options.directory).items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         page, count = re.subn(
             rf"{begin}\n.*?{end}", lambda _, t=text, b=begin, e=end: f"{b}\n{t}\n{e}", page, flags=re.DOTALL

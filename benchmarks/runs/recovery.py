@@ -58,6 +58,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.compare import setting
 from benchmarks.common.netlab import Lab, lab
 from benchmarks.common.small_model import save_blank
 from benchmarks.runs.recovery_cost import cost_table, measure_cost
@@ -339,7 +340,7 @@ def main() -> None:
     if starts:
         console.print(cost_table(starts))
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    about = {"device": device, "torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
+    about = {**setting(device), "python": platform.python_version(), "cores": os.cpu_count()}
     about |= {"hang_s": HANG_S, "silence_s": SILENCE_S}
     cost = [[{"elastic": ours._asdict(), "static": theirs._asdict()} for ours, theirs in blocks] for blocks in starts]
     options.json.parent.mkdir(parents=True, exist_ok=True)
