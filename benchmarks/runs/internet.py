@@ -178,8 +178,6 @@ class Internet:
         """Number of connected hosts that must be left until all that are left have trained."""
         self._unsaved_since: int | None = None
         """Step before which copies may have been on a disk that is gone; None if a later checkpoint is complete."""
-        self._view = 0
-        """Newest view before the latest events."""
         self._unsettled: list[tuple[Event, float]] = []
         """Events since all hosts have trained, and when they were."""
 
@@ -242,22 +240,24 @@ class Internet:
     # Waiting.
 
     def settle(self) -> None:
-        """Wait until all connected hosts have trained together since the latest event."""
+        """Wait until all connected hosts have trained together since the latest event.
+
+        There may be no new view: if nothing has happened, or a link was cut too briefly. Since each step needs all
+        hosts of its view, two further steps on all disks show that all take part.
+        """
         connected = self._connected()
+        goal = self.last_step() + 2
 
         def have_trained() -> bool:
-            self._check_running()
             newest = self._newest_view(connected[0])
-            if newest["view"] <= self._view or newest["hosts"] != len(connected):
-                return False
-            return all(self.last_step(name) >= newest["after_step"] + 2 for name in connected)
+            goal_in_view = max(goal, newest["after_step"] + 2)
+            return newest["hosts"] == len(connected) and all(self.last_step(name) >= goal_in_view for name in connected)
 
         self._wait_until(have_trained, f"steps of {connected}")
         now = time.monotonic()
         for event, at in self._unsettled:
             event.until_all_train_s = now - at
         self._unsettled.clear()
-        self._view = self._newest_view(connected[0])["view"]
         self._majority = len(connected) // 2 + 1
 
     def _wait_for_steps(self, number: int) -> None:
