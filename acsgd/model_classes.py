@@ -72,6 +72,11 @@ class ModelClass:
             return self.inputs
         return {**self.inputs, TOKEN_TYPES: ("batch", "sequence")}
 
+    def has_sdpa(self, config: PreTrainedConfig) -> bool:
+        """Return whether the model can use torch's attention."""
+        model_class = self.auto_class._model_mapping.get(type(config), None)
+        return bool(getattr(model_class, "_supports_sdpa", True))
+
     def build(self, config: PreTrainedConfig) -> PreTrainedModel:
         """Build the model, in training mode, with parameters on the meta device, which need no memory."""
         with weights_on_meta(), _without_advice():

@@ -191,4 +191,4 @@ def apply_step(session: Session, batch: Batch | None, progress: Progress, summar
     next_scale = progress.loss_scale.after(overflowed=overflowed)
     after = progress.after(loss if updated else None, int(summary[TARGETS]), next_scale, spike=config.optim.spike)
     rate, bubble, memory = learning_rate(step, config.optim), session.schedule_bubble, job.gpu_memory_bytes
-    return StepResult(loss, grad_norm, rate, updated, after, summary, bubble, job.token_flops, memory)
+    return StepResult(loss, grad_norm, rate, updated, after, summary, bubble, job.model.token_flops, memory)

@@ -74,7 +74,7 @@ from acsgd.run.report import StepSummary
 from acsgd.run.session import Session
 from acsgd.run.setup.build import open_transports
 from acsgd.run.setup.directories import RunDisks, check_room, open_disks, share_metrics
-from acsgd.run.setup.inputs import RunInputs, open_inputs
+from acsgd.run.setup.inputs import RunInputs, describe_domains, open_inputs
 from acsgd.run.setup.resume import Start, start
 from acsgd.run.step.checkpointing import Checkpointing
 from acsgd.run.step.hooks import LoopState, StepHook
@@ -396,8 +396,8 @@ class ElasticWorker:
     def _notes(self, job: Job, inputs: RunInputs, begin: Start) -> list[str]:
         """Return what rank 0 prints at the start of a view; what does not change, in the first alone."""
         if self._view:
-            return begin.notes
-        described = [job.describe(), *inputs.describe(begin.session, begin.progress.step)]
+            return [*describe_domains(begin.session), *begin.notes]
+        described = [job.describe(), begin.session.describe(), *inputs.describe(begin.session, begin.progress.step)]
         if job.config.elastic.replan:
             described.append("if the number of stages changes (elastic.replan), training stops until layers have moved")
         return [*described, *begin.notes]

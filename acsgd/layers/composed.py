@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -51,6 +51,15 @@ class ComposedModel:
         self._head: nn.Module | None = model.get_output_embeddings()
         self._head_is_last = False
         """Whether it is known that forward returns what the module of the head returns."""
+
+    @contextlib.contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Context in which no block is compiled, so that hooks of the modules in it are called."""
+        compiled, self._run_block = self._run_block, [*self._blocks]
+        try:
+            yield
+        finally:
+            self._run_block = compiled
 
     def context(self, inputs: Inputs, layers: range) -> Context:
         """Record the arguments with which forward calls the blocks of `layers`: masks, positions, rotary tables.

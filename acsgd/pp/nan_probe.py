@@ -63,7 +63,8 @@ def _causal_order(tensor: NonFiniteTensor) -> tuple[int, int, int]:
 
 
 class NaNProbe:
-    """Hooks on all modules and weights of some stages, registered while this is entered as a context.
+    """Hooks on all modules and weights of some stages, registered while this is entered as a context; then no block is
+    compiled.
 
     Checks the weights on entry, the inputs and outputs of each module in each forward, and the gradients of outputs and
     weights in each backward. Every check synchronises with the device.
@@ -73,6 +74,7 @@ class NaNProbe:
         self._stages = stages
         self._micro_ids = micro_ids
         self._hooks: list[RemovableHandle] = []
+        self._uncompiled = contextlib.ExitStack()
         self._current: tuple[Phase, int, int | None] | None = None
         self._found: dict[tuple[Phase, int, int | None], NonFiniteTensor] = {}
 
@@ -83,12 +85,14 @@ class NaNProbe:
                 self.check(f"weight {weight.key}", weight.master)
                 self.check(f"weight {weight.key}", weight.param)
             self._register_hooks(stage)
+            self._uncompiled.enter_context(stage.composed.uncompiled())
         self._current = None
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._uncompiled.close()
         for hook in self._hooks:
             hook.remove()
 

@@ -53,7 +53,7 @@ class StepResult(NamedTuple):
     schedule_bubble: float = 0.0
     """Idle share of the ranks of a pipeline by the schedule alone."""
     token_flops: float = 0.0
-    """Arithmetic operations of the model per token, see `Job.token_flops`."""
+    """Arithmetic operations of the model per token, see `RunModel`."""
     device_memory_bytes: int = 0
     """See `StepRecord`."""
 

@@ -15,6 +15,8 @@ from lib.models import blocks_of, dropout_of, tiny_config
 from torch import Tensor
 
 from acsgd.layers import composed
+from acsgd.pp import Action, Op
+from acsgd.pp.nan_probe import NaNProbe
 from acsgd.pp.stage import MicroBatch
 
 INDUCTOR = composed.COMPILE
@@ -46,3 +48,25 @@ def test_compiled_blocks_equal_the_others(
     torch._dynamo.reset()
     for ours, expected in zip(step(family, compiles=True), step(family, compiles=False), strict=True):
         assert (ours - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def test_a_search_for_a_nan_names_a_module_inside_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(composed, "COMPILE", {"backend": "eager"})
+    torch._dynamo.reset()
+    (stage,) = build_stages(
+        tiny_config("llama", vocab_size=VOCABULARY, **blocks_of("llama", 2)), [range(4)], compiles=True
+    )
+    tokens = torch.zeros(2, SEQUENCE, dtype=torch.long)
+    module = "model.layers.1.mlp.act_fn"
+
+    def forward() -> None:
+        stage.forward(MicroBatch(0, 0, 0, (0, 1)), {"input_ids": tokens}, {}, tokens)
+        stage.backward(0, None, last=True)
+
+    forward()  # compiles the blocks without hooks
+    activation = stage.composed.model.get_submodule(module)
+    monkeypatch.setattr(activation, "forward", lambda x: x * torch.nan)
+    with NaNProbe({0: stage}, [0]) as probe, probe.during(Action(Op.F, 0, 0)):
+        forward()
+    assert probe.first is not None
+    assert probe.first.tensor == f"output of {module}"

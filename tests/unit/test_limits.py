@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lib.models import TINY
 from lib.training import make_config
 from torch import Tensor
+from transformers import AutoConfig
 
 from acsgd.config.options import AdapterConfig, Config
 from acsgd.launch import Launch
 from acsgd.layers.quantize import QuantizedFormat, is_quantized, quantize
+from acsgd.run.plan import job
 from acsgd.run.plan.job import prepare
 from acsgd.run.plan.limits import ParameterCount, check_memory
 from acsgd.streams import Streams
@@ -100,3 +104,25 @@ def test_a_run_is_refused_if_it_needs_more_than_the_memory(
     check_memory(count, dtype, 2, 4, HostOf(2 * expected), trains=trains)
     with pytest.raises(ValueError, match=r"need at least 0 GiB on this host with pp.stages=2"):
         check_memory(count, dtype, 2, 4, HostOf(2 * expected - 1), trains=trains)
+
+
+def test_operations_are_counted_once_in_a_process(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, calls = make_config(tiny_model("llama", num_hidden_layers=2), tmp_path), []
+    monkeypatch.setattr(job, "token_flops", lambda *args: calls.append(args) or 5e6)
+    assert prepare(config, Launch()).model.token_flops == 0, "of no use: the peak of a CPU is not known"
+    monkeypatch.setattr(Streams, "peak_flops", lambda self, dtype: 7e12)
+    assert prepare(config, Launch(), trains=False).model.token_flops == 0
+    first = prepare(config, Launch())
+    assert prepare(config, Launch(), model=first.model).model.token_flops == 5e6, "as in each view of an elastic run"
+    assert len(calls) == 1
+
+
+def test_a_model_without_sdpa_is_refused_with_what_to_type(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    AutoConfig.for_model("gemma2", **TINY["llama"]).save_pretrained(model)
+    config = make_config(model, tmp_path)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="sdpa", init="scratch"))
+    with pytest.raises(ValueError, match=r"attention=sdpa: gemma2 has no sdpa; use --model\.attention eager"):
+        prepare(config, Launch())

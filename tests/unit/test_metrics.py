@@ -381,8 +381,8 @@ def test_a_resumed_run_prints_its_first_step_and_the_same_later_ones(
         (
             "fp32",
             {"device_tokens_per_s": 16.0, "mfu": 0.4567, "peak_memory_bytes": 6e10, "device_memory_bytes": 141 * 10**9},
-            "step 1/4 25%  loss 2.5000  lr 0.1  32 tokens/s  16 per GPU  2 s/step  MFU 45.7%  60.0 of 141 GB  "
-            "0:00:06 left",
+            "step 1/4 25%  loss 2.5000  lr 0.1  32 tokens/s  16 per GPU  2 s/step  MFU 45.7%  "
+            "peak 60.0 GB (rank 0 has 141 GB)  0:00:06 left",
         ),
         (
             "fp16",

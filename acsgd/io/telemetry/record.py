@@ -64,7 +64,7 @@ class StepRecord(NamedTuple):
     and backward per second, without recomputation and padding, as a fraction of the peak of all devices. None =
     unknown: a CPU, a GPU that is not in the table in acsgd/streams.py, frozen parameters, or an encoder-decoder."""
     device_memory_bytes: int = 0
-    """Memory of the GPU of the main rank, of which peak_memory_bytes are in use by torch; 0 on CPUs."""
+    """Memory of the GPU of rank 0; 0 on CPUs. The rank of peak_memory_bytes may have a GPU with another."""
     ranks: RankNumbers = MappingProxyType({})
     """Numbers of each rank."""
     evaluation: Scores = MappingProxyType({})

@@ -92,7 +92,10 @@ def describe_step(record: StepRecord, *, fp16: bool = False) -> list[str]:
     if record.device_memory_bytes:
         used, memory = (nbytes / 1e9 for nbytes in (record.peak_memory_bytes, record.device_memory_bytes))
         parts.insert(3, f"{record.device_tokens_per_s:,.0f} per GPU")
-        parts += [*([] if record.mfu is None else [f"MFU {record.mfu:.1%}"]), f"{used:.1f} of {memory:.0f} GB"]
+        parts += [
+            *([] if record.mfu is None else [f"MFU {record.mfu:.1%}"]),
+            f"peak {used:.1f} GB (rank 0 has {memory:.0f} GB)",
+        ]
     if record.skipped:
         parts.append(f"skipped {record.skipped}")
     if fp16:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from acsgd import codecs
+from acsgd.codecs.identity import DTYPES
 from acsgd.config.options import Config
 from acsgd.config.run_file import to_toml
 from acsgd.config.spec import suggest, to_spec
@@ -39,7 +40,7 @@ from acsgd.shards.chat_template import set_chat_template
 from acsgd.shards.generation import known_ends
 from acsgd.shards.plan import token_flops
 from acsgd.shards.tokenizer import load_tokenizer
-from acsgd.streams import open_streams
+from acsgd.streams import Streams, open_streams
 from acsgd.tasks import check_options, find_task
 
 
@@ -59,13 +60,6 @@ class Job(Partition):
     """Whether hosts may join and leave the run."""
     has_mesh: bool = False
     """Whether one port per host carries all connections."""
-
-    @functools.cached_property
-    def token_flops(self) -> float:
-        """Arithmetic operations of the model per token in training, see `token_flops`; 0 = unknown, or of no use."""
-        model, sizes = self.model, sizes_of(self.config)
-        has_peak = self.streams.peak_flops(self.shapes.dtype) > 0 and not model.description.frozen
-        return token_flops(model.task.model_class, model.config, model.derived, sizes) if has_peak else 0.0
 
     @functools.cached_property
     def gpu_memory_bytes(self) -> int:
@@ -154,7 +148,7 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True, model: RunMo
     check_reading(config, most_micros(config, grid.micro_ids), launch.local_world_size)
     streams = open_streams(config.run.device, launch.local_rank)
     check_transports(config, grid.plugins, on_gpu=bool(streams.gpu), has_mesh=launch.mesh is not None)
-    model = model or open_run_model(config, launch, streams, trains=trains)
+    model = model or _open_model(config, launch, streams, trains=trains)
     with report_if_slow(print_note, lambda: f"planning {model.describe_size()}", enabled=launch.rank == 0):
         partition = divide_model(config, grid, model, streams)
     tokenizer = load_tokenizer(model.tokenizer, model.config, model.directory)
@@ -171,6 +165,15 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True, model: RunMo
     )
     job.programs.actions(len(job.micro_ids))  # raises ValueError if they cannot run
     return job
+
+
+def _open_model(config: Config, launch: Launch, streams: Streams, *, trains: bool) -> RunModel:
+    """Find the model, and count its operations if it trains on a device whose peak is known."""
+    model = open_run_model(config, launch, streams, trains=trains)
+    if not trains or model.description.frozen or not streams.peak_flops(DTYPES[config.model.dtype]):
+        return model
+    flops = token_flops(model.task.model_class, model.config, model.derived, sizes_of(config))
+    return model._replace(token_flops=flops)
 
 
 def _open_sources(config: Config, plugins: Plugins) -> tuple[tuple[WeightedSource, ...], tuple[WeightedSource, ...]]:

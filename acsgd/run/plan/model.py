@@ -50,6 +50,8 @@ class RunModel(NamedTuple):
     """Of the frozen linear layers of blocks."""
     is_verified: bool
     """Whether the layers were compared with the whole model when it was converted."""
+    token_flops: float = 0.0
+    """Arithmetic operations per token in training, see `token_flops`; 0 = unknown, or of no use."""
 
     @property
     def has_other_tokenizer(self) -> bool:
@@ -114,6 +116,10 @@ def _describe(
         has_adapter=has_adapter,
         config_only=config_only,
     )
+    if config.model.attention == "sdpa" and not task.model_class.has_sdpa(found.config):
+        raise ValueError(
+            f"model.attention=sdpa: {found.config.model_type} has no sdpa; use --model.attention eager, or auto"
+        )
     if config.model.attention != "auto":
         found.config._attn_implementation = config.model.attention
     tokenizer = found.directory if config_only else _find_tokenizer(config.model, found)
