@@ -38,6 +38,8 @@ class PlanCommand:
     """Run file, whose data need not exist."""
     world: Annotated[int, COUNT] | None = None
     """Number of processes, as torchrun starts. Default: one replica, pp.stages."""
+    per_host: Annotated[int, COUNT] = 1
+    """Number of processes on each host. Replicas of a host may act as one (dp.local)."""
     memory: str | None = None
     """Memory for each process, "24GiB", to which the need is compared: of its GPU, or of the host with --run.device
     cpu. Default: not compared."""
@@ -64,7 +66,7 @@ class PlanCommand:
             raise ValueError(f"--{error}")
         limit = None if self.memory is None else parse_size(self.memory, option="--memory", example="24GiB")
         config = parse([str(self.run_file), *self.overrides], prog="acsgd plan", is_main=False)
-        planner = MemoryPlanner(config, self.world or config.pp.stages, self.sequences)
+        planner = MemoryPlanner(config, self.world or config.pp.stages, self.sequences, self.per_host)
         ranks = planner.memory(config)
         needed = [*map(planner.needed, ranks)]
         lacking = limit is not None and max(needed) > limit
@@ -81,13 +83,14 @@ class PlanCommand:
 class MemoryPlanner:
     """Plans of a run, and of others that differ in a few options. Each model is traced once per kind of micro-batch."""
 
-    def __init__(self, config: Config, world: int, sequences: int | None = None) -> None:
+    def __init__(self, config: Config, world: int, sequences: int | None = None, per_host: int = 1) -> None:
         from acsgd.run.plan.model import describe_run_model
         from acsgd.tasks import check_options
 
         check_options(config)
         self._config = config
         self._world = world
+        self._per_host = per_host
         self.sequences = sequences
         self.on_gpu = config.run.device != "cpu"
         self._model: RunModel = describe_run_model(config)
@@ -113,7 +116,7 @@ class MemoryPlanner:
         from acsgd.tasks import check_options
 
         check_options(config)
-        grid = open_grid(config, Launch(world_size=self._world))
+        grid = open_grid(config, Launch(world_size=self._world, local_world_size=self._per_host))
         device = "cuda" if self.on_gpu else "cpu"
         partition = divide_model(config, grid, self._model, Streams(torch.device(device)))
         key = config.pp.micro, config.model.recompute

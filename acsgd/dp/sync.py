@@ -63,6 +63,11 @@ class GradSync:
         """
         return False
 
+    @property
+    def has_buckets(self) -> bool:
+        """Whether the gradients of the step that has begun lie in buffers that are kept from step to step."""
+        return False
+
     def exchange(self, step: int, moments: SecondMoments) -> None:
         """Exchange with the other replicas what follows optimizer step `step`, if anything does.
 

@@ -125,14 +125,29 @@ def test_the_declared_state_of_an_optimizer_is_what_it_allocates(name: str) -> N
 )
 def test_the_state_of_a_mode_is_counted_in_copies_of_the_weights(mode: str, copies: float) -> None:
     param = nn.Parameter(torch.empty(4096, 64, device="meta"))
-    memory = dry_run(
-        from_spec(mode, MODES, key="dp.mode"),
-        OPTIMIZERS["adamw"](),
-        OptimConfig(lr=1, steps=1),
-        [[Weight("w", param, param)]],
-        4,
-    )
-    assert memory.state == pytest.approx(copies * param.nbytes, rel=0.05)
+    for members in (1, 3):
+        memory = dry_run(
+            from_spec(mode, MODES, key="dp.mode"),
+            OPTIMIZERS["adamw"](),
+            OptimConfig(lr=1, steps=1),
+            [[Weight("w", param, param)]],
+            4,
+            members,
+        )
+        assert memory.state == pytest.approx(copies * param.nbytes, rel=0.05)
+        assert memory.has_buckets == (members > 1 or copies == 0)
+
+
+def test_replicas_of_a_host_are_counted_as_one(tiny_model: Any, tmp_path: Path) -> None:
+    config = make_config(tiny_model("llama", **WIDE), tmp_path, micro=1)
+    config = replace(config, data=replace(config.data, batch=4), dp=replace(config.dp, mode="cocktail:random=0.1"))
+    [alone], [in_domain] = MemoryPlanner(config, 2).memory(config), MemoryPlanner(config, 4, per_host=2).memory(config)
+    assert in_domain.replicas == alone.replicas, "its part is that of one of two replicas"
+    apart = replace(config, dp=replace(config.dp, local="none"))
+    [without] = MemoryPlanner(apart, 4, per_host=2).memory(apart)
+    assert [without] == MemoryPlanner(config, 4).memory(config)
+    besides = [each.total - each.replicas for each in (without, in_domain)]
+    assert besides[0] < besides[1], "gradients are in buckets when activations are largest"
 
 
 @pytest.mark.soak

@@ -125,6 +125,10 @@ class BucketSync(GradSync):
         """Those that are being summed over the domain."""
         self._pending: list[Callable[[], None]] = []
 
+    @property
+    def has_buckets(self) -> bool:
+        return True
+
     def start_reduction(self, bucket: Bucket) -> Callable[[], None]:
         """Start to reduce a bucket; return a function that waits for the sum, in the bucket's flat tensor."""
         raise NotImplementedError

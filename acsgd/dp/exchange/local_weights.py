@@ -131,6 +131,10 @@ class LocalWeightsSync(GradSync):
             self._reduction.meter = self.meter
         self._reduction.begin_step(step)
 
+    @property
+    def has_buckets(self) -> bool:
+        return self._reduction is not None
+
     def grad_ready(self, weight: Weight, *, is_final: bool) -> None:
         if self._reduction is not None:
             self._reduction.grad_ready(weight, is_final=is_final)

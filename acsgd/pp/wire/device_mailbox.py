@@ -1,7 +1,8 @@
 """Both ends of a channel over an ordered transport: messages stay on the device, and both ends know their sizes.
 
 A message is a header, as over gloo, and the encoded fields of one tensor. The receiver compares the headers of a step
-together, at its end: so no message makes a rank wait for its device. The checksum covers the header alone.
+together, at its end: so no exact message makes a rank wait for its device. Other codecs do, once per message that they
+encode, since what they cannot encode, NaN and infinity, changes the header. The checksum covers the header alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from acsgd.comm.waits import DeviceWork
 from acsgd.pp.wire.channel import NOT_FINITE, Channel, check_header, read_header
 from acsgd.pp.wire.coder import Coder, TransferInfo
 from acsgd.pp.wire.frame import HEADER_BYTES, LENGTH_BYTES, Header
-from acsgd.pp.wire.mailbox import Received
+from acsgd.pp.wire.mailbox import BufferPool, Received
 
 
 class _InFlight(NamedTuple):
@@ -38,6 +39,7 @@ class DeviceOutbox:
         self._channel = channel
         self._communicator = communicator
         self._action = f"sending {channel.kind.plural} to"
+        self._headers = BufferPool(HEADER_BYTES, channel.streams)
         self._in_flight: deque[_InFlight] = deque()
 
     def send(self, info: TransferInfo, state: dict[str, Tensor]) -> None:
@@ -77,9 +79,10 @@ class DeviceOutbox:
         except NotFiniteError:
             header = header._replace(length=NOT_FINITE)
             message.zero_()
-        packed = streams.host_buffer(HEADER_BYTES)
+        packed = self._headers.acquire()
         packed.copy_(header.packed())
         message[:HEADER_BYTES].copy_(packed, non_blocking=True)
+        self._headers.release(packed)
         return header, message
 
     def _post(self, header: Header, message: Tensor) -> None:
@@ -96,7 +99,7 @@ class DeviceInbox:
     """Receiving end of a channel.
 
     A message is received when it is needed, not ahead: what synchronizes the device, such as the first use of a kernel,
-    waits for all receives, and a message may depend on what this rank has yet to send.
+    waits for all receives, and a message may depend on what this rank has yet to send. See `validate`.
     """
 
     def __init__(self, channel: Channel, communicator: Communicator) -> None:

@@ -25,7 +25,7 @@ MAX_SENDS_IN_FLIGHT = 16
 """Sends that an outbox leaves unfinished by default, before it waits for the oldest; bounds the memory of buffers."""
 
 
-class _BufferPool:
+class BufferPool:
     """Reusable host buffers for the messages of one tensor, each as long as the longest message."""
 
     def __init__(self, nbytes: int, streams: Streams) -> None:
@@ -72,7 +72,7 @@ class _InFlight(NamedTuple):
     buffer: Tensor
     work: Work
     posted_at: float
-    pool: _BufferPool
+    pool: BufferPool
 
 
 class Outbox:
@@ -83,7 +83,7 @@ class Outbox:
         self._channel = channel
         self._max_in_flight = max_in_flight
         self._action = f"sending {channel.kind.plural} to"
-        self._pools = [_BufferPool(nbytes, channel.streams) for nbytes in channel.max_message_bytes]
+        self._pools = [BufferPool(nbytes, channel.streams) for nbytes in channel.max_message_bytes]
         self._entropy_coder = ThreadPoolExecutor(1, thread_name_prefix="entropy coder")
         self._encoding: deque[_Encoding] = deque()
         self._in_flight: deque[_InFlight] = deque()
@@ -170,7 +170,7 @@ class Inbox:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._action = f"receiving {channel.kind.plural} from"
-        self._pools = [_BufferPool(nbytes, channel.streams) for nbytes in channel.max_message_bytes]
+        self._pools = [BufferPool(nbytes, channel.streams) for nbytes in channel.max_message_bytes]
         self._posted: list[deque[_InFlight]] = [deque() for _ in self._pools]
 
     def post(self) -> None:
@@ -226,7 +226,7 @@ class Inbox:
         pool.release(buffer)
         return x, info
 
-    def _entropy_decode(self, buffer: Tensor, header: Header, length: int, pool: _BufferPool) -> Tensor:
+    def _entropy_decode(self, buffer: Tensor, header: Header, length: int, pool: BufferPool) -> Tensor:
         """Return another buffer with the decoded message, whose body has `length` bytes; releases `buffer`."""
         decoded = pool.acquire()
         try:

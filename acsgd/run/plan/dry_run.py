@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import (
 from acsgd.comm.process_groups import Group
 from acsgd.comm.waits import DirectWaits, Meter
 from acsgd.config.options import OptimConfig
-from acsgd.dp.exchange.buckets import BucketSync
 from acsgd.dp.peers import AsyncResult, Peers
 from acsgd.dp.sync import Mode
 from acsgd.optim.base import OptimizerSpec, SecondMoments
@@ -72,10 +71,17 @@ class _AbsentGroup:
 
 
 class AbsentPeers(Peers):
-    """Replicas that are not there: work runs at once, and what is received has no values."""
+    """Replicas that are not there: work runs at once, and what is received has no values.
 
-    def __init__(self, replica: int, replicas: int) -> None:
+    replicas: number of those that exchange, each of them a domain of `members` replicas.
+    """
+
+    def __init__(self, replica: int, replicas: int, members: int = 1) -> None:
         super().__init__(cast("Group", _AbsentGroup(replica, replicas)), DirectWaits())
+        self.members = range(members)
+
+    def start_domain_sum(self, tensor: Tensor, meter: Meter) -> Callable[[], None]:
+        return lambda: None
 
     def submit(self, work: Callable[[], T]) -> AsyncResult[T]:
         done = Future[T]()
@@ -88,22 +94,29 @@ class AbsentPeers(Peers):
 
 
 def dry_run(
-    mode: Mode, optimizer: OptimizerSpec, config: OptimConfig, stages: Sequence[Sequence[Weight]], replicas: int
+    mode: Mode,
+    optimizer: OptimizerSpec,
+    config: OptimConfig,
+    stages: Sequence[Sequence[Weight]],
+    replicas: int,
+    members: int = 1,
 ) -> UpdateMemory:
     """Make a step with the weights of some stages, on the meta device, of one of several replicas.
 
+    replicas, members: see `AbsentPeers`.
     Where code reads values, as some codecs do, the rest of the exchange is not counted.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as tracker:
         fakes = [[_fake(weight) for weight in weights] for weights in stages]
         weights = [weight for of_stage in fakes for weight in of_stage]
         held, gradients = tracker.now, sum(weight.master.nbytes for weight in weights)
-        syncs = [mode.open(in_reduction_order(of_stage), AbsentPeers(0, replicas)) for of_stage in fakes]
-        has_buckets = any(isinstance(sync, BucketSync) for sync in syncs)
-        state = tracker.now - held - gradients * has_buckets
+        syncs = [mode.open(in_reduction_order(of_stage), AbsentPeers(0, replicas, members)) for of_stage in fakes]
         step = next((step for step in range(LAST_SEARCHED) if any(sync.exchanges_after(step) for sync in syncs)), 0)
-        for sync, of_stage in zip(syncs, fakes, strict=True):
+        for sync in syncs:
             sync.begin_step(step)
+        has_buckets = any(sync.has_buckets for sync in syncs)
+        state = tracker.now - held - gradients * has_buckets
+        for sync, of_stage in zip(syncs, fakes, strict=True):
             for weight in reversed(of_stage):
                 weight.master.grad = torch.empty_like(weight.master)
                 sync.grad_ready(weight, is_final=True)

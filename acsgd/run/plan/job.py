@@ -48,8 +48,6 @@ from acsgd.tasks import check_options, find_task
 class Job(Partition):
     """Everything that is decided about a run, as one rank needs it. Nothing is loaded or connected yet."""
 
-    local_world_size: int
-    """Number of processes of the run on this host."""
     tokenizer: PreTrainedTokenizerBase
     sources: tuple[WeightedSource, ...]
     eval_sources: tuple[WeightedSource, ...]
@@ -155,7 +153,6 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True, model: RunMo
     set_chat_template(tokenizer, config.data)
     job = Job(
         **vars(partition),
-        local_world_size=launch.local_world_size,
         tokenizer=tokenizer,
         sources=sources,
         eval_sources=eval_sources,

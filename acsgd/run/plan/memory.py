@@ -203,7 +203,10 @@ class _RankPlan:
     def memory(self, sequences: int | None) -> RankMemory:
         partition, weights, dtype = self._partition, self._weights, self._partition.shapes.dtype
         stages, optimizer = [*weights.stages.values()], partition.plugins.optimizer
-        update = dry_run(partition.plugins.mode, optimizer, partition.config.optim, stages, partition.topology.replicas)
+        domains = partition.domains
+        members = next(len(domain) for domain in domains if partition.topology.replica in domain)
+        config = partition.config.optim
+        update = dry_run(partition.plugins.mode, optimizer, config, stages, len(domains), members)
         peak = self._walk(update)
         gradients = weights.count.gradient_bytes
         updates = max(update.reduction_peak, update.update_peak)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ class RankGrid(NamedTuple):
     plugins: Plugins
     micro_ids: range
     """Micro-batches of the global batch that this replica trains on if they are dealt evenly."""
+    local_world_size: int
+    """Number of processes of the run on this host."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Partition:
     plugins: Plugins
     micro_ids: range
     """See `RankGrid`."""
+    local_world_size: int
+    """See `RankGrid`."""
     streams: Streams
     model: RunModel
     layout: StageLayout
@@ -46,6 +51,14 @@ class Partition:
     def shapes(self) -> BatchShapes:
         """Shapes of the batches."""
         return BatchShapes(self.config, self.model, self.layout.specs)
+
+    @property
+    def domains(self) -> list[Sequence[int]]:
+        """Which replicas act as one, if all hosts have as many processes as this one, and each is a domain."""
+        hosts = [str(rank // self.local_world_size) for rank in range(self.topology.world_size)]
+        found: list[Sequence[int]] = [*self.topology.domains(hosts).values()]
+        has_two_levels = self.config.dp.local == "auto" and self.plugins.mode.exchanges != "nothing" and len(found) > 1
+        return found if has_two_levels else [[replica] for replica in range(self.topology.replicas)]
 
     @property
     def tied(self) -> list[TiedWeight]:
@@ -86,7 +99,7 @@ def open_grid(config: Config, launch: Launch) -> RankGrid:
     check_deal(config, plugins)
     micro_ids = _deal(config, topology)
     check_computes(config, topology.stages * plugins.schedule.chunks, most_micros(config, micro_ids))
-    return RankGrid(topology, plugins, micro_ids)
+    return RankGrid(topology, plugins, micro_ids, launch.local_world_size)
 
 
 def most_micros(config: Config, micro_ids: range) -> int:
