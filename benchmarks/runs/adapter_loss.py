@@ -2,14 +2,14 @@
 
     .venv/bin/python -m benchmarks.runs.adapter_loss [--svg docs/adapter-loss.svg]
 
-A GPT-2 of 1.3 M parameters is pretrained on the first half of the "demo" text and fine-tuned on a part of the second for
-EPOCHS epochs (common/tuning.py), on 2 stages, or with `cocktail_grad` on 2 replicas. With the first seed each way to
-fine-tune runs at all RATES, and at further ones while the best is the lowest or the highest; with the other seeds at its
-best rate. Seeds differ in batches and in the initial adapter. Bytes are those that all ranks send in a step of the last
-epoch: activations forward or, between replicas, updates.
+A GPT-2 of 1.3 M parameters is pretrained on the first half of the "demo" text and fine-tuned on a part of the second
+for EPOCHS epochs (common/tuning.py), on 2 stages, or with `cocktail_grad` on 2 replicas. With the first seed each way
+to fine-tune runs at all RATES, and at further ones while the best is the lowest or the highest; with the other seeds at
+its best rate. Seeds differ in batches and in the initial adapter. Bytes are those that all ranks send in a step of the
+last epoch: activations forward or, between replicas, updates.
 
-Results are cached in --dir: a second start runs only what is missing, or everything if the code has changed. The picture
-needs pip install '.[bench]'.
+Results are cached in --dir: a second start runs only what is missing, or everything if the code has changed. The
+picture needs pip install '.[bench]'.
 """
 
 from __future__ import annotations

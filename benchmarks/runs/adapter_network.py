@@ -3,9 +3,9 @@
     .venv/bin/python -m benchmarks.runs.adapter_network [--rates 100 10] [--json runs/benchmarks/adapter_network.json]
 
 2 stages x 2 replicas, one process of one thread on each of 4 hosts, which are network namespaces (common/netlab.py)
-without delay. Model, batch and ways to fine-tune are those of `traffic` in adapters.py; the batch is the whole data set,
-so all sequences are in the activation caches when anything is timed. All ways run in the same processes over the same
-connections: in each round every way runs one step at every rate, in every second round in reversed order.
+without delay. Model, batch and ways to fine-tune are those of `traffic` in adapters.py; the batch is the whole data
+set, so all sequences are in the activation caches when anything is timed. All ways run in the same processes over the
+same connections: in each round every way runs one step at every rate, in every second round in reversed order.
 
 step        time of the slowest rank: median over the rounds, and range
 of full     the same relative to the step of full fine-tuning of the same round and rate

@@ -2,9 +2,9 @@
 
     .venv/bin/python -m benchmarks.runs.adapters [--json runs/benchmarks/adapters.json]
 
-time      one process on one thread. Both sides have the same base, initial adapter, tokens and micro-batches, clip by the
-          norm of the gradients and use the same fused AdamW. They alternate; their losses in the warm-up must agree to
-          LOSS_TOLERANCE.
+time      one process on one thread. Both sides have the same base, initial adapter, tokens and micro-batches, clip by
+          the norm of the gradients and use the same fused AdamW. They alternate; their losses in the warm-up must agree
+          to LOSS_TOLERANCE.
 traffic   2 stages x 2 replicas: bytes that all ranks send in a step, in the first epoch and in the last of EPOCHS, and
           the bytes of the tensors of each rank: weights, gradients, optimizer state, and state of the
           data-parallel mode. Activations and activation caches are not counted.

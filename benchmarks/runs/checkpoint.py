@@ -64,8 +64,9 @@ class Round(NamedTuple):
 
 def config_of(directory: Path) -> Config:
     """Return the demo's configuration, with model and run in `directory`."""
-    flags = f"--model.name {directory / 'model'} --data.sources {directory / 'stories.jsonl'} --log.dir {directory / 'run'} --checkpoint.keep 2 --log.to jsonl"
-    return parse([str(DEMO), *flags.split()])
+    paths = {"model.name": "model", "data.sources": "stories.jsonl", "log.dir": "run"}
+    flags = [part for option, name in paths.items() for part in (f"--{option}", str(directory / name))]
+    return parse([str(DEMO), *flags, "--checkpoint.keep", "2", "--log.to", "jsonl"])
 
 
 def rank_rounds(rank: int, directory: Path, rounds: int) -> list[Round]:

@@ -15,6 +15,7 @@ difference  largest relative difference between the two losses of a step; tests/
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -177,7 +178,7 @@ def _change(arrivals: Sequence[Arrival], view: int, event: Event, first: float) 
     """Return what an event did. view: index of its view; first: time of the first step."""
     before = [arrival.at for arrival in arrivals[:view] if arrival.is_step][-11:]
     after = next(arrival.at for arrival in arrivals[view:] if arrival.is_step)
-    step_s = statistics.median(end - begin for begin, end in zip(before, before[1:], strict=False))
+    step_s = statistics.median(end - begin for begin, end in itertools.pairwise(before))
     return Change(event.name, after - first, event.replicas, after - before[-1] - step_s)
 
 

@@ -1,11 +1,12 @@
-"""Instruction tuning on GSM8K with LoRA on 2 stages x 2 replicas: exact match before and after, by acsgd's own commands:
+"""Instruction tuning on GSM8K with LoRA on 2 stages x 2 replicas: exact match before and after, by acsgd's own
+commands:
 
     .venv/bin/python -m benchmarks.runs.gsm8k DIRECTORY [--dir runs/benchmarks/gsm8k]
 
 DIRECTORY has train/*.jsonl and val/*.jsonl, whose records have an "input", the problem, and an "output", its solution.
 
-base     a GPT-2 of 1.6 M parameters with new weights, trained on the problems and solutions of all files of train but the
-         first as separate texts; so it has seen no problem with its solution
+base     a GPT-2 of 1.6 M parameters with new weights, trained on the problems and solutions of all files of train but
+         the first as separate texts; so it has seen no problem with its solution
 tuned    LoRA on the first PROBLEMS problems of the first file, for EPOCHS epochs: torchrun with 4 processes, then
          `acsgd convert merge`
 scores   `acsgd eval --generate` of base and of the merged model: exact match of whole solutions, greedily decoded, and

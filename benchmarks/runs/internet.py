@@ -85,7 +85,7 @@ SAVE_EVERY = 10
 LIMIT_S = 300.0
 """Time in which all hosts train again, seconds of a quiet machine."""
 LONGEST_SILENCE_S = 10.0
-"""Of elastic.silence on a busy machine, seconds: a host that counts as lost there joins again, as after other events."""
+"""Of elastic.silence on a busy machine, seconds: a host that counts as lost joins again, as after other events."""
 TOLERANCE = 1e-4
 """Relative difference of losses: the order of sums differs, which hundreds of steps of AdamW amplify."""
 MIN_CAPTURED_BYTES, CAPTURED_BYTES = 1 << 16, 1 << 22
@@ -323,7 +323,9 @@ class Internet:
             event = Event(kind, name, self.last_step())
             self.events.append(event)
             began = time.monotonic()
-            self.report(f"{began - self._began:.0f} s, step {event.after_step}: event {len(self.events)}, {kind} {name}")
+            self.report(
+                f"{began - self._began:.0f} s, step {event.after_step}: event {len(self.events)}, {kind} {name}"
+            )
             if kind not in ("rotate", "rebind", "full", "fetch"):
                 self._unsettled.append((event, began))
             getattr(self, f"_{kind.replace(' ', '_')}")(name)
@@ -498,7 +500,9 @@ class Internet:
         self._wait_until(lambda: process.exitcode is not None, "end of acsgd fetch")
         assert process.exitcode == 0, (self.directory / "fetch-errors").read_text()[-2000:]
         manifest = Manifest.read(target)
-        assert all(file_checksum(target / each.file) == each.checksum for each in manifest.files if _is_layer(each.file))
+        assert all(
+            file_checksum(target / each.file) == each.checksum for each in manifest.files if _is_layer(each.file)
+        )
         shutil.rmtree(target)
         self.fetched += 1
 

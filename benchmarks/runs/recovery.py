@@ -6,12 +6,12 @@
 Three hosts with a worker each run on this machine, each under a torchrun of its own; the model is a GPT-2 of 10 M
 parameters with random weights, one stage, so there are three replicas. They share the GPU, if there is one. In each
 round, every fault occurs once, at a random moment of a step. Then the benchmark waits until three replicas train again.
-So that this takes seconds, hosts are forked from a process that has imported everything; only those of "until it trains"
-are started by the command.
+So that this takes seconds, hosts are forked from a process that has imported everything; only those of "until it
+trains" are started by the command.
 
-next step       from the signal to the first line of a step in metrics.jsonl that follows the line of the view with fewer
-                replicas. So it includes detection, forming the groups, and a complete step of the hosts that are left.
-                Lines are noticed within some milliseconds
+next step       from the signal to the first line of a step in metrics.jsonl that follows the line of the view with
+                fewer replicas. So it includes detection, forming the groups, and a complete step of the hosts that are
+                left. Lines are noticed within some milliseconds
 kill a worker   SIGKILL of the worker of the last rank; torchrun starts it again
 kill a host     SIGKILL of all processes of the host of the last rank, torchrun's among them
 kill host 0     the same of the host that has rank 0; in the first round, it has the first endpoint, too
@@ -39,6 +39,7 @@ Cost: see recovery_cost.py.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -280,7 +281,7 @@ def _kill_and_restart(hosts: Hosts) -> float:
 
 def _step_s(times: Sequence[float]) -> float:
     """Return the median time between lines."""
-    return statistics.median(after - before for before, after in zip(times, times[1:], strict=False))
+    return statistics.median(after - before for before, after in itertools.pairwise(times))
 
 
 def recovery_table(rows: Sequence[Row]) -> Table:

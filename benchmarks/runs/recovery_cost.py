@@ -2,10 +2,10 @@
 
 An elastic run and a static one (three hosts, static rendezvous) with the same options take turns: all processes of
 one are stopped while the other completes STEPS_PER_BLOCK steps, and which one begins alternates, so that a machine that
-becomes slower for a while slows both. Two sets of processes of the same program differ by several percent for as long as
-they live, in CPU time, too. So both runs are started again after ROUNDS_PER_START pairs of blocks. CPU time is that of
-all processes of a run, the agents included. The table has the geometric mean of the ratios of the blocks of a pair, and
-its 95 % confidence interval (Student's t of the logarithms, which are averaged by start).
+becomes slower for a while slows both. Two sets of processes of the same program differ by several percent for as long
+as they live, in CPU time, too. So both runs are started again after ROUNDS_PER_START pairs of blocks. CPU time is that
+of all processes of a run, the agents included. The table has the geometric mean of the ratios of the blocks of a pair,
+and its 95 % confidence interval (Student's t of the logarithms, which are averaged by start).
 
 What an elastic run does besides training, it does in threads of its own: the daemon in the agent; waits, and reports to
 the daemon, in the worker. Their CPU time varies little. "Beside training" is that of the agents and of all threads of

@@ -24,8 +24,8 @@ ENDPOINTS = "ab"
 MARK = "ACSGD_BENCHMARK_HOST"
 """Environment variable of all processes of a host; its value is the host's directory."""
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Environment of torchrun's own rendezvous: workers open a store of their own at each start. In the agents' store, which
-they share by default, workers that start again can find the addresses of those that have ended, and fail."""
+"""Environment of torchrun's own rendezvous: workers open a store of their own at each start. In the agents' store,
+which they share by default, workers that start again can find the addresses of those that have ended, and fail."""
 PROCESS_CLOCK = 2
 """Kind of clock of a process, from which Linux makes the id of its clock."""
 LIMIT_S = 180.0
@@ -78,8 +78,8 @@ class Hosts:
     def start(self, name: str, *, min_hosts: int = 1, is_forked: bool | None = None) -> None:
         """Start a host, or start it again. is_forked: as for the class.
 
-        A host takes the first endpoint that is free on its machine. So that `by_rank` is right, this returns when a forked
-        host has its own; others take seconds.
+        A host takes the first endpoint that is free on its machine. So that `by_rank` is right, this returns when a
+        forked host has its own; others take seconds.
         """
         is_forked = self._is_forked if is_forked is None else is_forked
         self._launch(name, min_hosts, is_forked)

@@ -21,7 +21,7 @@ WORKER = Path(__file__).with_name("torchft_worker.py")
 def measure_torchft(
     python: Path, directory: Path, model: Path, rounds: int, report: Callable[[str], None]
 ) -> tuple[list[float], list[float]]:
-    """Return the seconds from SIGKILL of a replica to the next step of the others, and from its start to its first step.
+    """Return the seconds from SIGKILL of a replica to the next step of others, and from its start to its first step.
 
     python: an interpreter that has torchft. Raises TimeoutError if there is no step for LIMIT_S.
     """

@@ -2,18 +2,18 @@
 
     .venv/bin/python -m benchmarks.runs.slow_join [--modes exact cocktail diloco delta] [--mbit 20 100] [--runs 2]
 
-Three hosts are network namespaces whose links have this rate. Two train a GPT-2 of 2.6 M parameters; the third one joins.
-With AdamW its state has 31 MB. For each mode and rate, two kinds of runs take turns: in one, it gets all state at once,
-while the others wait (elastic.join_budget is above what the transfer takes); in the other one in the background, with the
-default budget.
+Three hosts are network namespaces whose links have this rate. Two train a GPT-2 of 2.6 M parameters; the third one
+joins. With AdamW its state has 31 MB. For each mode and rate, two kinds of runs take turns: in one, it gets all state
+at once, while the others wait (elastic.join_budget is above what the transfer takes); in the other one in the
+background, with the default budget.
 
 exact     dp.mode=allreduce: all gradients travel in each step, so the links of this run are busy all the time
 cocktail  dp.mode=cocktail; diloco: dp.mode=diloco:inner=10
 delta     dp.mode=cocktail, two stages on two workers per host, pp.forward=delta: between these, activation caches
 
-longest delay   longest time between two steps, from the view of the join to the first STEPS steps of the new replica, less
-                the median of the steps before or after the join, whichever is longer: a step of more replicas takes
-                longer by itself. With diloco less the longest of these: one in 10 exchanges
+longest delay   longest time between two steps, from the view of the join to the first STEPS steps of the new replica,
+                less the median of the steps before or after the join, whichever is longer: a step of more replicas
+                takes longer by itself. With diloco less the longest of these: one in 10 exchanges
 until it trains from that view to the first step in which the new host has micro-batches
 step time       median of the steps until then, relative to that median, for joins in the background
 
@@ -147,7 +147,16 @@ def _durations(times: Sequence[float]) -> list[float]:
 def join_table(kinds: Sequence[Joins]) -> Table:
     """Return the table of joins; the last columns are those of the goal."""
     table = Table(title="Joins, median (max)", title_justify="left")
-    for column in ("mode", "Mbit/s", "state", "joins", "step, s", "longest delay, s", "until it trains, s", "step time"):
+    for column in (
+        "mode",
+        "Mbit/s",
+        "state",
+        "joins",
+        "step, s",
+        "longest delay, s",
+        "until it trains, s",
+        "step time",
+    ):
         table.add_column(column, justify="left" if column in ("mode", "state") else "right")
     table.add_column("goal reached")
     for kind in kinds:

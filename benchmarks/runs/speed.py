@@ -38,7 +38,16 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig, ReplicaConfig, RunConfig
+from acsgd.config.options import (
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    PipelineConfig,
+    ReplicaConfig,
+    RunConfig,
+)
 from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.launch import Launch
@@ -276,7 +285,7 @@ def config_of(size: Size, *, tied: bool) -> GPT2Config:
 
 
 def save_model(directory: Path, size: Size = SMALL, *, tied: bool) -> Path:
-    """Write a GPT-2, by default of 9 M parameters (10 M with an untied head), with new weights and no real tokenizer."""
+    """Write a GPT-2, by default of 9 M parameters (10 M with an untied head), with new weights and no real tokens."""
     torch.manual_seed(0)
     GPT2LMHeadModel(config_of(size, tied=tied)).save_pretrained(directory)
     return save_tokenizer(directory)
@@ -299,7 +308,7 @@ def measure(index: int, rounds: int) -> Comparison:
     result = summarise(ranks, steps=STEPS_PER_BLOCK)
     if result.loss_error > LOSS_TOLERANCE:
         raise RuntimeError(
-            f"{case.name}: the relative difference of the two losses, {result.loss_error:.1e}, exceeds {LOSS_TOLERANCE:g}"
+            f"{case.name}: the losses of the two sides differ by {result.loss_error:.1e}, more than {LOSS_TOLERANCE:g}"
         )
     return result
 

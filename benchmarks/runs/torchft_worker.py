@@ -1,7 +1,7 @@
 """A replica of recovery.py under torchft: PYTHON torchft_worker.py MODEL REPLICA LIGHTHOUSE LOG
 
-Needs torchft (pip install torchft-nightly), which is no dependency of acsgd. Writes a line of JSON per step that all replicas
-have agreed on, as metrics.jsonl has them.
+Needs torchft (pip install torchft-nightly), which is no dependency of acsgd. Writes a line of JSON per step that all
+replicas have agreed on, as metrics.jsonl has them.
 """
 
 from __future__ import annotations
