@@ -66,7 +66,7 @@ class Streams:
 
     @property
     def logits_at_once(self) -> int:
-        """Logits that the last stage computes at a time. With 2**25, an H200's step of GPT-2 took 4 % longer."""
+        """Logits that the last stage computes at a time: more on a GPU, where each chunk costs launches of kernels."""
         return LOGITS_AT_ONCE if self.device.type == "cpu" else 4 * LOGITS_AT_ONCE
 
     def host_buffer(self, nbytes: int) -> Tensor:

@@ -69,7 +69,7 @@ class OrderedTransport(NamedTuple):
 
     name: str
     open: Callable[[dist.Store, int, int, timedelta], Backend]
-    """Opens a communicator. Takes a store of its own, the position of this rank, the number of ranks and the timeout of
+    """Opens a communicator. Takes a separate store, the position of this rank, the number of ranks and the timeout of
     operations."""
 
 

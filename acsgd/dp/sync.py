@@ -65,7 +65,7 @@ class GradSync:
 
     @property
     def has_buckets(self) -> bool:
-        """Whether the gradients of the step that has begun lie in buffers that are kept from step to step."""
+        """Whether gradients of the present step are stored in buffers that exist between steps, too."""
         return False
 
     def exchange(self, step: int, moments: SecondMoments) -> None:

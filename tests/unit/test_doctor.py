@@ -215,7 +215,7 @@ def test_the_router_between_is_named(sees: str, sees_port: str, is_reached: bool
 @pytest.mark.parametrize(
     ("ports", "text"),
     [
-        ([(5000, "6000"), (5001, "6001")], "symmetric: a router that gives each connection a port of its own"),
+        ([(5000, "6000"), (5001, "6001")], "symmetric: a router that maps each connection to another port"),
         ([(5000, "5000"), (5001, "6001")], "a router that changes ports"),
         ([(5000, "5000"), (5001, None)], "a router that keeps ports"),
         ([(5000, None)], "a router; others see this host as 1.2.3.4"),

@@ -324,7 +324,7 @@ def diagnose_router(links: Sequence[Measured], own: set[str], *, is_reached: boo
     changed = [port for own, port in ports if port != own]
     kind = f"a router that {'changes' if changed else 'keeps'} ports" if ports else "a router"
     if len({*changed}) > 1:
-        kind = "symmetric: a router that gives each connection a port of its own"
+        kind = "symmetric: a router that maps each connection to another port"
     text = f"{kind}; others see this host as {addresses}"
     yield Diagnosis("ok" if is_reached is None else "warning", "router", text, dial)
 

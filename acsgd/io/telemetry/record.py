@@ -58,7 +58,7 @@ class StepRecord(NamedTuple):
     schedule_bubble: float = 0.0
     """Idle share of a pipeline by the schedule alone, without messages and with stages of equal speed."""
     device_tokens_per_s: float = 0.0
-    """tokens_per_s divided by the number of ranks, each of which has a device of its own."""
+    """tokens_per_s divided by the number of ranks, that is of devices."""
     mfu: float | None = None
     """Model FLOP utilization (Chowdhery et al. 2022, arXiv:2204.02311): operations of the matrix products of forward
     and backward per second, without recomputation and padding, as a fraction of the peak of all devices. None =

@@ -60,7 +60,7 @@ class Experiment(Protocol):
 
 
 class TrackerSink:
-    """Sends the numbers of each step to a tracker, from a thread of its own.
+    """Sends the numbers of each step to a tracker, in a separate thread.
 
     The first error is reported in one sentence, and the tracker gets nothing more.
     """

@@ -112,7 +112,7 @@ def choose_transports(config: Config, plugins: Plugins, endpoints: Sequence[Endp
 def _obstacle(config: Config, plugins: Plugins, axis: Axis, *, has_mesh: bool) -> str | None:
     """Return why NCCL cannot be used along an axis, None if it can."""
     if has_mesh:
-        return "NCCL opens connections of its own, which a mesh does not carry"
+        return "NCCL opens its own connections, which a mesh does not carry"
     if config.data.deal == "speed":
         return "data.deal=speed needs the times of waits, which over NCCL are those of the device"
     if axis == "replica" or config.pp.stages == 1:
