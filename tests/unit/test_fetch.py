@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from acsgd.commands import members
 from acsgd.commands.invitation import VERSION, Invitation
 from acsgd.config.options import Config, DataConfig, ModelConfig, OptimConfig
 from acsgd.elastic.host import files
-from acsgd.elastic.host.files import DATA, TIMEOUT_S, FileAnswer, FileRequest, Listing, LocalFiles, RemoteFiles
+from acsgd.elastic.host.files import DATA, TIMEOUT_S, FileRequest, Listing, LocalFiles, PartCodes, RemoteFiles
 from acsgd.elastic.membership.messages import SharedFiles
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.inspect import inspect
@@ -245,16 +246,31 @@ def test_files_of_data_are_read_once_for_all_hosts_that_join_unless_they_change(
     assert len(read) == 2
 
 
-@pytest.mark.parametrize(("directory", "file"), [("", ""), (STEP, MANIFEST)])
-def test_a_list_without_a_digest_is_refused(
-    directory: str, file: str, invitation: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("read", [1, 2], ids=["part", "code"])
+@pytest.mark.parametrize("file", ["", MANIFEST, "config.json"])
+def test_bytes_that_were_changed_on_the_way_are_refused_whatever_their_checksum(
+    file: str, read: int, invitation: Path
 ) -> None:
+    """Without a mesh, by somebody who can choose them and their checksums, but has not the secret of the run."""
     address = Invitation.decode(invitation.read_text()).endpoints[0]
-    monkeypatch.setattr("acsgd.elastic.host.files._answer", lambda *_: (FileAnswer(2), b"{}"))
     with contextlib.closing(RemoteFiles(address, "run", b"secret", connect_s=3.0)) as member:
         assert member._connection.gettimeout() == TIMEOUT_S, "once it has greeted"
-        with pytest.raises(ValueError, match="what was received is not what was sent"):
-            b"".join(member.read(directory, file, 0))
+        content, reads = member._file, itertools.count(1)
+
+        def changed(size: int) -> bytes:
+            part = content.read(size)
+            return part[:-1] + bytes([part[-1] ^ 1]) if next(reads) == read else part
+
+        member._file = SimpleNamespace(readline=content.readline, read=changed, close=content.close)  # type: ignore[assignment]
+        with pytest.raises(ValueError, match="is not what a member of the run has sent"):
+            b"".join(member._request(FileRequest("nonce", STEP if file else "", file)))
+
+
+def test_parts_have_codes_of_their_order_and_of_their_answer() -> None:
+    first, second = PartCodes(b"secret", "a"), PartCodes(b"secret", "a")
+    assert (first.next(b"x"), first.next(b"y")) != (second.next(b"y"), second.next(b"x"))
+    assert PartCodes(b"secret", "a").next(b"x") != PartCodes(b"secret", "b").next(b"x")
+    assert PartCodes(b"secret", "a").next(b"x") != PartCodes(b"other", "a").next(b"x")
 
 
 def test_each_host_is_tried_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

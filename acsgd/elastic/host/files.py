@@ -1,17 +1,20 @@
 """Files of a run that members get from each other outside of training: checkpoints, and the model it starts from.
 
 A member requests a file on a connection to the daemon of another host, see `transport`: the answer is a signed line,
-and then the bytes of the file. Nothing is served but what the manifest of a directory lists, or the config and the
-tokenizer of a model; nothing is taken that a program could execute.
+and then the bytes of the file in parts, each with a code that only who has the run's secret can compute. Nothing is
+served but what the manifest of a directory lists, or the config and the tokenizer of a model; nothing is taken that a
+program could execute.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
+import hmac
+import io
 import json
-import os
 import secrets
 import socket
 import time
@@ -43,6 +46,8 @@ THREADS = 4
 """Number of threads that list files for others."""
 TIMEOUT_S = 60.0
 """Time for a part of CHUNK_BYTES, or for an answer, seconds."""
+CODE_BYTES = hashlib.sha256().digest_size
+"""Length of the code of a part."""
 HELD_S = 600.0
 """Time in which a host reads the files of model and data, to list them, seconds."""
 MAX_ANSWER = 1 << 20
@@ -68,9 +73,7 @@ class FileAnswer:
     """What comes before the bytes."""
 
     bytes: Natural = 0
-    """Number of bytes that follow."""
-    sha256: str = ""
-    """Of a listing or a manifest; empty for other files, of which the manifest has the checksum."""
+    """Number of bytes that follow, without the codes of their parts."""
     problem: str | None = None
     """Why nothing follows."""
 
@@ -109,6 +112,21 @@ class Listing:
     """Name of the checkpoint with the best evaluation; None if there is none."""
     hosts: tuple[str, ...] = ()
     """Addresses of the daemons that it knows."""
+
+
+class PartCodes:
+    """Authentication codes of the parts of one answer: HMAC-SHA256 of all bytes up to the end of a part.
+
+    So none can be changed, left out or sent in another order by somebody without the run's secret.
+    """
+
+    def __init__(self, secret: bytes, nonce: str) -> None:
+        self._code = hmac.new(hmac.digest(secret, nonce.encode(), "sha256"), digestmod="sha256")
+
+    def next(self, part: bytes) -> bytes:
+        """Return the code of the next part."""
+        self._code.update(part)
+        return self._code.digest()
 
 
 class FileSource(Protocol):
@@ -235,53 +253,45 @@ class FileService:
 
     async def answer(
         self, request: FileRequest, shared: SharedFiles, hosts: Collection[str]
-    ) -> tuple[FileAnswer, IO[bytes] | bytes]:
+    ) -> tuple[FileAnswer, IO[bytes]]:
         """Return an answer and what follows it. hosts: addresses of the daemons that this one knows."""
         try:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._threads, _answer, request, LocalFiles(shared), tuple(hosts))
         except (OSError, ValueError, CorruptFileError) as error:
-            return FileAnswer(problem=(isinstance(error, OSError) and explain(error)) or str(error)), b""
+            return FileAnswer(problem=(isinstance(error, OSError) and explain(error)) or str(error)), io.BytesIO()
 
     async def send(
-        self, writer: asyncio.StreamWriter, answer: FileAnswer, content: IO[bytes] | bytes, rate: float | None
+        self, writer: asyncio.StreamWriter, size: int, content: IO[bytes], codes: PartCodes, rate: float | None
     ) -> None:
         """Send what follows an answer. Raises OSError, TimeoutError."""
-        left = answer.bytes
-        if isinstance(content, bytes):
-            writer.write(content)
-            left = 0
-        else:
-            with content:
-                while left:
-                    part = await asyncio.to_thread(content.read, min(left, CHUNK_BYTES))
-                    if not part:
-                        raise OSError("the file has become shorter")
-                    left -= len(part)
-                    await asyncio.sleep(self._free_at - time.monotonic())
-                    self._free_at = max(time.monotonic(), self._free_at) + (len(part) / rate if rate else 0.0)
-                    writer.write(part)
-                    async with asyncio.timeout(TIMEOUT_S):
-                        await writer.drain()
+        with content:
+            while size:
+                part = await asyncio.to_thread(content.read, min(size, CHUNK_BYTES))
+                if not part:
+                    raise OSError("the file has become shorter")
+                size -= len(part)
+                await asyncio.sleep(self._free_at - time.monotonic())
+                self._free_at = max(time.monotonic(), self._free_at) + (len(part) / rate if rate else 0.0)
+                writer.write(part + await asyncio.to_thread(codes.next, part))
+                async with asyncio.timeout(TIMEOUT_S):
+                    await writer.drain()
         async with asyncio.timeout(TIMEOUT_S):
             await writer.drain()
 
 
-def _answer(request: FileRequest, files: LocalFiles, hosts: tuple[str, ...]) -> tuple[FileAnswer, IO[bytes] | bytes]:
-    if not request.directory:
-        listing = files.list()
-        content = json.dumps(asdict(Listing(listing.directories, listing.best, hosts))).encode()
-    elif not request.file:
-        content = json.dumps(asdict(files.held(request.directory))).encode()
-    else:
-        opened = files.open(request.directory, request.file)
-        if request.file != MANIFEST:
-            size = os.fstat(opened.fileno()).st_size
-            opened.seek(offset := min(request.offset, size))
-            return FileAnswer(size - offset), opened
-        with opened:
-            content = opened.read()
-    return FileAnswer(len(content), hashlib.sha256(content).hexdigest()), content
+def _answer(request: FileRequest, files: LocalFiles, hosts: tuple[str, ...]) -> tuple[FileAnswer, IO[bytes]]:
+    if not request.file:
+        if request.directory:
+            held: HeldFiles | Listing = files.held(request.directory)
+        else:
+            held = dataclasses.replace(files.list(), hosts=hosts)
+        content = json.dumps(asdict(held)).encode()
+        return FileAnswer(len(content)), io.BytesIO(content)
+    opened = files.open(request.directory, request.file)
+    size = opened.seek(0, io.SEEK_END)
+    opened.seek(offset := min(request.offset, size))
+    return FileAnswer(size - offset), opened
 
 
 class RemoteFiles:
@@ -337,20 +347,15 @@ class RemoteFiles:
         answer: FileAnswer = from_json(FileAnswer, envelope.body)
         if answer.problem is not None:
             raise ValueError(f"{self.name}: {answer.problem}")
-        if request.file not in ("", MANIFEST):
-            yield from self._parts(answer.bytes)
-            return
-        if answer.bytes > MAX_LISTING:
+        if request.file in ("", MANIFEST) and answer.bytes > MAX_LISTING:
             raise ValueError(f"{self.name} lists too much")
-        content = b"".join(self._parts(answer.bytes))
-        if hashlib.sha256(content).hexdigest() != answer.sha256:
-            raise ValueError(f"{self.name}: what was received is not what was sent")
-        yield content
-
-    def _parts(self, left: int) -> Iterator[bytes]:
+        left, codes = answer.bytes, PartCodes(self._secret, request.nonce)
         while left:
             part = self._file.read(min(left, CHUNK_BYTES))
-            if not part:
+            code = self._file.read(CODE_BYTES)
+            if len(code) < CODE_BYTES:
                 raise ConnectionError(f"{self.name} has ended the connection")
+            if not hmac.compare_digest(code, codes.next(part)):
+                raise ValueError(f"{self.name}: what was received is not what a member of the run has sent")
             left -= len(part)
             yield part

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from acsgd.comm.addresses import LOOPBACK, split_address
-from acsgd.elastic.host.files import FileRequest, FileService
+from acsgd.elastic.host.files import FileRequest, FileService, PartCodes
 from acsgd.elastic.membership.messages import (
     MAX_BYTES,
     PROTOCOL,
@@ -229,4 +229,5 @@ class Connections:
         shared, hosts = self._files()
         answer, content = await self._file_service.answer(request, shared, hosts)
         writer.write(seal(self._secret, self._run, self._sender(), request.nonce, 1, answer))
-        await self._file_service.send(writer, answer, content, shared.rate)
+        codes = PartCodes(self._secret, request.nonce)
+        await self._file_service.send(writer, answer.bytes, content, codes, shared.rate)

@@ -21,7 +21,7 @@ from acsgd.io.files.fields import Natural, from_json
 
 MAX_BYTES = 1 << 20
 """Maximum length of a message, bytes."""
-PROTOCOL = 10
+PROTOCOL = 11
 """Version of the protocol between daemons: a new one whenever messages change."""
 
 
