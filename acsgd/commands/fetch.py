@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
+import tempfile
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -19,7 +21,7 @@ from acsgd.config.ranges import COUNT
 from acsgd.notes import print_note, progress_bar
 
 if TYPE_CHECKING:  # import torch, which takes seconds
-    from acsgd.commands.members import ListedSource
+    from acsgd.commands.members import DirectoryFetch, ListedSource
     from acsgd.shards.manifest import Manifest, StoredFile
 
 
@@ -40,6 +42,8 @@ class FetchCommand:
     """Take the checkpoint with the best evaluation instead."""
     state: bool = False
     """Whether the state of all replicas is taken, too, with which a run resumes."""
+    weights: bool = False
+    """Take the weights alone, into --to, from which no run resumes. With AdamW a third of the bytes."""
     to: Path | None = None
     """Directory of the checkpoint to create. Default: where this host has it as a member of the run."""
     from_: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction, tyro.conf.arg(name="from")] = ()
@@ -51,6 +55,11 @@ class FetchCommand:
 
         if self.best and self.step is not None:
             raise ValueError("--best and --step are two checkpoints; give one of them")
+        if self.weights and (self.state or self.to is None):
+            raise ValueError(
+                "--weights takes no state of optimizer and replicas, and the checkpoints of a run have both: give it "
+                "with --to, a directory to create, and without --state"
+            )
         checkpoints, step, invitation = self._find()
         if step is not None and (self.best or self.step not in (None, step)):
             raise ValueError(
@@ -62,10 +71,14 @@ class FetchCommand:
             manifest, raw = fetched.manifest()
             target, wanted = self.to or checkpoints / name, _files(manifest, has_state=self.state)
             with progress_bar() as report:
-                fetched.collect(target, wanted, raw, report)
+                if self.weights:
+                    wanted = _collect_weights(fetched, manifest, raw, target, report)
+                else:
+                    fetched.collect(target, wanted, raw, report)
+        has_all = len(wanted) == len(manifest.files)
         print(
             f"{target} has all {len(wanted)} files of step {manifest.step}"
-            + ("" if len(wanted) == len(manifest.files) else ", without the state of replicas (--state)")
+            + (", weights alone" if self.weights else "" if has_all else ", without the state of replicas (--state)")
             + f", {sum(file.bytes for file in wanted) / 1e6:.1f} MB, verified"
         )
 
@@ -98,7 +111,11 @@ class FetchCommand:
         write_privately(file := private_file(f"{invitation.run}.fetch"), invitation.encode())
         options = {"--step": self.step, "--to": self.to}
         arguments = [word for name, value in options.items() if value is not None for word in (name, str(value))]
-        arguments += [name for name, value in {"--best": self.best, "--state": self.state}.items() if value]
+        arguments += [
+            name
+            for name, value in {"--best": self.best, "--state": self.state, "--weights": self.weights}.items()
+            if value
+        ]
         arguments += [word for path in self.from_ for word in ("--from", str(path))]
         os.execv(sys.executable, [sys.executable, "-m", "acsgd.cli", "fetch", str(file), *arguments])
 
@@ -197,6 +214,49 @@ def _files(manifest: Manifest, *, has_state: bool) -> list[StoredFile]:
     """Return the files that are taken: without the state of replicas, if that may be elsewhere."""
     states = {file.file for files in manifest.replicas.values() for file in files}
     return [file for file in manifest.files if has_state or file.file not in states or file.file not in manifest.hosts]
+
+
+def _collect_weights(
+    fetched: DirectoryFetch, manifest: Manifest, raw: bytes, target: Path, report: Callable[[int, int], None]
+) -> list[StoredFile]:
+    """Collect the weights of a checkpoint as layer shards; return the files that were wanted."""
+    from acsgd.commands.members import DirectoryFetch, list_again
+    from acsgd.elastic.host.files import WEIGHTS
+    from acsgd.shards.config import read_config
+    from acsgd.shards.disk import ShardDirectory
+    from acsgd.shards.export import write_model_files
+    from acsgd.shards.manifest import MANIFEST, config_checksum
+
+    sources, problems = list_again(fetched.sources, fetched.directory + WEIGHTS)
+    weights = DirectoryFetch(sources, fetched.directory + WEIGHTS, fetched.sha256)
+    states = {file for files in manifest.replicas.values() for file in files}
+    found = {file.file: file for file in weights.held}
+    names = [file.file for file in manifest.files if file not in states]
+    if missing := [name for name in names if name not in found]:
+        raise ValueError(f"no host can send the weights in {missing[0]} ({'; '.join(problems) or 'it is corrupt'})")
+
+    def finish(path: Path) -> None:
+        with tempfile.TemporaryDirectory(prefix="acsgd-") as original:
+            (Path(original) / MANIFEST).write_bytes(raw)
+            for file in manifest.model_files:
+                shutil.copyfile(path / file.file, Path(original) / file.file)
+            config = read_config(Path(original), manifest.task, is_valid=lambda config: True)
+            listed = write_model_files(ShardDirectory(Path(original)), config, (), path)
+        tensors = manifest.tensors and replace(manifest.tensors, config=config_checksum(listed))
+        replace(
+            manifest,
+            layers={name: found[file.file] for name, file in manifest.layers.items()},
+            tables={name: found[file.file] for name, file in manifest.tables.items()},
+            replicas={},
+            model_files=listed,
+            run=None,
+            hosts={},
+            tensors=tensors,
+        ).write(path)
+
+    wanted = [found[name] for name in names]
+    weights.collect(target, wanted, b"", report, finish)
+    return wanted
 
 
 def _checkpoints_of(invitation: Invitation) -> Path:

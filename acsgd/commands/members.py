@@ -140,14 +140,20 @@ def _has_model(config: Config) -> bool:
     return True
 
 
-def _fetch_of(members: Sequence[ListedSource], directory: str) -> DirectoryFetch:
-    """Return how model or data are collected: as the first member has them, from all that have the same."""
+def list_again(sources: Sequence[ListedSource], directory: str) -> tuple[list[ListedSource], list[str]]:
+    """Return the sources with what they hold of a directory that no `Listing` has, and why others do not."""
     found, problems = [], []
-    for each in members:
+    for each in sources:
         try:
             found.append(ListedSource(each.source, Listing({directory: each.source.held(directory)})))
-        except (OSError, ValueError) as error:
-            problems.append(f"{each.name}: {explain_short(error)}")
+        except (OSError, ValueError, CorruptFileError) as error:
+            problems.append(f"{each.name}: {explain(error) or error}")
+    return found, problems
+
+
+def _fetch_of(members: Sequence[ListedSource], directory: str) -> DirectoryFetch:
+    """Return how model or data are collected: as the first member has them, from all that have the same."""
+    found, problems = list_again(members, directory)
     if not found:
         raise ValueError(
             f"no host can send the {directory} of the run ({'; '.join(problems)}); try again when it trains"
@@ -246,17 +252,28 @@ class DirectoryFetch:
         _check_room(target.parent, file.bytes - _size(partial))
         self._get(partial, target, file, lambda size: report(size, file.bytes))
 
+    @property
+    def held(self) -> set[StoredFile]:
+        """The files that sources hold."""
+        return set[StoredFile]().union(*(each.held(self.directory, self.sha256) for each in self.sources))
+
     def missing(self, wanted: Sequence[StoredFile]) -> list[str]:
         """Return the names of files that no source holds."""
-        held = set[StoredFile]().union(*(each.held(self.directory, self.sha256) for each in self.sources))
+        held = self.held
         return [file.file for file in wanted if file not in held]
 
     def collect(
-        self, target: Path, wanted: Sequence[StoredFile], manifest: bytes, report: Callable[[int, int], None]
+        self,
+        target: Path,
+        wanted: Sequence[StoredFile],
+        manifest: bytes,
+        report: Callable[[int, int], None],
+        finish: Callable[[Path], None] = lambda path: None,
     ) -> None:
         """Let a directory have some files, and the manifest if there is one. It appears when it is complete.
 
-        A directory that exists is completed, if it has the same manifest. Raises ValueError, OSError.
+        finish: called with the directory before it appears. A directory that exists is completed, if it has the same
+        manifest. Raises ValueError, OSError.
         """
         for file in wanted:
             check_taken(file.file)
@@ -277,6 +294,7 @@ class DirectoryFetch:
                         leftover.unlink()
                 if manifest:
                     (path / MANIFEST).write_bytes(manifest)
+                finish(path)
             except Exception as error:
                 raise _Interrupted(error) from error
 

@@ -268,7 +268,8 @@ class ShardDirectory:
         hosts = dict.fromkeys(host for each in elsewhere.values() for host in each)
         return (
             f"lacks {first_names(sorted(elsewhere))}, which {'is' if len(elsewhere) == 1 else 'are'} on "
-            f"{' and '.join(hosts)}, not on this host: acsgd fetch {shlex.quote(str(self.path))}"
+            f"{' and '.join(hosts)}, not on this host: acsgd fetch {shlex.quote(str(self.path))}, with --weights --to "
+            "DIRECTORY for the weights alone"
         )
 
     def corrupt_files(self) -> Iterator[CorruptFileError]:

@@ -93,8 +93,12 @@ class Manifest:
     def files(self) -> list[StoredFile]:
         """All files except the manifest."""
         states = (file for files in self.replicas.values() for file in files)
-        trained = (*self.layers.values(), *self.tables.values())
-        return [*trained, *self.constants.values(), *states, *self.model_files]
+        return [*self.trained_files, *self.constants.values(), *states, *self.model_files]
+
+    @property
+    def trained_files(self) -> list[StoredFile]:
+        """Files with weights, and in a checkpoint with the state of the optimizer."""
+        return [*self.layers.values(), *self.tables.values()]
 
     @property
     def weights_checksum(self) -> str:

@@ -1,19 +1,20 @@
-"""Write safetensors files without holding all of their tensors at once."""
+"""Safetensors files that are written, or sent, without holding all of their tensors at once."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from acsgd.io.files.checksum import new_file_checksum
-from acsgd.shards.files import TensorHeader
+from acsgd.shards.files import TensorHeader, tensor_headers
 
 CHUNK = 2**20
 """Bytes written at a time: they fit into the cache of a core."""
@@ -55,26 +56,27 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> str:
     return checksum.hexdigest()
 
 
+def layout(headers: Mapping[str, TensorHeader]) -> tuple[bytes, dict[str, int]]:
+    """Return the first bytes of a file, and the position of each tensor after them, in ascending order."""
+    names = sorted(headers, key=lambda name: (-DTYPES[headers[name].dtype].itemsize, name))  # each aligned to its dtype
+    offsets: dict[str, int] = {}
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        offsets[name], end = end, end + bytes_of(headers[name])
+        dtype, shape = headers[name]
+        fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offsets[name], end]}
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, offsets
+
+
 class TensorWriter:
     """A new safetensors file, whose tensors are written one by one. It is complete when all are."""
 
     def __init__(self, path: Path, headers: Mapping[str, TensorHeader]) -> None:
         """Write the header. Raises OSError."""
-        names = sorted(
-            headers, key=lambda name: (-DTYPES[headers[name].dtype].itemsize, name)
-        )  # each aligned to its dtype
-        self.offsets: dict[str, int] = {}
-        """Position of each tensor after the header, in ascending order."""
-        fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name in names:
-            self.offsets[name], end = end, end + bytes_of(headers[name])
-            dtype, shape = headers[name]
-            fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": [self.offsets[name], end]}
-        text = json.dumps(fields, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self.header = len(text).to_bytes(8, "little") + text
-        """First bytes of the file."""
+        self.header, self.offsets = layout(headers)
         self._file = path.open("wb")
         self._file.write(self.header)
 
@@ -97,3 +99,51 @@ class TensorWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def open_weights(path: Path) -> IO[bytes]:
+    """Open the safetensors file that has the tensors of a layer's file except for the state of the optimizer.
+
+    It exists nowhere: what is read comes from that file. Raises CorruptFileError, OSError.
+    """
+    return io.BufferedReader(_WeightsFile(path), CHUNK)
+
+
+class _WeightsFile(io.RawIOBase):
+    def __init__(self, path: Path) -> None:
+        kept = {name: header for name, header in tensor_headers(path).items() if "/" not in name}
+        header, offsets = layout(kept)
+        self._file = path.open("rb")
+        begin = 8 + int.from_bytes(self._file.read(8), "little")
+        stored = json.loads(self._file.read(begin - 8))
+        self._header, self._position, self._size = header, 0, len(header) + sum(map(bytes_of, kept.values()))
+        self._tensors = [
+            (len(header) + offset, begin + stored[name]["data_offsets"][0], bytes_of(kept[name]))
+            for name, offset in offsets.items()
+        ]
+        """Position in this file and in the other one, and size, of each tensor, in ascending order."""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Read from the header, or from one tensor. Returns 0 at the end."""
+        data = self._header[self._position : self._position + len(buffer)]
+        for position, source, size in self._tensors:
+            if not data and position <= self._position < position + size:
+                self._file.seek(source + self._position - position)
+                data = self._file.read(min(len(buffer), position + size - self._position))
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

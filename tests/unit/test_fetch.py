@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
+import torch
 from lib import commands, daemons
 from lib.saved import SMALL, small_run, train_alone
 
@@ -25,7 +27,9 @@ from acsgd.io.checkpoint.inspect import inspect
 from acsgd.io.files.checksum import file_checksum
 from acsgd.shards.convert import from_hf
 from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.files import tensor_headers
 from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
+from acsgd.shards.writer import open_weights
 
 TinyModel = Callable[..., Path]
 STEP = "step-00000002"
@@ -93,6 +97,37 @@ def test_a_checkpoint_is_collected_from_all_running_hosts(invitation: Path, whol
     best = (whole / "best").resolve().name
     assert commands.acsgd("fetch", invitation, "--best", "--to", tmp_path / "best") == (0, "")
     assert_equal(tmp_path / "best", whole / best)
+
+
+def test_weights_alone_are_the_model_of_the_checkpoint(invitation: Path, whole: Path, tmp_path: Path) -> None:
+    """Also if the transfer is interrupted; from running hosts, and from directories."""
+    assert "give it with --to" in commands.acsgd("fetch", invitation, "--weights")[1]
+    assert commands.acsgd("fetch", invitation, "--weights", "--to", tmp_path / "weights") == (0, "")
+    [report] = inspect(tmp_path / "weights")
+    assert not report.errors
+    shards, original = ShardDirectory(tmp_path / "weights"), ShardDirectory(whole / STEP)
+    for layer in original.manifest.layers:
+        taken, theirs = shards.read_layer(layer), original.read_layer(layer)
+        assert taken.keys() == theirs.keys()
+        assert all(torch.equal(taken[key], theirs[key]) for key in theirs)
+        assert not shards.state(layer)
+        assert original.state(layer)
+    for source, target in ((whole / STEP, "a"), (tmp_path / "weights", "b")):
+        assert commands.acsgd("convert", "to-hf", source, tmp_path / target)[0] == 0
+    written = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir() if path.name != "README.md"}
+    assert written == {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir() if path.name in written}
+    code, message = commands.acsgd("fetch", invitation, "--weights", "--to", tmp_path / "weights")
+    assert (code, "exists and holds something else; it is kept" in message) == (2, True)
+
+
+def test_the_file_of_weights_can_be_read_from_everywhere(whole: Path) -> None:
+    path = whole / STEP / "block-00000.safetensors"
+    with open_weights(path) as file:
+        content = file.read()
+        for start in range(0, len(content), 997):
+            assert file.seek(start) == start
+            assert file.read(1234) == content[start : start + 1234]
+    assert safetensors.torch.load(content).keys() == {key for key in tensor_headers(path) if "/" not in key}
 
 
 def test_a_host_completes_its_own_part_in_place(

@@ -30,15 +30,18 @@ from acsgd.elastic.membership.messages import PROTOCOL, Host, SharedFiles, seal,
 from acsgd.errors import CorruptFileError, explain
 from acsgd.io.checkpoint.directory import CheckpointDirectory, step_of
 from acsgd.io.data.sources.files import READERS
-from acsgd.io.files.checksum import file_checksum
+from acsgd.io.files.checksum import file_checksum, new_file_checksum
 from acsgd.io.files.fields import Natural, from_json
 from acsgd.shards.disk import model_files
 from acsgd.shards.files import check_file_name, unusable
 from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
+from acsgd.shards.writer import open_weights
 
 MODEL, DATA = "model", "data"
 """Names of the directories of the model and of the data, beside those of checkpoints, step-XXXXXXXX. A file of data is
 named by its number in `SharedFiles.data` and its ending, "0.jsonl", so that no path travels."""
+WEIGHTS = ".weights"
+"""End of the name of a directory that has the files of a checkpoint without the state of optimizer and replicas."""
 KINDS = (".safetensors", ".json", ".txt", ".model", ".spm", ".jinja", ".bpe", *READERS)
 """Ends of the names of files that are taken from another host: none is code, and none is unpickled."""
 CHUNK_BYTES = 1 << 20
@@ -80,7 +83,7 @@ class FileAnswer:
 
 def _check_directory(name: str) -> None:
     check_file_name(name)
-    if name not in (MODEL, DATA) and step_of(Path(name)) is None:
+    if name not in (MODEL, DATA) and step_of(Path(name.removesuffix(WEIGHTS))) is None:
         raise ValueError(f"{name!r:.50} is no directory of a checkpoint")
 
 
@@ -142,7 +145,10 @@ class FileSource(Protocol):
         ...
 
     def held(self, directory: str) -> HeldFiles:
-        """Return what it holds of the model or of the data. Raises OSError, ValueError."""
+        """Return what it holds of the model, of the data, or of the weights of a checkpoint, all of which it reads.
+
+        Raises OSError, ValueError.
+        """
         ...
 
     def read(self, directory: str, file: str, offset: int) -> Iterator[bytes]:
@@ -180,6 +186,8 @@ class LocalFiles:
         if directory == DATA:
             paths = self._data.items()
             return HeldFiles(tuple(_stored(name, path) for name, path in paths))
+        if directory.endswith(WEIGHTS):
+            return _held_weights(Path(self.shared.checkpoints) / directory.removesuffix(WEIGHTS))
         if directory != MODEL or not self.shared.model:
             raise ValueError(f"there is no directory {directory!r:.50}")
         return _held(Path(self.shared.model))
@@ -200,13 +208,15 @@ class LocalFiles:
                 raise ValueError(f"there is no file {file!r:.70} of data")
             return self._data[file].open("rb")
         root = self.shared.model if directory == MODEL else self.shared.checkpoints
-        path = Path(root) if directory == MODEL else Path(root) / directory
+        path = Path(root) if directory == MODEL else Path(root) / directory.removesuffix(WEIGHTS)
         if not root or not path.is_dir():
             raise ValueError(f"there is no directory {directory}")
         if file != MANIFEST and file not in {stored.file for stored in _listed(path)}:
             raise ValueError(f"{directory} has no file {file!r:.70}")
         if (problem := unusable(path / file)) is not None:
             raise ValueError(f"{path / file} {problem}")
+        if directory.endswith(WEIGHTS) and file in {stored.file for stored in Manifest.read(path).trained_files}:
+            return open_weights(path / file)
         return (path / file).open("rb")
 
 
@@ -234,6 +244,28 @@ def _held(path: Path) -> HeldFiles:
     raw = (path / MANIFEST).read_bytes() if (path / MANIFEST).is_file() else b""
     files = [stored for stored in _listed(path) if _size(path / stored.file) == stored.bytes]
     return HeldFiles(tuple(files), hashlib.sha256(raw).hexdigest() if raw else "")
+
+
+def _held_weights(path: Path) -> HeldFiles:
+    """Return the files with weights of a checkpoint. Those that differ from its manifest are left out."""
+    held, manifest = _held(path), Manifest.read(path)
+    states = {file for files in manifest.replicas.values() for file in files}
+    files = []
+    for stored in held.files:
+        if stored in manifest.trained_files:
+            if _stored(stored.file, path / stored.file) == stored:
+                files.append(_weights_of(path / stored.file, stored.checksum))
+        elif stored not in states:
+            files.append(stored)
+    return HeldFiles(tuple(files), held.sha256)
+
+
+@lru_cache(maxsize=4096)
+def _weights_of(path: Path, checksum: str) -> StoredFile:
+    """Return the file of `open_weights`. checksum: of the file at the path."""
+    with open_weights(path) as file:
+        digest = hashlib.file_digest(file, new_file_checksum)  # type: ignore[arg-type]
+        return StoredFile(path.name, file.tell(), digest.hexdigest())
 
 
 def _size(path: Path) -> int | None:
@@ -325,7 +357,7 @@ class RemoteFiles:
         return from_json(Listing, json.loads(b"".join(self._request(FileRequest(secrets.token_hex(16))))))
 
     def held(self, directory: str) -> HeldFiles:
-        """Return what it holds of the model or of the data. Its host reads all of it. Raises OSError, ValueError."""
+        """Return what it holds of a directory, all of which its host reads. Raises OSError, ValueError."""
         self._connection.settimeout(HELD_S)
         content = b"".join(self._request(FileRequest(secrets.token_hex(16), directory)))
         self._connection.settimeout(TIMEOUT_S)
