@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -192,6 +193,7 @@ def test_torchrun_of_an_elastic_run_ends_after_a_signal_with_one_sentence(
         capsys.readouterr()
         with pytest.raises(SystemExit, match="143"):
             show(stop)
+        assert "acsgd daemon" not in {thread.name for thread in threading.enumerate()}, "what it starts then would fail"
     finally:
         host.shutdown()
     assert capsys.readouterr().err == "\ntorchrun: SIGTERM: this host has left run run\n"

@@ -104,9 +104,10 @@ class Daemon:
         self._loop.call_soon_threadsafe(self._on_rejected, rejection)
 
     def stop(self) -> None:
-        """End the daemon, as when torchrun ends."""
-        self._loop.call_soon_threadsafe(self._ended.set)
-        self._thread.join(END_S)
+        """End the daemon, as when torchrun ends. Can be called again."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join(END_S)
 
     async def _run(self) -> None:
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()

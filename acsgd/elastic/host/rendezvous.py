@@ -12,7 +12,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from signal import SIGTERM
 from types import TracebackType
@@ -72,7 +72,7 @@ class AcsgdRendezvous(RendezvousHandler):
             except (OSError, ValueError) as error:
                 print_error(explain(error) or str(error))
                 raise SystemExit(2) from None
-            _shorten_stop(self._parameters.run_id)
+            _shorten_stop(self._parameters.run_id, self.shutdown)
         elif is_restart_forbidden(self._socket):
             raise SystemExit(2)
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("localhost", 0))
@@ -119,14 +119,19 @@ def _shorten_summary() -> None:
     sys.excepthook = hook
 
 
-def _shorten_stop(run: str) -> None:
-    """Let torchrun of an elastic run end after a signal with a sentence and the exit code of a shell."""
+def _shorten_stop(run: str, shutdown: Callable[[], object]) -> None:
+    """Let torchrun of an elastic run end after a signal with a sentence and the exit code of a shell.
+
+    shutdown: of the rendezvous, which torchrun does not call after a signal: threads of the daemon that run while the
+    interpreter ends fail and print that.
+    """
     former = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, SignalException):
             former(kind, error, trace)
             return
+        shutdown()
         print(f"\ntorchrun: {error.sigval.name}: this host has left run {run}", file=sys.stderr)
         raise SystemExit(128 + error.sigval)
 
