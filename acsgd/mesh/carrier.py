@@ -11,11 +11,12 @@ import asyncio
 import itertools
 import logging
 import socket
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 from weakref import WeakSet
 
-from acsgd.mesh.identity import HostIdentity, VerifiedHost
+from acsgd.mesh.identity import HostIdentity, StrangerError, VerifiedHost
 from acsgd.mesh.messages import Open
 from acsgd.mesh.peers import MeshPeer
 from acsgd.mesh.streams import CarriedEnd, FirstLine
@@ -23,6 +24,8 @@ from acsgd.mesh.tls import HANDSHAKE_S, Entrance, OnMember, dial, member_of, una
 
 log = logging.getLogger(__name__)
 
+OPEN_S, RETRY_S = 10.0, 0.2
+"""Time in which a connection to another host is tried again if its link fails, and between two attempts, seconds."""
 SLACK_S = 1.0
 """Time for what TCP sends again after an outage to be answered, seconds."""
 OUTDATED = "the secret of the run was replaced"
@@ -58,10 +61,27 @@ class Carrier:
     async def _carry(self, peer: MeshPeer, port: int, connection: socket.socket) -> None:
         _, local = await asyncio.get_running_loop().connect_accepted_socket(CarriedEnd, connection)
         try:
-            self._join(local, await self._open(peer, f"port {port}\n"))
+            self._join(local, await self._open_in_time(peer, port))
         except (OSError, TimeoutError) as error:
             log.info("%s:%d: %s", peer.member.address, port, error)
             local.abort()
+
+    async def _open_in_time(self, peer: MeshPeer, port: int) -> FirstLine:
+        """Open a connection to a port of another host, again if the link to it fails, as TCP does without a mesh.
+
+        Not if the host or its port is closed. Raises OSError, TimeoutError.
+        """
+        until = time.monotonic() + OPEN_S
+        while True:
+            try:
+                return await self._open(peer, f"port {port}\n")
+            except (OSError, TimeoutError) as error:
+                has_ended = peer.ended or port not in peer.ports.ports
+                is_answer = isinstance(error, (ConnectionRefusedError, StrangerError))
+                if has_ended or is_answer or time.monotonic() > until:
+                    raise
+                log.info("%s:%d: %s", peer.member.address, port, error)
+            await asyncio.sleep(RETRY_S)
 
     async def deliver(self, remote: FirstLine, port: int) -> None:
         """Connect what another host carries to a port of this host. Raises OSError."""

@@ -162,6 +162,34 @@ def test_bytes_arrive_in_both_directions_and_ends_are_carried(start: Callable[..
             assert exchange(server, b"x") == b"x"
 
 
+def test_a_connection_is_opened_again_if_the_link_fails_and_not_if_the_host_has_ended(
+    start: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = two(start)
+    dial, failures = carrier.dial, list[OSError]()
+
+    async def fail(*args: Any) -> Any:
+        if failures:
+            raise failures.pop(0)
+        return await dial(*args)
+
+    monkeypatch.setattr(carrier, "dial", fail)
+    monkeypatch.setattr(carrier, "RETRY_S", 0.01)
+    with one.listen() as server:
+        echo(server)
+        failures += [ConnectionResetError("reset"), TimeoutError("cut"), OSError(errno.EHOSTUNREACH, "no route")]
+        assert exchange(server, b"x") == b"x"
+        failures += [ConnectionRefusedError("refused")]
+        with connect(server) as connection, contextlib.suppress(ConnectionResetError):
+            assert not connection.recv(1)
+        assert not failures
+        monkeypatch.setattr(carrier, "OPEN_S", 0.0)
+        failures += [ConnectionResetError("reset")]
+        with connect(server) as connection, contextlib.suppress(ConnectionResetError):
+            assert not connection.recv(1)
+    assert other.knows(one)
+
+
 def test_a_host_without_a_port_is_reached_through_the_connections_that_it_opens(start: Callable[..., Host]) -> None:
     one, other = two(start, has_port=False)
     for each in (one, other):
