@@ -48,8 +48,9 @@ OPENED_S = 2.0
 REDIAL_S = 0.5
 CONNECT_S = 5.0
 """Time after which a host is dialed again, seconds."""
-REFUSALS = 3
-"""Number of refused connections in a row after which the process of a host has ended: one may be a forged reset."""
+REFUSALS, REFUSED_S = 3, 0.05
+"""Number of refused connections in a row after which the process of a host has ended, since one may be a forged reset,
+and the time between two, seconds."""
 ACQUAINT_S = 10.0
 """Interval at which connected hosts get each other's addresses again, since dialing may have failed, seconds."""
 FORGET_S = 600.0
@@ -349,7 +350,7 @@ class Forwarder:
                 peer.ended, peer.ports = True, Ports(0, ())
                 self._mirror(peer)
                 return
-            await asyncio.sleep(REDIAL_S)
+            await asyncio.sleep(REFUSED_S if refusals else REDIAL_S)
 
     async def _tick(self) -> None:
         for count in itertools.count():
