@@ -9,8 +9,6 @@ import os
 import resource
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -424,57 +422,3 @@ def test_the_command_prints_and_ends_with_its_code(
 def test_facts_are_equal_where_the_code_is() -> None:
     assert facts() == facts()
     assert facts().keys() == FACTS.keys()
-
-
-def _in_namespace(name: str, *command: str) -> list[str]:
-    return ["ip", "netns", "exec", name, *command]
-
-
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="makes network namespaces: needs root and ip")
-@pytest.mark.processes
-def test_a_router_that_drops_large_packets_is_found(tmp_path: Path) -> None:
-    """A bridge drops what is larger than the packets of its port, without an answer."""
-    names = [f"doctor-{os.getpid()}-{part}" for part in ("a", "sw", "b")]
-    a, switch, b = names
-    setup = [["netns", "add", name] for name in names]
-    setup += [["-n", switch, "link", "add", "br0", "type", "bridge"], ["-n", switch, "link", "set", "br0", "up"]]
-    for index, name in enumerate((a, b)):
-        port = f"p{index}"
-        setup += [["-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name]]
-        setup += [["-n", switch, "link", "set", port, "master", "br0", "mtu", "1500" if name == a else "1250"]]
-        setup += [["-n", switch, "link", "set", port, "up"], ["-n", name, "link", "set", "lo", "up"]]
-        setup += [
-            ["-n", name, "addr", "add", f"10.9.0.{index + 1}/24", "dev", "eth0"],
-            ["-n", name, "link", "set", "eth0", "up", "gso_max_segs", "1"],  # packets as on a real cable
-        ]
-    environment = {**os.environ, "ACSGD_SECRET": "x", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", "from acsgd.cli import main; main()", "doctor", "--seconds", "0.5"]
-    try:
-        for each in setup:
-            done = subprocess.run(["ip", *each], capture_output=True, text=True)
-            if done.returncode:
-                pytest.skip(f"network namespaces cannot be made here: {done.stderr.strip()}")
-        server = subprocess.Popen(
-            _in_namespace(b, *command, "--listen", "29400"),
-            env=environment,
-            cwd=tmp_path,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert server.stderr is not None
-        assert "answering other hosts" in server.stderr.readline()
-        done = subprocess.run(
-            _in_namespace(a, *command, "--connect", "10.9.0.2:29400", "--json"),
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        [found] = [each for each in json.loads(done.stdout)["diagnoses"] if each["subject"].startswith("link")]
-        assert (done.returncode, found["level"]) == (1, "error")
-        assert "unless segments have at most 1200 bytes: a router drops larger packets" in found["text"]
-        server.kill()
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)

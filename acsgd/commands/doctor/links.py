@@ -288,12 +288,12 @@ def diagnose(link: Measured, facts: Mapping[str, str], own: set[str]) -> Iterato
     seen = link.facts.get("sees", "")
     if seen and seen not in own:
         text += f"; it sees this host as {seen}, so a router translates addresses"
+    remedies = []
     if link.loss > LOSSY:
-        yield Diagnosis("warning", subject, text, "the link loses packets: look at Wi-Fi, cables, or the provider")
-    elif min(link.sent, link.received) < SLOW_LINK:
-        yield Diagnosis("warning", subject, text, "use a mode for slow links, such as --dp.mode cocktail or diloco")
-    else:
-        yield Diagnosis("ok", subject, text)
+        remedies.append("the link loses packets: look at Wi-Fi, cables, or the provider")
+    if min(link.sent, link.received) < SLOW_LINK:  # where a queue is short, such a link loses packets, too
+        remedies.append("use a mode for slow links, such as --dp.mode cocktail or diloco")
+    yield Diagnosis("warning" if remedies else "ok", subject, text, "; ".join(remedies))
 
 
 def diagnose_router(links: Sequence[Measured], own: set[str], *, is_reached: bool | None) -> Iterator[Diagnosis]:
