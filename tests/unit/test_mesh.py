@@ -963,3 +963,32 @@ def test_a_table_that_changes_while_it_is_read_hides_no_connection_of_this_user(
 
     monkeypatch.setattr(ports, "_sockets", sockets)
     assert ports.is_own_connection(source, target) == is_own
+
+
+@pytest.mark.parametrize("has_diag", [True, False])
+@pytest.mark.parametrize("own", [socket.AF_INET, socket.AF_INET6])
+def test_sockets_are_those_of_the_system_with_and_without_sock_diag(
+    own: socket.AddressFamily, has_diag: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"127.88.{secrets.randbelow(250)}.{1 + secrets.randbelow(250)}"
+    with contextlib.ExitStack() as stack:
+        server, other, client = (stack.enter_context(socket.socket(own)) for _ in range(3))
+        for each in (server, other):
+            each.bind((f"::ffff:{address}" if own == socket.AF_INET6 else address, 0))
+        server.listen()
+        port = server.getsockname()[1]
+        if has_diag and ports._diagnosed(socket.AF_INET, bytes(36), ports.DUMP) is None:
+            pytest.skip("this system has no sock_diag")
+        if has_diag:
+            monkeypatch.setattr(ports, "_sockets", lambda _: iter(()))
+        else:
+            monkeypatch.setattr(ports, "_diagnosed", lambda *_: None)
+        assert ports.listening_ports(address) == {port}
+        assert ports.listening_ports("127.88.251.1") == set()
+        client.connect(server.getsockname()[:2])
+        source = ("127.0.0.1", client.getsockname()[1])
+        assert ports.is_own_connection(source, (address, port))
+        assert not ports.is_own_connection((address, port), ("127.0.0.1", 1)), "one that listens is no connection"
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+        assert ports.listening_ports(address) == set()
+        assert not ports.is_own_connection(source, (address, port))
