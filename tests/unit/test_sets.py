@@ -48,6 +48,40 @@ def test_articles_of_wikitext_are_running_text(tmp_path: Path) -> None:
     assert [first.where, second.where] == [f"{tmp_path / 'wiki'}, line {line}" for line in (1, 9)]
 
 
+@pytest.mark.parametrize(
+    ("prefix", "ending", "text"),
+    [
+        ("wikitext:", ".tokens", ARTICLES),
+        ("cot:", ".json", '{"a": "one", "b": "two"}'),
+        ("glue:qnli:", ".tsv", "question\tsentence\tlabel\nWho?\tI.\tentailment\n"),
+    ],
+)
+def test_a_directory_or_pattern_is_all_of_its_files(prefix: str, ending: str, text: str, tmp_path: Path) -> None:
+    directory = tmp_path / "parts"
+    (directory / "deep").mkdir(parents=True)
+    paths = [directory / f"{name}{ending}" for name in ("a", "b", "deep/c")]
+    for path in paths:
+        path.write_text(text)
+    (directory / "README.md").write_text("no data")
+    one_by_one = [read(f"{prefix}{path}") for path in paths]
+    assert (
+        read(f"{prefix}{directory}")
+        == read(f"{prefix}{directory}/**/*{ending}")
+        == [record for records in one_by_one for record in records]
+    )
+    assert [len(each) for each in one_by_one] == [len(one_by_one[0])] * 3
+    [part] = parse_sources(f"{prefix}{directory}")
+    before = part.source.fingerprint
+    paths[2].write_text(f"{text} ")
+    assert part.source.fingerprint != before
+    for path, name in zip(paths, ("train", "dev", "test"), strict=True):
+        path.rename(directory / f"{name}{ending}")
+    with pytest.raises(
+        ValueError, match=f"several splits; give one of them: train: {prefix}{directory}/train{ending};"
+    ):
+        parse_sources(f"{prefix}{directory}")
+
+
 @has_data
 def test_real_articles_keep_every_word() -> None:
     path = SHARED / "wikitext-2" / "test.txt"
@@ -151,7 +185,7 @@ def test_columns_of_other_tasks_are_renamed(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("cot:none.json", 'data.sources="cot:none.json": none.json does not exist in '),
-        ("glue:cloa:a.tsv", f"is not a task of GLUE; write glue:TASK:FILE, with one of {', '.join(GLUE)}"),
+        ("glue:cloa:a.tsv", f"is not a task of GLUE; write glue:TASK:PATH, with one of {', '.join(GLUE)}"),
         ("glue:cola", "is not a task of GLUE"),
         ("natural_instructions:dir:val", "val_tasks.txt does not exist; give a split of dir/splits/default (train)"),
         ("natural_instructions:dir", "dir/tasks/lost.json does not exist in"),

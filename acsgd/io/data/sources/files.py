@@ -9,7 +9,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -118,52 +118,77 @@ class Files(NamedSource):
 
     def records(self, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
         """Yield the records of each file, in the order of their names."""
-        names = self.names()
-        sizes = [_size(name) for name in names]
-        for number, name in enumerate(names):
-            part, earlier = RecordCounts(), counts.records
-            counts.fraction = partial(_fraction, sizes, number, part)
+
+        def read(name: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
             reader = reader_of(name)
             assert reader
-            for record in reader(Path(name).expanduser(), name, self.key, part):
-                counts.records = earlier + part.records
-                yield record
-            counts.records = earlier + part.records
+            return reader(Path(name).expanduser(), name, self.key, counts)
+
+        return read_files(self.names(), counts, read)
 
     def names(self) -> list[str]:
         """Return the names of the files. Raises ValueError if there are none."""
-        path = os.path.expanduser(self.name)
-        if os.path.isdir(path):
-            return _names_in(self.name, Path(path))
-        if os.path.lexists(path) or not glob.has_magic(path):
-            return [self.name]
-        names = [name for name in sorted(glob.glob(path, recursive=True)) if reader_of(name)]
-        if not names:
-            raise ValueError(f"{self.name} matches no file in {Path.cwd()} that can be read, {readable_endings()}")
-        return names
+        return names_of(self.name)
 
 
-def _names_in(name: str, directory: Path) -> list[str]:
+def read_files(
+    names: Sequence[str],
+    counts: RecordCounts,
+    read: Callable[[str, RecordCounts], Iterator[SourceRecord | BadRecord]],
+) -> Iterator[SourceRecord | BadRecord]:
+    """Yield the records of each file. counts: updated in place. read: reads a file, with counts of its own."""
+    sizes = [_size(name) for name in names]
+    for number, name in enumerate(names):
+        part, earlier = RecordCounts(), counts.records
+        counts.fraction = partial(_fraction, sizes, number, part)
+        for record in read(name, part):
+            counts.records = earlier + part.records
+            yield record
+        counts.records = earlier + part.records
+
+
+def names_of(name: str, endings: Collection[str] = READERS, prefix: str = "") -> list[str]:
+    """Return the names of the files of a file, directory or pattern, in a fixed order. Raises ValueError if none match.
+
+    endings: of names of files that are read in directories and by patterns; prefix: of what the user types.
+    """
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):
+        return _names_in(name, Path(path), endings, prefix)
+    if os.path.lexists(path) or not glob.has_magic(path):
+        return [name]
+    names = [each for each in sorted(glob.glob(path, recursive=True)) if each.endswith(tuple(endings))]
+    if not names:
+        raise ValueError(f"{name} matches no file in {Path.cwd()} that can be read, {readable_endings(endings)}")
+    return names
+
+
+def _names_in(name: str, directory: Path, endings: Collection[str], prefix: str) -> list[str]:
     """Return the names of the files below a directory. Raises ValueError if there are none, or of several splits."""
     readme = directory / "README.md"
     if readme.is_file() and CONFIGS.match(readme.read_text(errors="replace")):
         raise ValueError(
             f"{name} is a dataset with several parts, see {readme}; give hf:{name}:train or hf:{name}:CONFIG:train"
         )
-    paths = list(files_below(directory))
+    paths = list(files_below(directory, endings))
     paths = [path for path in paths if path.suffix != ".txt"] or paths  # beside records, texts are licenses and notes
     if not paths:
-        raise ValueError(f"{name} is a directory without files that can be read, {readable_endings()}")
+        raise ValueError(f"{name} is a directory without files that can be read, {readable_endings(endings)}")
     found = [SPLITS.get(split_of(path.relative_to(directory)), "") for path in paths]
     splits = {split: [path for path, its in zip(paths, found, strict=True) if its == split] for split in found}
     if len(splits) > 1:
-        choices = [f"{split or 'others'}: {_typed(splits[split], directory)}" for split in _in_order(splits)]
+        choices = [
+            f"{split or 'others'}: {prefix}{_typed(splits[split], directory, endings)}" for split in _in_order(splits)
+        ]
         raise ValueError(f"{name} has several splits; give one of them: {'; '.join(choices)}")
     return [str(path) for path in paths]
 
 
-def files_below(directory: Path) -> Iterator[Path]:
-    """Yield the files of records below a directory, in the order of their names; of a saved dataset those it lists."""
+def files_below(directory: Path, endings: Collection[str] = READERS) -> Iterator[Path]:
+    """Yield the files of records below a directory, in the order of their names; of a saved dataset those it lists.
+
+    endings: of their names.
+    """
     if (directory / STATE).is_file():
         with blame(directory / STATE, "is not the state of a dataset", "save the dataset again"):
             files = [file["filename"] for file in json.loads((directory / STATE).read_bytes())["_data_files"]]
@@ -173,8 +198,8 @@ def files_below(directory: Path) -> Iterator[Path]:
         if NO_RECORDS.fullmatch(path.name):
             continue
         if path.is_dir() and not path.is_symlink():
-            yield from files_below(path)
-        elif path.is_file() and reader_of(path.name):
+            yield from files_below(path, endings)
+        elif path.is_file() and path.name.endswith(tuple(endings)):
             yield path
 
 
@@ -188,10 +213,10 @@ def _in_order(splits: Iterable[str]) -> list[str]:
     return sorted(splits, key=[*SPLITS.values(), ""].index)
 
 
-def _typed(paths: Sequence[Path], directory: Path) -> str:
+def _typed(paths: Sequence[Path], directory: Path, endings: Collection[str]) -> str:
     """Return sources of just these files, or the first of them: a directory, a pattern, or their names."""
     parent = Path(os.path.commonpath([path.parent for path in paths]))
-    if parent != directory and list(files_below(parent)) == list(paths):
+    if parent != directory and list(files_below(parent, endings)) == list(paths):
         return str(parent)
     for pattern in (f"{parent}/*{split_of(Path(paths[0].name))}*", f"{directory}/**/{paths[0].name}"):
         if len(paths) > 1 and sorted(glob.glob(pattern, recursive=True)) == [*map(str, paths)]:
@@ -199,9 +224,9 @@ def _typed(paths: Sequence[Path], directory: Path) -> str:
     return ",".join(map(str, paths[:MAX_NAMED])) + ",..." * (len(paths) > MAX_NAMED)
 
 
-def readable_endings() -> str:
+def readable_endings(endings: Collection[str] = READERS) -> str:
     """Return the endings of files that can be read, for messages."""
-    return ", ".join(f"*{ending}" for ending in READERS)
+    return ", ".join(f"*{ending}" for ending in endings)
 
 
 def _size(name: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from acsgd.io.data.sources.base import BadRecord, RecordCounts, SourceRecord
@@ -63,7 +64,9 @@ GLUE: Mapping[str, GlueTask] = {
 
 
 class Glue(LocalSet):
-    """A file of a task of GLUE, "glue:TASK:FILE", with the fields that the Hub has, and "label_name"."""
+    """Files of a task of GLUE, "glue:TASK:PATH", with the fields that the Hub has, and "label_name"."""
+
+    endings = (".tsv",)
 
     @property
     def metrics(self) -> Sequence[str]:
@@ -71,19 +74,17 @@ class Glue(LocalSet):
         return GLUE[self.parts[0]].metrics
 
     def check(self) -> None:
-        """Raise ValueError unless the task is known and the file is readable."""
+        """Raise ValueError unless the task is known and the files are readable."""
         if len(self.parts) != 2 or self.parts[0] not in GLUE:
-            raise ValueError(f"{self.name} is not a task of GLUE; write glue:TASK:FILE, with one of {', '.join(GLUE)}")
+            raise ValueError(f"{self.name} is not a task of GLUE; write glue:TASK:PATH, with one of {', '.join(GLUE)}")
         super().check()
 
-    def records(self, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
-        """Yield the rows."""
+    def _read(self, name: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
         task = GLUE[self.parts[0]]
-        path, name = self.path, str(self.path)
         if task.columns:
-            rows = read_columns(path, name, self.key, counts, task.columns)
+            rows = read_columns(Path(name), name, self.key, counts, task.columns)
         else:
-            rows = read_tsv(path, name, self.key, counts)
+            rows = read_tsv(Path(name), name, self.key, counts)
         for record in rows:
             yield record if isinstance(record, BadRecord) else _glue_record(record, task)
 

@@ -6,17 +6,20 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from acsgd.io.data.sources.base import TEXT, NamedSource, RecordCounts, SourceRecord
-from acsgd.io.data.sources.files import check_file, fingerprint_of
+from acsgd.io.data.sources.base import TEXT, BadRecord, NamedSource, RecordCounts, SourceRecord
+from acsgd.io.data.sources.files import check_file, fingerprint_of, names_of, read_files
 from acsgd.io.data.sources.text import open_text, reading
 from acsgd.shards.files import blame
 
 
 @dataclass(frozen=True)
 class LocalSet(NamedSource):
-    """A set with a name such as "cot:PATH"."""
+    """A set with a name such as "cot:PATH", of a file, a directory or a pattern."""
+
+    endings: ClassVar[Sequence[str]] = ()
+    """Of the names of files that are read in directories and by patterns."""
 
     @property
     def parts(self) -> list[str]:
@@ -30,7 +33,8 @@ class LocalSet(NamedSource):
 
     def files(self) -> Sequence[Path]:
         """Return the files of the set. Raises ValueError."""
-        return [self.path]
+        prefix = self.name.removesuffix(self.parts[-1])
+        return [Path(name).expanduser() for name in names_of(str(self.path), self.endings, prefix)]
 
     @property
     def fingerprint(self) -> str:
@@ -46,15 +50,24 @@ class LocalSet(NamedSource):
         for path in self.files():
             check_file(str(path))
 
+    def records(self, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
+        """Yield the records of each file, in the order of their names."""
+        return read_files([str(path) for path in self.files()], counts, self._read)
+
+    def _read(self, name: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
+        """Yield the records of a file. counts: of this file."""
+        raise NotImplementedError
+
 
 class ChainOfThought(LocalSet):
-    """One JSON object of texts by subject, "cot:FILE": a document for each subject."""
+    """Files of one JSON object of texts by subject, "cot:PATH": a document for each subject."""
 
-    def records(self, counts: RecordCounts) -> Iterator[SourceRecord]:
-        """Yield the text of each subject."""
-        subjects = read_object(self.path, self.key)
+    endings = (".json",)
+
+    def _read(self, name: str, counts: RecordCounts) -> Iterator[SourceRecord]:
+        subjects = read_object(Path(name), self.key)
         for counts.records, (subject, text) in enumerate(subjects.items(), start=1):
-            yield SourceRecord({TEXT: text, "subject": subject}, f'{self.path}, "{subject}"')
+            yield SourceRecord({TEXT: text, "subject": subject}, f'{name}, "{subject}"')
 
 
 def read_object(path: Path, key: str) -> Mapping[str, Any]:

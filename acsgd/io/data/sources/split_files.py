@@ -46,15 +46,10 @@ class _SplitFiles(LocalSet):
             raise ValueError(f"{self.name}: {directory} has no files of the split {split} ({splits}); give another one")
         return chosen
 
-    def records(self, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
-        """Yield the records, in the form of a format."""
-        done = 0
-        for path in self.files():
-            part = RecordCounts()
-            for record in Files(str(path), self.key, self.options).records(part):
-                counts.records, counts.fraction = done + part.records, part.fraction
-                yield record if isinstance(record, BadRecord) else self._checked(record)
-            done += part.records
+    def _read(self, name: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
+        """Yield the records of a file, in the form of a format."""
+        for record in Files(name, self.key, self.options).records(counts):
+            yield record if isinstance(record, BadRecord) else self._checked(record)
 
     def _files_in(self, path: Path) -> Sequence[Path]:
         return [Path(name).expanduser() for name in Files(str(path), self.key).names()]

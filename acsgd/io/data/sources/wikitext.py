@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 from acsgd.io.data.sources.base import TEXT, BadRecord, RecordCounts, SourceRecord
 from acsgd.io.data.sources.json_records import MAX_RECORD_CHARS
@@ -27,27 +28,31 @@ SPACES: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
 
 
 class WikiText(LocalSet):
-    """A file of WikiText, "wikitext:FILE": a document for each article, with the spaces of running text."""
+    """Files of WikiText, "wikitext:PATH": a document for each article, with the spaces of running text.
 
-    def records(self, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
-        """Yield the articles. What is before the first title belongs to it."""
-        with open_text(self.path, key=self.key) as file:
+    What is before the first title of a file belongs to its article.
+    """
+
+    endings = (".raw", ".tokens", ".txt")
+
+    def _read(self, name: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
+        with open_text(Path(name), key=self.key) as file:
             counts.fraction = partial(fraction_read, file)
             article: list[str] = []
             first, has_title = 1, False
             for number, line in enumerate(iter(partial(file.readline, MAX_RECORD_CHARS), ""), start=1):
                 counts.records = number
                 if error := not_utf8(line):
-                    yield BadRecord(f"{self.path}, line {number}", *error)
+                    yield BadRecord(f"{name}, line {number}", *error)
                     continue
                 is_title = bool(TITLE.fullmatch(line))
                 if is_title and has_title:
-                    yield SourceRecord({TEXT: detokenized("".join(article))}, f"{self.path}, line {first}")
+                    yield SourceRecord({TEXT: detokenized("".join(article))}, f"{name}, line {first}")
                     article, first = [], number
                 has_title = has_title or is_title
                 article.append(line)
             if article:
-                yield SourceRecord({TEXT: detokenized("".join(article))}, f"{self.path}, line {first}")
+                yield SourceRecord({TEXT: detokenized("".join(article))}, f"{name}, line {first}")
 
 
 def detokenized(text: str) -> str:
