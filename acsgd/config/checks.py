@@ -8,7 +8,7 @@ import math
 import re
 
 from acsgd.config.adapters import Adapter, LoRA, parse_adapter
-from acsgd.config.options import CheckpointConfig, Config, DataConfig, ElasticConfig, OptimConfig
+from acsgd.config.options import EPOCHS, CheckpointConfig, Config, DataConfig, ElasticConfig, OptimConfig
 from acsgd.config.ranges import COUNT, out_of_range
 
 MAX_TRACED = 1000
@@ -18,6 +18,9 @@ MAX_TRACED = 1000
 def check(config: Config) -> None:
     """Raise ValueError for the first invalid option; the message names the key and a valid value."""
     _check_ranges(config)
+    for key in ("optim.warmup", "pp.exact_steps"):
+        if isinstance(text := config.lengths[key], str) and not EPOCHS.fullmatch(text):
+            raise ValueError(f'{key}="{text}" is not a length; give a number of steps, 100, or of epochs, "1 epoch"')
     _check_optim(config.optim)
     _check_batch(config.data, config.pp.micro)
     _check_objective(config.data)
@@ -98,7 +101,7 @@ def _check_optim(optim: OptimConfig) -> None:
             f"optim.steps={optim.steps} and optim.epochs={optim.epochs:g} are both given; remove one of them, or add "
             "--optim.steps None or --optim.epochs None"
         )
-    if optim.steps is not None and optim.warmup > optim.steps:
+    if optim.steps is not None and isinstance(optim.warmup, int) and optim.warmup > optim.steps:
         raise ValueError(f"optim.warmup={optim.warmup} must be at most optim.steps={optim.steps}")
     if not math.log2(optim.loss_scale).is_integer():
         raise ValueError(f"optim.loss_scale={optim.loss_scale} must be a power of 2; use, for example, 65536")

@@ -8,6 +8,8 @@ against the tables of the plug-ins. This file imports none of them.
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
@@ -24,6 +26,15 @@ REMOVED = {"elastic.replay_log": "a run that loses a stage returns to the newest
 """Former option -> what happens without it. It is refused, with this in the message."""
 FORMER_SWITCHES = {"checkpoint.best": 'the name of a metric, checkpoint.best="eval_loss"'}
 """Option that was true or false -> what to give now. Its former values are refused, with this in the message."""
+
+
+EPOCHS = re.compile(r"(\d+(?:\.\d+)?) ?epochs?")
+"""Number of steps in epochs, such as "1 epoch" or "0.5 epochs"; a run knows it in steps when its data are open."""
+
+
+def in_steps(given: int | str, steps_of: Callable[[float], int]) -> str:
+    """Return a number of steps, or a text with some, with those in epochs in steps."""
+    return EPOCHS.sub(lambda match: str(steps_of(float(match[1]))), str(given))
 
 
 TransportName = Literal["auto", "gloo", "nccl"]
@@ -74,8 +85,8 @@ class DataConfig:
     sources: str
     """Sources, "a.jsonl,b/", with optional weights, "a.jsonl:0.3,b/:0.7": files (*.jsonl, *.jsonl.zst, *.jsonl.gz,
     *.json, *.csv, *.tsv, *.parquet, *.arrow, *.txt), directories and patterns of them, http(s) addresses of them,
-    datasets of the Hugging Face Hub ("hf:NAME:CONFIG:SPLIT"), sets in their own layout ("wikitext:FILE", "cot:FILE",
-    "natural_instructions:DIRECTORY", "p3:DIRECTORY", "pile:DIRECTORY", "arxiv21:DIRECTORY", "glue:TASK:FILE"), or
+    datasets of the Hugging Face Hub ("hf:NAME:CONFIG:SPLIT"), sets in their own layout ("wikitext:PATH", "cot:PATH",
+    "natural_instructions:DIRECTORY", "p3:DIRECTORY", "pile:DIRECTORY", "arxiv21:DIRECTORY", "glue:TASK:PATH"), or
     "demo". "stream:SOURCE" tokenizes *.jsonl, *.parquet or "hf:NAME" during training."""
     sequence: Annotated[int, Range(1, 2**24)]
     """Sequence length, tokens."""
@@ -148,7 +159,7 @@ class EvalConfig:
     """Interval between evaluations, optimizer steps. The last step always evaluates. Default: only then."""
     metrics: str | None = None
     """Metrics besides the loss, comma-separated: "perplexity" of tokens; "accuracy", "f1" and "matthews" of classes;
-    "pearson" and "spearman" of numbers. Default: those of the task of GLUE ("glue:TASK:FILE"), else "perplexity",
+    "pearson" and "spearman" of numbers. Default: those of the task of GLUE ("glue:TASK:PATH"), else "perplexity",
     "accuracy" or "pearson,spearman"."""
 
 
@@ -170,8 +181,9 @@ class PipelineConfig:
     tied: str = "rows"
     """What travels of a table that is both embedding and head, if these are on different ranks: "rows" of the tokens of
     a batch and their gradients, exactly or quantized ("rows:bits=8"), or the "dense" gradient of the whole table."""
-    exact_steps: Annotated[int, COUNT_OR_NONE] = 0
-    """Number of initial steps that send activations, gradients and rows without codecs; 0 = none."""
+    exact_steps: Annotated[int, COUNT_OR_NONE] | str = 0
+    """Number of initial steps that send activations, gradients and rows without codecs; 0 = none. Or of epochs,
+    "1 epoch"."""
     exact_eval: bool = True
     """Whether evaluations send activations and rows without codecs."""
     transport: OwnTransport = "run"
@@ -179,13 +191,19 @@ class PipelineConfig:
     layers: tuple[Annotated[int, Range(0, 2**16)], ...] | None = None
     """Transformer blocks per stage, first to last, without the embedding and the head. Default: balanced by cost."""
 
+    @property
+    def num_exact_steps(self) -> int:
+        """Value of `exact_steps` in steps. Of epochs, it is known when the data are open."""
+        return int(self.exact_steps)
+
 
 @dataclass(frozen=True)
 class ReplicaConfig:
     """Data parallelism: how replicas of the pipeline synchronize."""
 
     mode: str = "allreduce"
-    """Data-parallel mode: "allreduce", or a compressed one such as "cocktail:random=0.1,topk=0.2,bits=4"."""
+    """Data-parallel mode: "allreduce", or a compressed one such as "cocktail:random=0.1,topk=0.2,bits=4". Its
+    exact_steps may be epochs, "quantized:exact_steps=1 epoch"."""
     transport: OwnTransport = "run"
     """Transport of the sums of gradients of "allreduce", "powersgd" and the exact steps of other modes, as
     run.transport; "run" = that of run.transport. Compressed updates travel over gloo."""
@@ -211,8 +229,8 @@ class OptimConfig:
     name: str = "adamw"
     """Optimizer: "adamw", "adamw8bit", "adafactor", "lion", "muon" or "sgd", in fp32 on the master weights. Modes of
     `dp.mode` that keep second moments need AdamW's."""
-    warmup: Annotated[int, COUNT_OR_NONE] = 0
-    """Number of steps over which the learning rate rises linearly to its peak."""
+    warmup: Annotated[int, COUNT_OR_NONE] | str = 0
+    """Number of steps over which the learning rate rises linearly to its peak, or of epochs, "1 epoch"."""
     schedule: str = "linear"
     """Learning rate after the warm-up: "linear" or "cosine" to 0 at the last step, "constant", "polynomial:power=2",
     "exponential:min=0.01", or "wsd:decay=0.2", which stays at the peak and falls at the end."""
@@ -241,6 +259,11 @@ class OptimConfig:
         """Number of optimizer steps of the whole run. Of optim.epochs, it is known when the data are open."""
         assert self.steps is not None
         return self.steps
+
+    @property
+    def num_warmup(self) -> int:
+        """Value of `warmup` in steps. Of epochs, it is known when the data are open."""
+        return int(self.warmup)
 
 
 @dataclass(frozen=True)
@@ -304,6 +327,10 @@ class LogConfig:
     to: str = "print,jsonl,text"
     """Sinks, comma-separated: "print" (progress line), "jsonl" (metrics.jsonl), "text" (logs/, one file per rank),
     "tensorboard", "mlflow", "trackio", "wandb" (offline without login or network)."""
+    every: Annotated[int, COUNT] | None = None
+    """Interval between the steps that "print" shows and trackers get, optimizer steps; besides the first and the last
+    one, and for trackers those with an evaluation. metrics.jsonl has all. Default: all, but 20 lines of a run where
+    standard output is not a terminal."""
     trace: str | None = None
     """First and last step of which each rank records actions, messages, codecs and waits, such as "100:105". They are
     written into the run directory as trace-100-105.json, for Perfetto or chrome://tracing."""
@@ -376,9 +403,27 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
 
-    def with_steps(self, steps: int) -> Config:
-        """Return the options with the number of optimizer steps that optim.epochs amounts to."""
-        return replace(self, optim=replace(self.optim, steps=steps))
+    @property
+    def lengths(self) -> dict[str, int | str]:
+        """Options that are numbers of steps, or have one in their text, and may be in epochs."""
+        return {
+            "optim.warmup": self.optim.warmup,
+            "pp.exact_steps": self.pp.exact_steps,
+            "dp.mode": self.dp.mode,
+        }
+
+    def with_steps(self, steps: int, steps_of: Callable[[float], int]) -> Config:
+        """Return the options with the numbers of optimizer steps that epochs amount to.
+
+        steps: of the run; steps_of: returns those of some epochs.
+        """
+        optim, pp, dp = self.optim, self.pp, self.dp
+        return replace(
+            self,
+            optim=replace(optim, steps=steps, warmup=int(in_steps(optim.warmup, steps_of))),
+            pp=replace(pp, exact_steps=int(in_steps(pp.exact_steps, steps_of))),
+            dp=replace(dp, mode=in_steps(dp.mode, steps_of)),
+        )
 
     @property
     def common(self) -> Config:

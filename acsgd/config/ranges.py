@@ -55,7 +55,7 @@ def out_of_range(options: Any) -> Iterator[str]:
         value = getattr(options, name)
         values = value if isinstance(value, tuple) else () if value is None else (value,)
         for each in values:
-            if each not in valid:
+            if not isinstance(each, str) and each not in valid:
                 entry = f" contains {each}, which" if isinstance(value, tuple) else f"={each}"
                 yield f"{name}{entry} must be {valid}"
 

@@ -115,7 +115,8 @@ def learning_rate(step: int, config: OptimConfig) -> float:
 
     Rises linearly over the first `warmup` steps, peaks at step `warmup`, and would reach its end at step `num_steps`.
     """
-    if step < config.warmup:
-        return config.lr * (step + 1) / (config.warmup + 1)
-    done = (step - config.warmup) / max(1, config.num_steps - config.warmup)
+    warmup = config.num_warmup
+    if step < warmup:
+        return config.lr * (step + 1) / (warmup + 1)
+    done = (step - warmup) / max(1, config.num_steps - warmup)
     return config.lr * parse_schedule(config.schedule).factor(done)

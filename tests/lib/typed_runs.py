@@ -23,6 +23,7 @@ from acsgd.groups import connect
 from acsgd.io.checkpoint.identity import RunIdentity
 from acsgd.io.checkpoint.resume import find
 from acsgd.io.data.rows.base import RowReader
+from acsgd.io.data.sampler import Sampler
 from acsgd.launch import Launch
 from acsgd.layers.batch import Batch, Lengths
 from acsgd.model_classes import MODEL_CLASSES
@@ -72,6 +73,7 @@ class Drawn:
         self._wants_inputs = wants_inputs
         self._wants_labels = wants_labels
         self.rows = RowReader([], config.pp.micro)
+        self.sampler = Sampler(config.data.seed, config.data.batch, counts=(1,), sizes=(SAMPLES,))
 
     @classmethod
     def of(cls, job: Job) -> Drawn:

@@ -139,6 +139,7 @@ def test_an_impossible_run_is_refused(
     ("flags", "message"),
     [
         ("--optim.steps None --optim.epochs 2", "optim.epochs needs the length of stream:a.jsonl"),
+        ("--optim.warmup 1epoch", 'optim.warmup="1epoch" needs the length of stream:a.jsonl'),
         ("--data.eval_fraction 0.1", "data.eval_fraction=0.1 holds out the end of stream:a.jsonl"),
         ("--data.eval_sources stream:a.jsonl", "data.eval_sources: stream:a.jsonl cannot be streamed"),
         ("--data.weights tokens", "data.weights=tokens needs the number of target tokens of stream:a.jsonl"),

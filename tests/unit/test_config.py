@@ -117,6 +117,12 @@ def test_a_missing_file_is_named() -> None:
         ("--optim.epochs 0", "optim.epochs=0.0 must be greater than 0, at most 1000000"),
         ("--optim.epochs nan", "optim.epochs=nan must be greater than 0"),
         ("--optim.warmup 9", "optim.warmup=9 must be at most optim.steps=5"),
+        ("--optim.warmup=-1", "optim.warmup=-1 must be at least 0, at most"),
+        (
+            "--optim.warmup 10%",
+            'optim.warmup="10%" is not a length; give a number of steps, 100, or of epochs, "1 epoch"',
+        ),
+        ("--pp.exact_steps 1.5", 'pp.exact_steps="1.5" is not a length'),
         (
             "--elastic.min_replicas 3 --elastic.max_replicas 2",
             "elastic.min_replicas=3 must be at most elastic.max_replicas=2",

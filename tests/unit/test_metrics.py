@@ -8,8 +8,10 @@ import json
 import logging
 import resource
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import pytest
 from lib.records import RECORD
@@ -22,7 +24,7 @@ from acsgd.io.telemetry.history import read_run
 from acsgd.io.telemetry.json_lines import JsonLinesSink, StepLines
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.record import RunEvent
-from acsgd.io.telemetry.terminal import PLAIN_LINES
+from acsgd.io.telemetry.terminal import PLAIN_LINES, TerminalSink
 from acsgd.run.report import StepSummary
 
 LINE = {name: value for name, value in RECORD._asdict().items() if name not in ("evaluation", "ranks")}
@@ -340,6 +342,19 @@ def test_without_a_terminal_a_few_plain_lines_are_printed(tmp_path: Path, capsys
     assert len(lines) == PLAIN_LINES + 1
     assert lines[0] == "step 1/1000 0%  loss 2.5000  lr 0.1  32 tokens/s  2 s/step  0:33:18 left"
     assert lines[-1].startswith("step 1000/1000")
+
+
+def test_log_every_thins_out_all_but_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = configure("print,jsonl", steps=25)
+    config = replace(config, log=replace(config.log, every=10))
+    with Metrics.open(config, tmp_path, resumed_at=2, is_main=True) as metrics:
+        tracked = Mock(spec=TerminalSink)
+        metrics._sinks.append(tracked)
+        for step in range(3, 26):
+            metrics.log(RECORD._replace(step=step, evaluation={"eval_loss": 1.0} if step == 13 else {}))
+    assert printed_steps(capsys) == [3, 10, 20, 25]
+    assert [call.args[0].step for call in tracked.log.call_args_list] == [3, 10, 13, 20, 25]
+    assert [line["step"] for line in read_lines(tmp_path)] == [*range(3, 26)]
 
 
 @pytest.mark.parametrize("resumed_at", [1, 49, 50, 733, 999])

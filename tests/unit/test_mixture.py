@@ -225,6 +225,27 @@ def test_a_warm_up_longer_than_the_epochs_is_refused(tiny_model: TinyModel, tmp_
     assert open_data(job_of(tiny_model(), tmp_path, str(path), *options, "5")).steps == 5
     with pytest.raises(ValueError, match=r"^optim\.warmup=6 must be at most the 5 steps of optim\.epochs=2$"):
         open_data(job_of(tiny_model(), tmp_path, str(path), *options, "6"))
+    with pytest.raises(ValueError, match=r"^optim\.warmup=3 epochs, 8 steps, must be at most the 5 steps of"):
+        open_data(job_of(tiny_model(), tmp_path, str(path), *options, "3 epochs"))
+
+
+@pytest.mark.parametrize("epochs", ["1 epoch", "0.5 epochs", "1epoch"])
+def test_warm_up_and_exact_steps_in_epochs_are_the_same_as_in_steps(
+    epochs: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    path, options = str(write_sources(tmp_path)["b"]), [*SINGLE, "--optim.epochs", "2"]
+
+    def job(length: object) -> Job:
+        lengths = f"--optim.warmup={length} --pp.exact_steps={length} --dp.mode=quantized:exact_steps={length}"
+        return job_of(tiny_model(), tmp_path, path, *options, *lengths.replace(" --", "\0--").split("\0"))
+
+    data = open_data(job(epochs))
+    length = data.reader.sampler.steps_of(float(epochs.split("e")[0]))
+    assert 0 < length < data.steps
+    assert f"; optim.warmup={epochs}: {length} steps; pp.exact_steps={epochs}: {length} steps; " in data.notes[0]
+    jobs = [job(each).with_steps(data.steps, data.reader.sampler.steps_of) for each in (epochs, length)]
+    assert jobs[0].config == jobs[1].config
+    assert jobs[0].plugins == jobs[1].plugins
 
 
 def losses_of(config: Config) -> list[tuple[float, float]]:

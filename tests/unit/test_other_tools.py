@@ -149,7 +149,7 @@ NEW = {
     "--pp.micro 1 --dp.mode cocktail --model.dtype fp16 --pp.schedule gpipe",
     "ac-sgd": "torchrun --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:9000 --nproc-per-node 8 -m acsgd --model.name "
     "checkpoints/gpt2-xl --model.tokenizer gpt2-xl --data.sources "
-    "hf:Salesforce/wikitext:wikitext-2-raw-v1 --optim.epochs 10 --optim.lr 5e-5 "
+    "hf:Salesforce/wikitext:wikitext-2-raw-v1 --optim.epochs 10 --pp.exact_steps 1epochs --optim.lr 5e-5 "
     "--data.sequence 1024 --data.batch 32 --pp.micro 1 --pp.forward delta:bits=4 --model.dropout_mask sample "
     "--pp.backward fixpoint:bits=8 --pp.stages 8 --pp.schedule gpipe --data.eval_fraction 0.05 --optim.clip 2",
     "finetuner": "torchrun -m acsgd --model.name google/flan-t5-xl --model.task seq2seq "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -65,8 +65,10 @@ def check_trackers(to: str) -> None:
 class Metrics:
     """Sends records and notes to all sinks. Only the main rank has sinks; others may have that of metrics.jsonl."""
 
-    def __init__(self, sinks: list[Sink]) -> None:
+    def __init__(self, sinks: list[Sink], *, every: int = 1, ends: Collection[int] = ()) -> None:
+        """every: interval between the steps that sinks get; ends: first and last step, which they get, too."""
         self._sinks = sinks
+        self._every, self._ends = every, ends
 
     @classmethod
     def open(
@@ -78,7 +80,7 @@ class Metrics:
         has all sinks; keeps_files: whether it writes the files in the run directory, though another rank is the main
         one, on a host with another disk.
         """
-        metrics = cls([])
+        metrics = cls([], every=config.log.every or 1, ends=(resumed_at + 1, config.optim.num_steps))
         if is_main or keeps_files:
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / "config.toml").write_text(to_toml(config.as_given))
@@ -102,9 +104,11 @@ class Metrics:
             sink.close(failed=kind is not None)
 
     def log(self, record: StepRecord) -> None:
-        """Send the record of a step to all sinks."""
+        """Send the record of a step to all sinks that are due; metrics.jsonl has all."""
+        is_due = record.step % self._every == 0 or record.step in self._ends or bool(record.evaluation)
         for sink in self._sinks:
-            sink.log(record)
+            if is_due or isinstance(sink, JsonLinesSink):
+                sink.log(record)
 
     def event(self, event: RunEvent) -> None:
         """Send an event to all sinks and to the text log of this rank."""

@@ -26,12 +26,13 @@ SLOW = 1.2
 class TerminalSink:
     """Prints a progress bar on a terminal, a few plain lines elsewhere.
 
-    steps: optimizer steps of the run; resumed_at: completed steps of the checkpoint the run resumed from; fp16: whether
-    to print the loss scale.
+    steps: optimizer steps of the run; every: interval between plain lines, None = PLAIN_LINES of a run; resumed_at:
+    completed steps of the checkpoint the run resumed from; fp16: whether to print the loss scale.
     """
 
-    def __init__(self, steps: int, *, resumed_at: int, fp16: bool) -> None:
+    def __init__(self, steps: int, *, every: int | None, resumed_at: int, fp16: bool) -> None:
         self._steps, self._first, self._fp16 = steps, resumed_at + 1, fp16
+        self._every = every or max(1, steps // PLAIN_LINES)
         self._ends = deque[tuple[int, float]](maxlen=WINDOW)
         """Last steps, and when they were logged; a time.monotonic()."""
         self._console = Console()
@@ -49,11 +50,12 @@ class TerminalSink:
     @classmethod
     def open(cls, config: Config, run_dir: Path, resumed_at: int, notify: Callable[[str], None]) -> TerminalSink:
         """Open the sink of a run, as a `Tracker` does."""
-        return cls(config.optim.num_steps, resumed_at=resumed_at, fp16=config.model.dtype == "fp16")
+        fp16 = config.model.dtype == "fp16"
+        return cls(config.optim.num_steps, every=config.log.every, resumed_at=resumed_at, fp16=fp16)
 
     def log(self, record: StepRecord) -> None:
         self._ends.append((record.step, time.monotonic()))
-        is_due = record.step % max(1, self._steps // PLAIN_LINES) == 0 or record.step in (self._first, self._steps)
+        is_due = record.step % self._every == 0 or record.step in (self._first, self._steps)
         if not self._console.is_terminal and not is_due:
             return
         state = "  ".join([*describe_step(record, fp16=self._fp16), *self._left(record)])

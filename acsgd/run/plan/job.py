@@ -6,8 +6,8 @@ Every error in them is found here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -34,7 +34,7 @@ from acsgd.run.plan.layout import RunPaths, sizes_of
 from acsgd.run.plan.limits import check_directories, check_reading, check_streams
 from acsgd.run.plan.model import RunModel, open_run_model
 from acsgd.run.plan.partition import Partition, divide_model, most_micros, open_grid
-from acsgd.run.plan.plugins import Plugins
+from acsgd.run.plan.plugins import Plugins, parse_plugins
 from acsgd.run.plan.transports import check_transports, wanted_transport
 from acsgd.shards.chat_template import set_chat_template
 from acsgd.shards.generation import known_ends
@@ -80,6 +80,11 @@ class Job(Partition):
             f"a step: {config.data.batch} sequences of {config.data.sequence} tokens, "
             f"{self.shapes.num_micros} micro-batches of {config.pp.micro}, {config.pp.schedule}"
         )
+
+    def with_steps(self, steps: int, steps_of: Callable[[float], int]) -> Job:
+        """Return the job with the numbers of steps that epochs amount to; see `Config.with_steps`."""
+        config = self.config.with_steps(steps, steps_of)
+        return replace(self, config=config, plugins=parse_plugins(config))
 
     def fingerprint(self) -> str:
         """Return a text that must be equal on all ranks."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from acsgd.config.options import Config, LogConfig
+from acsgd.config.options import EPOCHS, Config, LogConfig
 from acsgd.failures.report import log_file
 from acsgd.io.checkpoint.directory import CHECKPOINTS
 from acsgd.io.data.batches import reading_bytes
@@ -192,6 +192,10 @@ def check_streams(
     problems = {
         f"data.eval_fraction={data.eval_fraction:g} holds out the end": (data.eval_fraction > 0, "data.eval_sources"),
         "optim.epochs needs the length": (optim.epochs is not None, "optim.steps"),
+        **{
+            f'{key}="{value}" needs the length': (bool(EPOCHS.search(str(value))), "a number of steps")
+            for key, value in config.lengths.items()
+        },
         "data.weights=tokens needs the number of target tokens": (data.weights == "tokens", "data.weights=sequences"),
         f"pp.forward={config.pp.forward} keeps the activations of all sequences": (
             isinstance(plugins.forward, Delta),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from acsgd import codecs
 from acsgd.codecs.base import Codec
-from acsgd.config.options import Config
+from acsgd.config.options import Config, in_steps
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 from acsgd.dp.sync import Mode
@@ -33,7 +33,10 @@ class Plugins(NamedTuple):
 
 
 def parse_plugins(config: Config) -> Plugins:
-    """Parse the spec strings of a configuration. Raises ValueError that names the key."""
+    """Parse the spec strings of a configuration. Raises ValueError that names the key.
+
+    exact_steps of dp.mode is 1 if it is given in epochs, whose lengths are not known yet; see `Job.with_steps`.
+    """
     parse_schedule(config.optim.schedule)  # kept in a cache for `learning_rate`
     return Plugins(
         schedule=from_spec(config.pp.schedule, SCHEDULES, key="pp.schedule"),
@@ -41,7 +44,7 @@ def parse_plugins(config: Config) -> Plugins:
         backward=_parse_backward(config.pp.backward),
         tied=from_spec(config.pp.tied, TIED, key="pp.tied"),
         optimizer=from_spec(config.optim.name, OPTIMIZERS, key="optim.name"),
-        mode=from_spec(config.dp.mode, MODES, key="dp.mode"),
+        mode=from_spec(in_steps(config.dp.mode, lambda _: 1), MODES, key="dp.mode"),
     )
 
 

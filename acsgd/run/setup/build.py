@@ -318,7 +318,7 @@ def _open_ties(job: Job, stages: dict[int, Stage], factory: LinkFactory) -> Ties
 
 def _codec_choice(job: Job) -> CodecChoice:
     """Return what chooses the codecs of each step."""
-    return ExactFirst(job.config.pp.exact_steps, job.config.pp.exact_eval)
+    return ExactFirst(job.config.pp.num_exact_steps, job.config.pp.exact_eval)
 
 
 def _micro_groups(job: Job, route: RowRoute) -> Callable[[int], MicroGroups]:

@@ -73,7 +73,7 @@ CHOICES = (
         "no evaluation sends anything with a codec",
     ),
     Choice(
-        lambda job, _: _sends_codes(job) and job.config.pp.exact_steps >= job.config.optim.num_steps,
+        lambda job, _: _sends_codes(job) and job.config.pp.num_exact_steps >= job.config.optim.num_steps,
         "pp.exact_steps={config.pp.exact_steps} sends everything without codecs in all {config.optim.steps} steps; "
         "give a smaller --pp.exact_steps",
     ),
@@ -176,6 +176,11 @@ CHOICES = (
             "give --checkpoint.every 500, or ",
         )
         for option in ("checkpoint.keep", "checkpoint.on_error")
+    ),
+    without_effect(
+        "log.every",
+        lambda job: {*job.config.log.to.split(",")} <= {"jsonl", "text"},
+        "log.to={config.log.to}",
     ),
     without_effect(
         "log.name",

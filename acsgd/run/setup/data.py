@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from acsgd.config.options import Config, OptimConfig
+from acsgd.config.options import EPOCHS, Config, OptimConfig, in_steps
 from acsgd.groups import Groups
 from acsgd.io.data.batches import BatchReader
 from acsgd.io.data.held_out import HeldOut, held_out, split
@@ -113,19 +113,27 @@ def _slots(job: Job, rows: Sequence[Rows]) -> tuple[int, ...]:
 def _steps(optim: OptimConfig, sampler: Sampler) -> int:
     """Return the number of optimizer steps of the run. Raises ValueError if its warm-up is longer."""
     steps = optim.num_steps if optim.epochs is None else sampler.steps_of(optim.epochs)
-    if optim.warmup > steps:
-        raise ValueError(
-            f"optim.warmup={optim.warmup} must be at most the {steps} steps of optim.epochs={optim.epochs:g}"
+    warmup = int(in_steps(optim.warmup, sampler.steps_of))
+    if warmup > steps:
+        given = (
+            f"optim.steps={steps}" if optim.epochs is None else f"the {steps} steps of optim.epochs={optim.epochs:g}"
         )
+        length = "" if optim.warmup == warmup else f", {warmup} steps,"
+        raise ValueError(f"optim.warmup={optim.warmup}{length} must be at most {given}")
     return steps
 
 
 def _describe_steps(config: Config, sampler: Sampler, steps: int) -> list[str]:
-    """Return a sentence on the number of steps if it follows from optim.epochs."""
-    if config.optim.epochs is None:
-        return []
+    """Return a sentence on the numbers of steps that follow from epochs."""
+    epochs = config.optim.epochs
+    found = [] if epochs is None else [f"optim.epochs={epochs:g}: {steps:,} steps"]
+    found += [
+        f"{key}={given}: {sampler.steps_of(float(length[1])):,} steps"
+        for key, given in config.lengths.items()
+        if (length := EPOCHS.search(str(given)))
+    ]
     sequences = f"{sampler.num_known:,} sequences per epoch, {sampler.batch:,} per step"
-    return [f"optim.epochs={config.optim.epochs:g}: {steps:,} steps; {sequences}"]
+    return ["; ".join([*found, sequences])] if found else []
 
 
 def _describe_epochs(sources: Sequence[WeightedSource], sampler: Sampler, steps: int) -> list[str]:

@@ -107,7 +107,7 @@ def open_inputs(
     identity = replace(identity, weights=checksum_of(job, source) if source else saved)
     held_out_notes, plan_notes = data.held_out.notes if data.held_out else (), (plan.note,) if plan else ()
     of_data = (_describe_tokens(job, data.spec), *reader.notes, *held_out_notes, *data.notes)
-    known_length = replace(job, config=job.config.with_steps(data.steps))
+    known_length = job.with_steps(data.steps, reader.sampler.steps_of)
     choices = describe_choices(known_length, reader.sampler.epochs(data.steps))
     notes = (*of_data, *describe_padding(job), *plan_notes, *choices)
     return RunInputs(reader, data.held_out, identity, candidates, source, plan, data.steps, notes, disks)
