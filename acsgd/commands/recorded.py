@@ -50,7 +50,8 @@ class RecordedModel:
         if given.get("format") is not None:
             names = [name for name in names if name != "fields"]  # those recorded are of another format
         recorded = {name: self.options.get(f"data.{name}") for name in names}
-        return {name: value for name, value in {**recorded, **_present(given)}.items() if value is not None}
+        values = {name: value for name, value in {**recorded, **_present(given)}.items() if value is not None}
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
     def describe(self, given: Mapping[str, Any], used: Mapping[str, Any]) -> str | None:
         """Return a sentence on the options of [data] that the run determines; None if it determines none.

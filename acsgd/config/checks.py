@@ -23,6 +23,7 @@ def check(config: Config) -> None:
             raise ValueError(f'{key}="{text}" is not a length; give a number of steps, 100, or of epochs, "1 epoch"')
     _check_optim(config.optim)
     _check_batch(config.data, config.pp.micro)
+    _check_limits(config.data)
     _check_objective(config.data)
     _check_checkpoint(config.checkpoint)
     if config.dp.domain is not None and not config.dp.domain.strip():
@@ -116,6 +117,13 @@ def _check_batch(data: DataConfig, micro: int) -> None:
             f"pp.micro={micro} does not divide data.batch={data.batch}; "
             f"use pp.micro={' or '.join(str(n) for n in sorted(nearest))}, or another data.batch"
         )
+
+
+def _check_limits(data: DataConfig) -> None:
+    for key in ("max_prompt", "max_answer"):
+        value = getattr(data, key)
+        if (largest := max(value, default=0) if isinstance(value, tuple) else value) > data.sequence:
+            raise ValueError(f"data.{key}={largest} must be at most data.sequence={data.sequence}")
 
 
 def _check_objective(data: DataConfig) -> None:

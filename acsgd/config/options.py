@@ -121,18 +121,24 @@ class DataConfig:
     Without weights, each sequence of any source is trained on once per epoch."""
     window: Annotated[int, COUNT] = 1024
     """Shuffle window of streamed sources, sequences: their order is shuffled within windows of this length."""
-    format: str = "auto"
+    format: str | tuple[str, ...] = "auto"
     """Format of the records: "text", "messages", "sharegpt", "prompt", "p3", "io", "alpaca", "dolly", "oig", or "label"
-    for classification and regression. "auto" detects it from the first record of each source."""
-    fields: str | None = None
+    for classification and regression. "auto" detects it from the first record of each source. This and the options
+    below up to data.max_answer have one value, or one for each source: ["alpaca", "auto"]."""
+    fields: str | tuple[str, ...] | None = None
     """Names of fields that differ from those of the format, "text=content,..."; fields of objects in objects:
-    "text=meta.body". Default: none."""
+    "text=meta.body"; "" = none. Default: none."""
+    input_format: str | tuple[str, ...] = "__input__"
+    """Text of a prompt in the formats "prompt", "p3" and "io", such as "Question: __input__\\nAnswer: "."""
+    output_format: str | tuple[str, ...] = "__output__"
+    """Text of an answer in the formats "prompt", "p3" and "io"."""
+    max_prompt: Annotated[int, COUNT_OR_NONE] | tuple[Annotated[int, COUNT_OR_NONE], ...] = 0
+    """Maximum number of tokens of a prompt, for records of a prompt and an answer; 0 = no limit. Longer ones lose their
+    end; those of model.task="seq2seq" are treated as data.long says."""
+    max_answer: Annotated[int, COUNT_OR_NONE] | tuple[Annotated[int, COUNT_OR_NONE], ...] = 0
+    """Maximum number of tokens of an answer, with the token that ends it, as data.max_prompt."""
     targets: Literal["answers", "all"] = "answers"
     """Which tokens are learned: "answers" masks prompts in the loss, "all" masks nothing."""
-    input_format: str = "__input__"
-    """Text of a prompt in the formats "prompt", "p3" and "io", such as "Question: __input__\\nAnswer: "."""
-    output_format: str = "__output__"
-    """Text of an answer in the formats "prompt", "p3" and "io"."""
     chat_template: str | None = None
     """File with a chat template (Jinja), which checkpoints and exports carry; "openchatkit" writes turns as lines that
     begin with "<human>:" and "<bot>:". Default: that of the tokenizer."""

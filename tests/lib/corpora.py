@@ -44,7 +44,7 @@ def spec_of(tokenizer: Any, sources: Sequence[WeightedSource]) -> RowSpec:
     spec = RowSpec.of(
         Config(ModelConfig(""), data, OptimConfig(lr=1.0, steps=1)), find_task("lm"), model, tokenizer, sources
     )
-    return replace(spec, reading=sources[0].source.options)
+    return replace(spec, reading=tuple(source.options for source, _ in sources))
 
 
 def tokenize_all(

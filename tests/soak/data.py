@@ -127,7 +127,7 @@ class Data:
         """Return the tokens of a file, or the sentence with which it is refused."""
 
         def call() -> np.ndarray:
-            sources = parse_sources(path.name, options=ReadOptions(on_error=on_error))  # type: ignore[arg-type]
+            sources = parse_sources(path.name, options=[ReadOptions(on_error=on_error)])  # type: ignore[arg-type]
             [corpus] = tokenize_all(sources, self._tokenizer, Path("tokens"), vocab_size=self._vocab_size)
             return corpus.tokens[:]
 

@@ -95,13 +95,12 @@ EFFECTIVE = {
     *(f"model.{name}" for name in ("name", "task", "init", "dtype", "recompute", "freeze", "dropout_mask")),
     *("model.attention", "model.compile"),
     *(f"data.{name}" for name in ("sources", "sequence", "batch", "objective", "rows", "seed", "format", "fields")),
-    *(f"data.{name}" for name in ("on_error", "eval_sources", "eval_fraction")),
+    *(f"data.{name}" for name in ("on_error", "eval_sources", "eval_fraction", "max_prompt", "max_answer")),
     *(f"pp.{name}" for name in ("stages", "micro", "schedule")),
     *(f"optim.{name}" for name in ("lr", "steps", "epochs", "name", "warmup", "schedule", "clip", "weight_decay")),
     *(f"optim.{name}" for name in ("betas", "eps", "label_smoothing", "on_nan")),
     *(f"checkpoint.{name}" for name in ("dir", "every", "resume")),
-    *("model.tokenizer", "adapter.spec", "log.dir", "log.to", "log.every", "log.trace"),
-    "run.device",
+    *("model.tokenizer", "adapter.spec", "log.dir", "log.to", "log.every", "log.trace", "run.device"),
 }
 """Options that change a run of one process of which no other option is given: see `PLAIN`."""
 REFUSED: dict[str, Any] = {

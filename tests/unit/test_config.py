@@ -122,6 +122,8 @@ def test_a_missing_file_is_named() -> None:
             "--optim.warmup 10%",
             'optim.warmup="10%" is not a length; give a number of steps, 100, or of epochs, "1 epoch"',
         ),
+        ("--data.max_prompt 99 0", "data.max_prompt=99 must be at most data.sequence=64"),
+        ("--data.max_answer=-1", "data.max_answer=-1 must be at least 0, at most"),
         ("--pp.exact_steps 1.5", 'pp.exact_steps="1.5" is not a length'),
         (
             "--elastic.min_replicas 3 --elastic.max_replicas 2",

@@ -64,6 +64,20 @@ def test_targets_are_the_tokens_with_a_character_of_an_answer(tokenizer: PreTrai
             assert found.targets[-1] == example.segments[-1].is_target
 
 
+def test_prompts_and_answers_have_limits_of_their_own(tokenizer: PreTrainedTokenizerFast) -> None:
+    eos, parts = tokenizer.eos_token_id, [("Question: one plus one?\n", False), ("two, or 2, if you like", True)]
+    example = Example(tuple(TextSegment(*part) for part in parts))
+    whole = encoded_of(tokenizer, example)
+    ids, first = whole.tokens[:-1].tolist(), int(whole.targets.argmax())
+    for max_prompt, max_answer in itertools.product((0, 1, first - 1, first, 99), (0, 1, 2, len(ids) - first, 99)):
+        found = encoded_of(tokenizer, example._replace(max_prompt=max_prompt, max_answer=max_answer))
+        prompt = ids[:first][: max_prompt or None]
+        answer = [*ids[first:][: max_answer - 1 if max_answer else None], eos]
+        assert found.tokens.tolist() == [*prompt, *answer]
+        assert found.targets.tolist() == [False] * len(prompt) + [True] * len(answer)
+        assert found.ends.tolist() == [len(found.tokens)]
+
+
 def test_blanks_that_an_answer_consists_of_are_targets(tokenizer: PreTrainedTokenizerFast) -> None:
     example = Example((TextSegment("one", False), TextSegment("\n\n")))
     for each in [*tokenizers(tokenizer)][:2]:

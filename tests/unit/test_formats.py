@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from lib.corpora import encoded_of, examples_of, tokenize_all
 from transformers import PreTrainedTokenizerFast
 
+from acsgd.commands.recorded import RecordedModel
 from acsgd.config.options import DataConfig
 from acsgd.io.data.formats.base import Example, TextSegment
 from acsgd.io.data.formats.chat import Messages
@@ -25,7 +27,7 @@ SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 
 
 def read(
-    directory: Path, *records: dict[str, Any], tokenizer: PreTrainedTokenizerFast | None = None, **options: str
+    directory: Path, *records: dict[str, Any], tokenizer: PreTrainedTokenizerFast | None = None, **options: Any
 ) -> list[Example]:
     """Return the examples of records in a file, read with options of a run."""
     (directory / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -122,7 +124,7 @@ def test_a_run_reports_the_format_and_gets_the_mask(tmp_path: Path, tokenizer: P
         (ReadOptions(format="io", targets="all"), ()),
         (ReadOptions(format="io", input_format="Q: __input__"), ()),
     ):
-        sources = parse_sources(str(path), options=options)
+        sources = parse_sources(str(path), options=[options])
         [corpus] = tokenize_all(sources, tokenizer, tmp_path / "cache", vocab_size=512)
         assert corpus.notes == notes
         assert (corpus.targets is None) == (options.targets == "all")
@@ -319,12 +321,58 @@ def test_a_bad_record_is_named_or_skipped(
         ),
         ({"input_format": "Q: "}, 'data.input_format="Q: " must contain __input__ once'),
         ({"output_format": "__output____output__"}, "must contain __output__ once"),
+        ({"output_format": ("__output__", "Yes")}, 'data.output_format="Yes" must contain __output__ once'),
+        (
+            {"format": ("io", "text"), "max_prompt": (1, 0, 2)},
+            "data.format has 2 values, data.max_prompt has 3 values; give one for all sources, or one for each",
+        ),
+        ({"max_answer": 5, "targets": "all"}, "data.targets=all makes them one text; remove them, or data.targets"),
     ],
 )
-def test_bad_options_are_refused(options: dict[str, str], message: str) -> None:
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as refused:
         read_options(DataConfig(sources="demo", sequence=1, batch=1, **options))
     assert message in str(refused.value)
+
+
+def test_each_source_may_be_read_in_its_own_way(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Law: sources of a mixture, the same file twice among them, have the tokens that each has alone."""
+    (tmp_path / "a.jsonl").write_text('{"input": "one two", "output": " three", "body": "four five six"}\n' * 3)
+    (tmp_path / "b.jsonl").write_text('{"q": "seven eight", "a": "nine ten"}\n' * 3)
+    lists: dict[str, Any] = {
+        "format": ("text", "io", "io"),
+        "fields": ("text=body", "", "input=q,output=a"),
+        "input_format": ("__input__", "Q: __input__", "__input__?"),
+        "max_prompt": (0, 0, 2),
+    }
+    names = [str(tmp_path / f"{name}.jsonl") for name in "aab"]
+
+    def tokens(sources: Sequence[str], options: dict[str, Any], cache: str) -> list[tuple[list[int], object]]:
+        data = DataConfig(sources=",".join(sources), sequence=1, batch=1, **options)
+        parsed = parse_sources(data.sources, options=read_options(data))
+        found = tokenize_all(parsed, tokenizer, tmp_path / cache, vocab_size=512)
+        return [(each.tokens[:].tolist(), each.targets and each.targets[:].tolist()) for each in found]
+
+    alone = [
+        tokens([name], {key: values[index] for key, values in lists.items()}, f"cache-{index}")[0]
+        for index, name in enumerate(names)
+    ]
+    assert tokens(names, lists, "cache") == alone
+    recorded = RecordedModel("m", options=json.loads(json.dumps({f"data.{key}": each for key, each in lists.items()})))
+    assert recorded.data_options({}) == lists, "evaluation reads them alike"
+    assert tokens(names[::-1], {key: values[::-1] for key, values in lists.items()}, "cache") == alone[::-1]
+    with pytest.raises(
+        ValueError, match=r"has 2 sources, but options of \[data\], such as data.format, have 3 values; "
+    ):
+        tokens(names[:2], lists, "cache")
+
+
+def test_a_limit_of_prompts_is_for_records_of_a_prompt_and_an_answer(tmp_path: Path) -> None:
+    [found] = read(tmp_path, {"input": "one", "output": "two"}, max_prompt=3)
+    assert (found.max_prompt, found.max_answer) == (3, 0)
+    for record in ({"text": "all"}, {"input": "a", "output": "b", **HISTORY}):
+        with pytest.raises(ValueError, match=r"is not a prompt with one answer, which data\.max_prompt and"):
+            read(tmp_path, record, max_prompt=3)
 
 
 HISTORY = {"history": [["three", "four"]], "system": "Be kind."}
@@ -703,7 +751,7 @@ def test_a_chat_is_written_as_transformers_writes_it(
     assert len(learned) == (1 if "prompt" in record else len(answers))
     table = pyarrow.Table.from_pylist([record, dict.fromkeys(record)])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    [part] = parse_sources(str(tmp_path / "a.parquet"), options=ReadOptions(on_error="skip"))
+    [part] = parse_sources(str(tmp_path / "a.parquet"), options=[ReadOptions(on_error="skip")])
     assert next(examples_of(part.source, tokenizer=chat)) == example
 
 

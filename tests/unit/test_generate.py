@@ -324,7 +324,7 @@ def test_a_prompt_is_that_of_training_without_the_answer(
     (tmp_path / "in.jsonl").write_text(f"{json.dumps(record)}\n")
     given = parse_flags(GenerateOptions, ["m", "--file", f"{tmp_path}", *options.split()], prog="acsgd generate")
     used = {name: value for name in ("format", "fields", "input_format") if (value := getattr(given, name)) is not None}
-    reading = read_options(DataConfig(sources="", sequence=1, batch=1, **used))
+    [reading] = read_options(DataConfig(sources="", sequence=1, batch=1, **used))
     reader = PromptReader(reading, tokenizer, field=given.field, is_chat=given.chat)
     [found] = read_records(str(given.file))
     assert reader.of_record(found) == prompt

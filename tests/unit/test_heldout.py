@@ -195,7 +195,7 @@ def test_fingerprints_differ_with_texts_and_fractions() -> None:
 
 def test_notes_report_lines_skipped_from_evaluation_sources(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one two three four five"}\nbad\n')
-    sources = parse_eval(str(tmp_path / "a.jsonl"), 0.0, options=ReadOptions(on_error="skip"))
+    sources = parse_eval(str(tmp_path / "a.jsonl"), 0.0, options=[ReadOptions(on_error="skip")])
     own = tokenize_all(sources, tokenizer, tmp_path / "cache", vocab_size=512)
     trained = tokenize_all(parse_sources("demo"), tokenizer, tmp_path / "cache", vocab_size=512)
     held = held_out(windows_of(trained, T, 1), windows_of(own, T, 1), 0.0, replicas=1, replica=0)

@@ -336,6 +336,25 @@ def test_target_sequences_have_the_loss_of_transformers(
     assert torch.equal(ours.logits[kept], theirs.logits[kept])
 
 
+def test_prompts_and_target_sequences_have_limits_of_their_own(
+    special: PreTrainedTokenizerFast, model: Model, tmp_path: Path
+) -> None:
+    answers = ["one", "No way, this is an answer that is longer than a row.", "two three", "."]
+    path = table(tmp_path / "a.tsv", ("input", *SENTENCES), ("output", *answers))
+    directory = model("bart", "seq2seq", decoder_start_token_id=special.eos_token_id)
+    limits = "--data.max_prompt", "5", "--data.max_answer", "3"
+    reader = open_data(job_of(directory, path, "seq2seq", *limits)).reader
+    found, labels = in_order(reader.batch(0))
+    prompts = special(SENTENCES, truncation=True, max_length=5)["input_ids"]
+    targets = special(text_target=answers, truncation=True, max_length=3)["input_ids"]
+    mask = found["attention_mask"].bool()
+    assert [ids[kept].tolist() for ids, kept in zip(found["input_ids"], mask, strict=True)] == prompts
+    assert [each[each != IGNORED].tolist() for each in labels] == targets
+    assert f"longer than data.max_prompt=5 or data.max_answer=3 and truncated: {len(SENTENCES)}" in reader.notes[-2]
+    with pytest.raises(ValueError, match=r"data\.max_prompt=5 is too short for the example that begins with: One"):
+        open_data(job_of(directory, path, "seq2seq", "--data.max_prompt", "5", "--data.long", "error"))
+
+
 def test_records_without_a_prompt_are_refused(model: Model, tmp_path: Path) -> None:
     path = table(tmp_path / "a.tsv", ("text", *SENTENCES))
     message = r"a\.tsv, line 2 has no prompt with an answer: One two three\.; use records with both"

@@ -155,7 +155,8 @@ NEW = {
     "finetuner": "torchrun -m acsgd --model.name google/flan-t5-xl --model.task seq2seq "
     "--data.sources a/train:1,b/train:2 --data.eval_sources a/val,b/val --adapter.spec "
     "'prompt_tuning:tokens=8,init=text,text=Classify this, please' "
-    "--optim.steps 100 --data.batch 16 --pp.micro 8 --model.dtype bf16 --data.sequence 128 --eval.every 50 "
+    "--optim.steps 100 --data.batch 16 --pp.micro 8 --model.dtype bf16 --data.sequence 128 "
+    "--data.max_prompt 100 --data.max_answer 28 --eval.every 50 "
     "--checkpoint.every 50 --optim.lr 1e-3 --optim.betas 0.8 0.95 --log.dir out --optim.schedule cosine",
 }
 

@@ -32,7 +32,7 @@ from acsgd.io.data.sources.sources import parse_sources
 
 def source_of(name: Path | str, on_error: OnError = "stop") -> Source:
     """Return a source by its name."""
-    [part] = parse_sources(str(name), options=ReadOptions(on_error=on_error))
+    [part] = parse_sources(str(name), options=[ReadOptions(on_error=on_error)])
     return part.source
 
 

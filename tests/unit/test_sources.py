@@ -37,7 +37,7 @@ def write(path: Path, data: str | bytes) -> str:
 
 def only(spec: str, on_error: OnError = "stop") -> Source:
     """Return the only source of a spec."""
-    [part] = parse_sources(spec, options=ReadOptions(on_error=on_error))
+    [part] = parse_sources(spec, options=[ReadOptions(on_error=on_error)])
     assert part.weight is None
     return part.source
 
@@ -97,7 +97,7 @@ def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 @pytest.mark.parametrize("pattern", LOCAL)
 def test_every_source_can_be_read_again_and_ends_its_last_document(sample: dict[str, str], pattern: str) -> None:
     options = ReadOptions(fields=(("text", "sentence"),) if pattern == "glue:*" else ())
-    [(source, _)] = parse_sources(sample[pattern], options=options)
+    [(source, _)] = parse_sources(sample[pattern], options=[options])
     examples = list(examples_of(source))
     assert examples == list(examples_of(source))
     assert examples[-1].ends_document

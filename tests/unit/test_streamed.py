@@ -59,7 +59,7 @@ def _small_batches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def stream(name: str, on_error: str = "stop") -> Streamed:
-    [(source, _)] = parse_sources(f"stream:{name}", options=ReadOptions(on_error))  # type: ignore[arg-type]
+    [(source, _)] = parse_sources(f"stream:{name}", options=[ReadOptions(on_error)])  # type: ignore[arg-type]
     assert isinstance(source, Streamed)
     return source
 

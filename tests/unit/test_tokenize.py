@@ -126,7 +126,7 @@ def test_skipping_unreadable_lines_keeps_all_others_and_is_reported(
     broken, mended = (tmp_path / f"{name}{suffix}" for name in ("broken", "mended"))
     broken.write_text("\n".join(lines), errors="surrogateescape")
     mended.write_text("".join(f"{line}\n" for line in lines if line not in bad))
-    sources = parse_sources(str(broken), options=ReadOptions(on_error="skip"))
+    sources = parse_sources(str(broken), options=[ReadOptions(on_error="skip")])
     [corpus] = tokenize_all(sources, tokenizer, tmp_path / "cache", vocab_size=512)
     wanted = tokenize_all(parse_sources(str(mended)), tokenizer, tmp_path / "cache", vocab_size=512)[0].tokens
     assert corpus.tokens[:].tolist() == wanted[:].tolist()
@@ -143,7 +143,7 @@ def test_the_cache_key_depends_on_skipping(tokenizer: PreTrainedTokenizerFast, t
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one two three"}\nbad')
     tokenize_all(
-        parse_sources(str(path), options=ReadOptions(on_error="skip")), tokenizer, tmp_path / "cache", vocab_size=512
+        parse_sources(str(path), options=[ReadOptions(on_error="skip")]), tokenizer, tmp_path / "cache", vocab_size=512
     )
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2 is not JSON"):
         tokenize_all(parse_sources(str(path)), tokenizer, tmp_path / "cache", vocab_size=512)
@@ -157,7 +157,7 @@ def test_a_source_of_unreadable_lines_only_is_refused(
     path.write_text(lines, errors="surrogateescape")
     with pytest.raises(ValueError) as caught:
         tokenize_all(
-            parse_sources(str(path), options=ReadOptions(on_error="skip"), key="data.eval_sources"),
+            parse_sources(str(path), options=[ReadOptions(on_error="skip")], key="data.eval_sources"),
             tokenizer,
             tmp_path / "cache",
             vocab_size=512,

@@ -41,7 +41,7 @@ def dedup(names: str, output: Path, on: Sequence[str], near: float | None, on_er
     Lines of JSON files are written as they are, other records as JSON. on: names of the fields that are compared;
     empty = all but NOT_COMPARED. near: similarity from which records are duplicates. Raises ValueError.
     """
-    sources = [source for source, _ in parse_sources(names, key="source", options=ReadOptions(on_error))]
+    sources = [source for source, _ in parse_sources(names, key="source", options=[ReadOptions(on_error)])]
     refuse_streams(sources, "dedup")
     if output.suffix != ".jsonl":
         raise ValueError(f"--output={output} is not a file of JSON lines; write, for example, {output.stem}.jsonl")

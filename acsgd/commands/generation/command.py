@@ -75,7 +75,12 @@ def _prompt_reader(options: GenerateOptions, generator: Generator, records: Sequ
     if note := model.describe(given, used):
         print_note(note)
     config = DataConfig(sources="", sequence=1, batch=1, **used)
-    reading = read_options(config, has_labels=config.format == "label")
+    reading, *others = read_options(config, has_labels=config.format == "label")
+    if others:
+        raise ValueError(
+            f"the run has several formats, data.format={config.format}, data.fields={config.fields}; give --format and "
+            "--fields of these prompts"
+        )
     learned = {*model.options.get(FORMATS, ())}
     are_texts = not records or any(name in records[0].fields for name in FIELDS)
     is_chat = options.chat

@@ -39,9 +39,10 @@ class SourceIdentity:
         return cls(Path(name).name or name, hashlib.sha256(repr(fingerprint).encode()).hexdigest())
 
 
-def describe_options(options: ReadOptions) -> dict[str, str]:
-    """Return how the records of sources are read, as options of a run."""
-    return {f"data.{field.name}": str(getattr(options, field.name)) for field in dataclasses.fields(options)}
+def describe_options(options: Sequence[ReadOptions]) -> dict[str, str]:
+    """Return how the records of sources are read, as options of a run. options: of all sources, or of each."""
+    values = {field.name: [getattr(each, field.name) for each in options] for field in dataclasses.fields(ReadOptions)}
+    return {f"data.{name}": str(each[0] if len({*each}) == 1 else each) for name, each in values.items()}
 
 
 def differing_sources(ours: Sequence[SourceIdentity], saved: Sequence[SourceIdentity]) -> str | None:

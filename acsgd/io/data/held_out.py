@@ -22,7 +22,9 @@ from acsgd.layers.batch import Batch
 from acsgd.model_classes import IGNORED
 
 
-def parse_eval(spec: str | None, fraction: float, *, options: ReadOptions = DEFAULTS) -> tuple[WeightedSource, ...]:
+def parse_eval(
+    spec: str | None, fraction: float, *, options: Sequence[ReadOptions] = DEFAULTS
+) -> tuple[WeightedSource, ...]:
     """Return the sources of data.eval_sources, an empty tuple if it is None. Reads no text.
 
     fraction: data.eval_fraction, in [0, 1). Raises ValueError as `parse_sources` does, if both options are given, or if

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -144,8 +144,8 @@ class RowSpec:
     """What the rows of a run depend on besides the records of their sources: options of [data], and what follows from
     the configuration, the model and the tokenizer."""
 
-    reading: ReadOptions = field(metadata=_at(RowStage.TOKENS))
-    """How records are read; recorded in RunIdentity.reading."""
+    reading: tuple[ReadOptions, ...] = field(metadata=_at(RowStage.TOKENS))
+    """How the records of all sources are read, or those of each; recorded in RunIdentity.reading."""
     tokenizer: str = field(metadata=_at(RowStage.TOKENS))
     """Hash of the tokenizer; recorded in RunIdentity.tokenizer."""
     templates: str = field(metadata=_at(RowStage.TOKENS))
@@ -236,10 +236,14 @@ class RowSpec:
         """Number of tokens of text of a row."""
         return self.sequence - self.virtual_tokens
 
-    def key(self, stage: RowStage, source: str) -> str:
-        """Return a hash of all that a stage of a source depends on. source: fingerprint of its records or tokens."""
+    def key(self, stage: RowStage, source: str, reading: ReadOptions | None = None) -> str:
+        """Return a hash of all that a stage of a source depends on.
+
+        source: fingerprint of its records or tokens; reading: how its records are read, None = as `reading` says.
+        """
         versions = [version for each, version in VERSIONS.items() if each <= stage]
-        values = [(each.name, getattr(self, each.name)) for each in fields(self) if each.metadata["stage"] <= stage]
+        spec = self if reading is None else replace(self, reading=(reading,))
+        values = [(each.name, getattr(spec, each.name)) for each in fields(spec) if each.metadata["stage"] <= stage]
         return hashlib.sha256(repr((source, versions, values)).encode()).hexdigest()[:16]
 
     def recorded(self) -> dict[str, Any]:

@@ -88,6 +88,6 @@ class RowMaker(RowContext):
             return rows
 
         span = -(-spec.batch // window)
-        directory = self.stream_dir / f"{number}-{spec.key(RowStage.SEGMENTS, version)}"
+        directory = self.stream_dir / f"{number}-{spec.key(RowStage.SEGMENTS, version, source.options)}"
         cache = SegmentCache(directory, source.name, window, read, token_dtype(self.tokenizer), span=span)
         return StreamedRows(source.name, version, cache, make, window, seed=spec.seed, source=number, span=span)

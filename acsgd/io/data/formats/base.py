@@ -44,6 +44,11 @@ class Example(NamedTuple):
     """First special token of the tokenizer that a message of a chat has in its text; None if there is none."""
     plain: tuple[TextSpan, ...] = ()
     """Spans of the text in which special tokens are ordinary text: where messages have them in theirs."""
+    max_prompt: int = 0
+    """Maximum number of tokens of the segments that are no targets; 0 = no limit. All examples of a source have the
+    same."""
+    max_answer: int = 0
+    """The same of its only target, the last segment."""
 
     @property
     def text(self) -> str:

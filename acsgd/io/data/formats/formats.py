@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -36,8 +36,26 @@ CHATS = ("messages", "sharegpt")
 """Names of those whose texts are written with a chat template alone."""
 
 
-def read_options(data: DataConfig, *, has_labels: bool = False) -> ReadOptions:
-    """Return how records are read. has_labels: whether the task needs labels. Raises ValueError."""
+def read_options(data: DataConfig, *, has_labels: bool = False) -> tuple[ReadOptions, ...]:
+    """Return how records are read: for all sources, or for each one.
+
+    has_labels: whether the task needs labels. Raises ValueError.
+    """
+    lists = {each.name: value for each in fields(data) if isinstance(value := getattr(data, each.name), tuple)}
+    lengths = {len(values) for values in lists.values()}
+    if len(lengths) > 1:
+        given = ", ".join(f"data.{name} has {len(values)} values" for name, values in lists.items())
+        raise ValueError(f"{given}; give one for all sources, or one for each")
+    singles = [{name: values[index] for name, values in lists.items()} for index in range(max(lengths, default=1))]
+    return tuple(_read_options(replace(data, **values), has_labels=has_labels) for values in singles)
+
+
+def _read_options(data: DataConfig, *, has_labels: bool) -> ReadOptions:
+    """Return how the records of a source are read. data: options with one value each."""
+    assert isinstance(data.format, str)
+    assert isinstance(data.input_format, str)
+    assert isinstance(data.output_format, str)
+    assert not isinstance(data.fields, tuple)
     known = {"auto": None, **FORMATS}
     if data.format not in known:
         raise ValueError(f'data.format="{data.format}": unknown format{suggest(data.format, known)}')
@@ -53,6 +71,11 @@ def read_options(data: DataConfig, *, has_labels: bool = False) -> ReadOptions:
                 f'data.{name}_format="{option}" has a backslash and the letter {escape[0][1]}, as a shell leaves '
                 f"them in quotes; for a newline or tab type $'{option}', or give the option in the TOML file"
             )
+    if data.targets == "all" and (data.max_prompt or data.max_answer):
+        raise ValueError(
+            "data.max_prompt and data.max_answer limit prompts and answers, but data.targets=all makes them one text; "
+            "remove them, or data.targets"
+        )
     given = {each.name: getattr(data, each.name) for each in fields(ReadOptions)}
     return ReadOptions(**{**given, "format": form, "fields": _parse_fields(data.fields)})
 
@@ -111,6 +134,8 @@ class _Reader:
             form = self._formats[self._counts.format]
             example = form.example(renamed)
             example.text.encode()
+            if self._options.max_prompt or self._options.max_answer:
+                example = _limited(example, self._options)
             self._counts.unread.update(self._unread(form, record.fields))
         except FormatError as error:
             return BadRecord(record.where, error.reason, error.remedy)
@@ -161,7 +186,7 @@ def _beside(value: Any, place: str, paths: Collection[str]) -> Iterator[str]:
 
 def _parse_fields(text: str | None) -> tuple[tuple[str, str], ...]:
     """Parse data.fields. Raises ValueError."""
-    if text is None:
+    if not text:
         return ()
     pairs, words = assignments(text), text.split()
     is_spaced = len(words) > 1 and all(re.fullmatch("[^=,]+=[^=,]+", word) for word in words)
@@ -169,6 +194,16 @@ def _parse_fields(text: str | None) -> tuple[tuple[str, str], ...]:
         example = ",".join(words) if is_spaced else "text=content"
         raise ValueError(f'data.fields="{text}" is not a list of fields; write, for example, "{example}"')
     return tuple(pairs)
+
+
+def _limited(example: Example, options: ReadOptions) -> Example:
+    """Return an example with limits of its tokens. Raises FormatError if it is not a prompt with one answer."""
+    if example.has_special_tokens or [each.is_target for each in example.segments] != [False, True]:
+        raise FormatError(
+            "is not a prompt with one answer, which data.max_prompt and data.max_answer limit",
+            "give 0 for this source, --data.max_prompt 100 0 for two sources",
+        )
+    return example._replace(max_prompt=options.max_prompt, max_answer=options.max_answer)
 
 
 def parts_of(example: Example) -> Iterator[Example]:

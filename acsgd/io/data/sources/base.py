@@ -22,7 +22,7 @@ MAX_FIELDS = 20
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How the records of sources are read."""
+    """How the records of a source are read."""
 
     on_error: OnError = "stop"
     format: str = "auto"
@@ -33,6 +33,9 @@ class ReadOptions:
     """Which tokens are learned (data.targets)."""
     input_format: str = "__input__"
     output_format: str = "__output__"
+    max_prompt: int = 0
+    """Maximum number of tokens of a prompt; 0 = no limit (data.max_prompt)."""
+    max_answer: int = 0
     split_special_tokens: bool = True
     """Whether special tokens in the text of a message are ordinary text (data.split_special_tokens)."""
 

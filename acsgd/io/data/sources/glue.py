@@ -79,7 +79,7 @@ class Glue(LocalSet):
             raise ValueError(f"{self.name} is not a task of GLUE; write glue:TASK:PATH, with one of {', '.join(GLUE)}")
         super().check()
 
-    def _read(self, name: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
+    def _read_file(self, name: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
         task = GLUE[self.parts[0]]
         if task.columns:
             rows = read_columns(Path(name), name, self.key, counts, task.columns)

@@ -52,9 +52,9 @@ class LocalSet(NamedSource):
 
     def records(self, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
         """Yield the records of each file, in the order of their names."""
-        return read_files([str(path) for path in self.files()], counts, self._read)
+        return read_files([str(path) for path in self.files()], counts, self._read_file)
 
-    def _read(self, name: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
+    def _read_file(self, name: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
         """Yield the records of a file. counts: of this file."""
         raise NotImplementedError
 
@@ -64,7 +64,7 @@ class ChainOfThought(LocalSet):
 
     endings = (".json",)
 
-    def _read(self, name: str, counts: RecordCounts) -> Iterator[SourceRecord]:
+    def _read_file(self, name: str, counts: RecordCounts) -> Iterator[SourceRecord]:
         subjects = read_object(Path(name), self.key)
         for counts.records, (subject, text) in enumerate(subjects.items(), start=1):
             yield SourceRecord({TEXT: text, "subject": subject}, f'{name}, "{subject}"')

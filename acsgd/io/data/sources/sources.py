@@ -31,7 +31,7 @@ from acsgd.io.data.sources.streamed import Streamed
 from acsgd.io.data.sources.url import Url
 from acsgd.io.data.sources.wikitext import WikiText
 
-DEFAULTS = ReadOptions()
+DEFAULTS = (ReadOptions(),)
 
 
 class WeightedSource(NamedTuple):
@@ -83,15 +83,22 @@ SOURCES: dict[str, Callable[[str, str, ReadOptions], Source]] = {
 
 
 def parse_sources(
-    spec: str, *, key: str = "data.sources", options: ReadOptions = DEFAULTS
+    spec: str, *, key: str = "data.sources", options: Sequence[ReadOptions] = DEFAULTS
 ) -> tuple[WeightedSource, ...]:
     """Return the sources that a string lists, with weights that sum to 1. Checks that they exist; reads no record.
 
     spec: comma-separated "name" or "name:weight"; if any has a weight, that of the others is 1. key: configuration key
-    to name in errors. Raises ValueError.
+    to name in errors; options: for all sources, or for each one. Raises ValueError.
     """
+    names = spec.split(",")
+    each = options if len(options) > 1 else [*options] * len(names)
+    if len(each) != len(names):
+        raise ValueError(
+            f'{key}="{spec}" has {len(names)} sources, but options of [data], such as data.format, have {len(each)} '
+            "values; give one for all sources, or one for each"
+        )
     try:
-        parts = [_parse(part.strip(), key, options) for part in spec.split(",")]
+        parts = [_parse(name.strip(), key, reading) for name, reading in zip(names, each, strict=True)]
     except ValueError as error:
         raise ValueError(f'{key}="{spec}": {error}') from None
     if all(part.weight is None for part in parts):

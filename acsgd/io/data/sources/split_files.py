@@ -46,7 +46,7 @@ class _SplitFiles(LocalSet):
             raise ValueError(f"{self.name}: {directory} has no files of the split {split} ({splits}); give another one")
         return chosen
 
-    def _read(self, name: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
+    def _read_file(self, name: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
         """Yield the records of a file, in the form of a format."""
         for record in Files(name, self.key, self.options).records(counts):
             yield record if isinstance(record, BadRecord) else self._checked(record)

@@ -35,7 +35,7 @@ class WikiText(LocalSet):
 
     endings = (".raw", ".tokens", ".txt")
 
-    def _read(self, name: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
+    def _read_file(self, name: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
         with open_text(Path(name), key=self.key) as file:
             counts.fraction = partial(fraction_read, file)
             article: list[str] = []

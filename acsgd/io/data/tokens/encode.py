@@ -86,7 +86,7 @@ class DocumentEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises ValueError if the tokenizer has no eos_token."""
-        self._num_with_control = self._num_with_plain = 0
+        self._num_with_control = self._num_with_plain = self._num_cut = 0
         self._tokenizer = tokenizer
         self._special = DocumentTokens.of(tokenizer)
         self._begin = self._special.begin
@@ -98,7 +98,10 @@ class DocumentEncoder:
 
     @property
     def note(self) -> str | None:
-        """Clause on chats whose messages have special tokens in their text, None if there are none."""
+        """Clause on texts cut by data.max_prompt or data.max_answer, or on chats whose messages have special tokens in
+        their text; None if there are none."""
+        if self._num_cut:
+            return f"longer than data.max_prompt or data.max_answer and truncated: {self._num_cut:,}"
         counts = {"ordinary text": self._num_with_plain, "control tokens": self._num_with_control}
         clauses = [f"as {what} {count:,}" for what, count in counts.items() if count]
         if not clauses:
@@ -167,6 +170,8 @@ class DocumentEncoder:
                 self._num_with_control += text.has_control
                 self._num_with_plain += not text.has_control
             begin, end = self._around(example)
+            if example.max_prompt or example.max_answer:
+                text = self._cut(example, text, len(end))
             start, stop = total + len(begin), total + len(begin) + len(text.ids)
             first, *_, last = (example.segments[0], *example.segments)
             targets += [(total, start)] * first.is_target
@@ -180,6 +185,15 @@ class DocumentEncoder:
         for start, stop in targets:
             is_target[start:stop] = True
         return Encoded(flatten(parts), is_target, np.array(ends, dtype=np.int64), num_of_text, refused=refused)
+
+    def _cut(self, example: Example, text: TextTokens, num_end: int) -> TextTokens:
+        """Return a prompt and its answer within the limits of an example. num_end: tokens after the answer."""
+        answer = text.targets[0][0] if text.targets else len(text.ids)
+        first = answer if not example.max_prompt else min(answer, example.max_prompt)
+        stop = len(text.ids) if not example.max_answer else min(len(text.ids), answer + example.max_answer - num_end)
+        self._num_cut += first < answer or stop < len(text.ids)
+        ids = [*text.ids[:first], *text.ids[answer:stop]]
+        return text._replace(ids=ids, targets=[(first, len(ids))] if first < len(ids) else [])
 
     @property
     def state(self) -> EncoderState:

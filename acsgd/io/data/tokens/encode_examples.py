@@ -46,6 +46,8 @@ class _ExampleEncoder:
         self._lock = threading.Lock()  # so do target texts
         self._sequence = sequence
         self._long = long
+        self._shown_limits = ""
+        """Options with smaller limits for messages, if there are any."""
         self._num_long = 0
         self._is_within = False  # a record in parts
 
@@ -53,22 +55,24 @@ class _ExampleEncoder:
     def note(self) -> str | None:
         """Clause that describes the examples that are too long, None if there are none."""
         done = "left out" if self._long == "skip" else "truncated"
-        return f"longer than {self._sequence} tokens and {done}: {self._num_long:,}" if self._num_long else None
+        limit = self._shown_limits or f"{self._sequence} tokens"
+        return f"longer than {limit} and {done}: {self._num_long:,}" if self._num_long else None
 
     def _texts_of(
-        self, texts: Sequence[str], pairs: Sequence[str] | None = None, *, as_target: bool = False
+        self, texts: Sequence[str], pairs: Sequence[str] | None = None, *, limit: int = 0, as_target: bool = False
     ) -> tuple[list[list[list[int]]], list[bool]]:
         """Return the tokens of texts, or of pairs of texts, truncated if that is asked, and which were too long.
 
-        With their types, if there are any.
+        With their types, if there are any. limit: maximum number of tokens below that of a sequence; 0 = none.
         """
+        longest = min(self._sequence, limit or self._sequence)
         options = {"return_attention_mask": False, "verbose": False}
         arguments = {"text_target": texts} if as_target else {"text": texts, "text_pair": pairs}
         with self._lock:
             encoded = self._tokenizer(**arguments, **options)
-            is_long = [len(each) > self._sequence for each in encoded["input_ids"]]
+            is_long = [len(each) > longest for each in encoded["input_ids"]]
             if self._long == "truncate" and any(is_long):
-                encoded = self._tokenizer(**arguments, **options, truncation=True, max_length=self._sequence)
+                encoded = self._tokenizer(**arguments, **options, truncation=True, max_length=longest)
         return [encoded[name] for name in self._names], is_long
 
     def _kept(
@@ -87,8 +91,8 @@ class _ExampleEncoder:
             assert isinstance(tokens, ExampleTokens)
             if tokens.is_long and self._long == "error":
                 raise ValueError(
-                    f"data.sequence={self._sequence} is too short for the example that begins with: "
-                    f"{excerpt(example.text)}; use a longer data.sequence, or data.long=truncate or skip"
+                    f"{self._shown_limits or f'data.sequence={self._sequence}'} is too short for the example that "
+                    f"begins with: {excerpt(example.text)}; give more, or data.long=truncate or skip"
                 )
             self._num_long += tokens.is_long
             if not tokens.is_long or self._long == "truncate":
@@ -172,8 +176,11 @@ class PairEncoder(_ExampleEncoder):
         pairs = [text for text in texts if not isinstance(text, FormatError)]
         if not pairs:
             return [text for text in texts if isinstance(text, FormatError)]
-        [prompts], long_prompts = self._texts_of([prompt for prompt, _ in pairs])
-        [answers], long_answers = self._texts_of([answer for _, answer in pairs], as_target=True)
+        max_prompt, max_answer = examples[0].max_prompt, examples[0].max_answer
+        limits = {"data.max_prompt": max_prompt, "data.max_answer": max_answer}
+        self._shown_limits = " or ".join(f"{name}={limit}" for name, limit in limits.items() if limit)
+        [prompts], long_prompts = self._texts_of([prompt for prompt, _ in pairs], limit=max_prompt)
+        [answers], long_answers = self._texts_of([answer for _, answer in pairs], limit=max_answer, as_target=True)
         is_long = [a or b for a, b in zip(long_prompts, long_answers, strict=True)]
         tokenized = map(ExampleTokens, zip(prompts, answers, strict=True), is_long)
         return [text if isinstance(text, FormatError) else next(tokenized) for text in texts]

@@ -76,9 +76,9 @@ def open_tokens(
     Called by every process of a host; one of them tokenizes. encoder: a new one; vocab_size: of the model;
     reports_wait: see `open_cached`. Raises ValueError if a text cannot be read or has a token that the model has not.
     """
-    assert source.options == spec.reading
+    assert source.options in spec.reading
     fingerprint = source.fingerprint
-    key = spec.key(RowStage.TOKENS, fingerprint)
+    key = spec.key(RowStage.TOKENS, fingerprint, source.options)
     name = Path(source.name).name.encode()[:NAME_BYTES].decode(errors="ignore")
 
     def open_built(path: Path) -> Corpus:
