@@ -283,7 +283,10 @@ def _evaluated(word: str, values: Sequence[str], given: Mapping[str, Option]) ->
 
 
 def _values(name: str, values: Sequence[str], given: Mapping[str, Option]) -> Sequence[str]:
-    """Return the values of an expression of a template. The name of no option is the value itself."""
+    """Return the values of an expression of a template. The name of no option is the value itself.
+
+    Of several numbers, it computes with the largest.
+    """
     if not name:
         return [value.removeprefix("tcp://") for value in values if value.lower() not in OFF]
     first, *rest = re.split(r" ([*/+]) ", name)
@@ -292,8 +295,8 @@ def _values(name: str, values: Sequence[str], given: Mapping[str, Option]) -> Se
         operand = _of_option(other, given)
         if not found or not operand:
             found = found or (operand if sign != "/" else [])
-        elif found[0].isdecimal() and operand[0].isdecimal():
-            found = [str(_OPERATORS[sign](int(found[0]), int(operand[0])))]
+        elif all(value.isdecimal() for value in (*found, *operand)):
+            found = [str(_OPERATORS[sign](*(max(map(int, values)) for values in (found, operand))))]
         else:
             found = [f"{found[0]}{sign}{operand[0]}"]
     return found

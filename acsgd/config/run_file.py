@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import tyro
 
 from acsgd.config.options import FORMER_SWITCHES, REMOVED, RENAMED, Config
-from acsgd.config.other_tools import TRAIN, keys_of, normalized, other_value, refuse_others, typed_options
+from acsgd.config.other_tools import TRAIN, Option, keys_of, normalized, other_value, refuse_others, typed_options
 from acsgd.config.spec import suggest
 from acsgd.errors import similar
 from acsgd.notes import print_note
@@ -40,8 +40,8 @@ def parse(argv: list[str], *, prog: str = "train.py", is_main: bool = True) -> C
     """
     argv = list(argv)
     arguments: list[str] = []
-    if argv and argv[0].endswith(".py"):  # a whole line of another tool
-        refuse_others(typed_options(argv[1:]), _keys(), TRAIN)
+    if argv and argv[0].endswith((".py", ".sh")):  # a whole line of another tool
+        refuse_others(typed_options(argv[1:]) or [Option(Path(argv[0]).name, [])], _keys(), TRAIN)
     if argv and not argv[0].startswith("-"):
         arguments = _as_flags(_read(Path(argv.pop(0))))
     _refuse_former(argv)

@@ -180,10 +180,15 @@ def test_a_whole_line_is_answered_with_the_new_line(
 PARTS = {
     "--model_name m --no_eval --data_path d --num_virtual_tokens 2": "--data.eval_sources None --data.sources d/train",
     "--model_name m --data_path d --num_virtual_tokens 2 --no_eval": "--data.sources d/train --data.eval_sources None",
+    "--max_input_tokens 9 20 --max_output_tokens 8 4 --num_training_steps 2": (
+        "--data.sequence 28 --data.max_prompt 9 20 --data.max_answer 8 4"
+    ),
+    "training/finetune_GPT-NeoXT-Chat-Base-20B.sh": "torchrun --nproc-per-node 8 -m acsgd examples/neox-oig.toml)",
+    "./dist_lm_runner.py": "torchrun ... -m acsgd, with model.task=lm)",
     "--num_processes 16 --num_machines 2 --mixed_precision bf16": "torchrun --nproc-per-node 8 --nnodes 2 -m acsgd",
     "--num_processes 16 --machine_rank 0 --mixed_precision bf16": "torchrun --nproc-per-node 16 --node-rank 0 -m acsgd",
 }
-"""Lines of other tools whose options determine a word together, each with a part of the new line."""
+"""Lines of other tools whose options determine a word together, or programs alone, with a part of the answer."""
 
 
 @pytest.mark.parametrize("line", PARTS)
