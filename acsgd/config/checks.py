@@ -34,10 +34,12 @@ def check(config: Config) -> None:
     _check_elastic(config.elastic)
     _check_adapter(config)
     traced_steps(config.log.trace)
-    if config.optim.spike is not None and config.checkpoint.every is None:
+    steps, every = config.optim.steps, config.checkpoint.every_steps
+    is_last = every is not None and steps is not None and every >= steps
+    if config.optim.spike is not None and (config.checkpoint.every is None or is_last):
         raise ValueError(
             f"optim.spike={config.optim.spike} restores the last checkpoint, but there is none before the end of the "
-            'run; give, for example, checkpoint.every="500"'
+            f'run; give, for example, checkpoint.every="{-(-(steps or 5000) // 10)}"'
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 import pytest
 from lib.saved import small_run
 
-from acsgd.config.options import Config
+from acsgd.config.options import Config, PipelineConfig
 from acsgd.io.data.formats.formats import FORMATS
 from acsgd.launch import Launch
 from acsgd.run.plan.job import prepare
@@ -28,6 +28,7 @@ DROPOUT = {"resid_pdrop": 0.1}
 def config_of(model: Path, directory: Path, sections: dict[str, dict[str, Any]]) -> Config:
     """Return a run of 100 steps with further options."""
     config = small_run(model, directory / "run", steps=100)
+    config = dataclasses.replace(config, pp=PipelineConfig())
     changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
     return dataclasses.replace(config, **changed)
 
@@ -56,8 +57,33 @@ WRONG: list[tuple[dict[str, dict[str, Any]], float, str]] = [
         2,
         "checkpoint.keep=3 has no effect: only the last step is saved unless",
     ),
+    ({"checkpoint": {"every": "5", "keep_every": 100}}, 2, "give a multiple of checkpoint.every that is below 100"),
+    ({"checkpoint": {"every": "30", "keep_every": 7}}, 2, "checkpoint.keep_every=7 has no effect: no step that is"),
+    ({"checkpoint": {"every": "10", "keep_every": 5, "keep": 1}}, 2, "checkpoint.keep_every=5 keeps all checkpoints"),
+    ({"checkpoint": {"best": "eval_loss"}}, 2, "only the last step is evaluated; give a smaller --eval.every"),
+    ({"optim": {"steps": 16, "spike": 2.0}}, 2, "optim.spike=2.0 has no effect: it compares with the last 16 losses"),
+    ({"log": {"trace": "101:105"}}, 2, "log.trace=101:105 has no effect: the run has 100 steps"),
+    ({"optim": {"warmup": 100}}, 2, "the learning rate rises in all 100 steps and does not reach optim.lr"),
+    ({"optim": {"schedule": "wsd:decay=0.001"}}, 2, "the learning rate does not fall in any step"),
+    ({"pp": {"schedule": "interleaved:chunks=2"}}, 2, "pp.schedule=interleaved:chunks=2 has no effect: there is one"),
+    ({"pp": {"stages": 2, "micro": 2}}, 2, "fewer micro-batches than its 2 stages, which wait for each other"),
+    (
+        {
+            "pp": {"stages": 2, "backward": "fixpoint:bits=8", "layers": (1, 1)},
+            "model": {"freeze": "transformer.w*,transformer.h.0.*"},
+        },
+        2,
+        "pp.backward=fixpoint:bits=8 has no effect: all trained parameters are in the last stage",
+    ),
+    ({"model": {"dropout_mask": "sample"}}, 0.5, "but no sequence is trained on twice in 0.50 epochs"),
+    ({"model": {"init": "scratch", "freeze": "transformer.h.*"}}, 2, "gives frozen parameters random values"),
+    ({"model": {"init": "scratch"}, "adapter": {"spec": "lora"}}, 2, "gives frozen parameters random values"),
+    ({"data": {"deal": "speed"}, "dp": {"replicas": 2}}, 2, "data.deal=speed has no effect: there is one micro-batch"),
+    ({"dp": {"replicas": 2, "mode": "powersgd:exact_steps=100"}}, 2, "which are all of the 100 steps; give fewer"),
+    ({"dp": {"replicas": 2, "mode": "quantized"}}, 2, "dp.mode=quantized sends everything without compression"),
+    ({"dp": {"replicas": 2, "mode": "diloco:inner=101"}}, 2, "replicas are never the same model; give a smaller inner"),
 ]
-"""Options of a run, its number of epochs, and a part of the sentence."""
+"""Options of a run, its number of epochs, and a part of the sentence. dp.replicas: number of replicas."""
 GOOD: list[tuple[dict[str, dict[str, Any]], float]] = [
     ({}, 0.5),
     ({}, 3),
@@ -66,15 +92,20 @@ GOOD: list[tuple[dict[str, dict[str, Any]], float]] = [
     ({"pp": {"stages": 2, "forward": "delta:bits=4"}, "model": {"name": QUIET}}, 3),
     ({"data": {"eval_fraction": 0.1}, "eval": {"metrics": "perplexity"}}, 3),
     ({"checkpoint": {"every": "5", "keep_every": 10}}, 3),
+    ({"data": {"batch": 3, "deal": "speed"}, "dp": {"replicas": 2}, "optim": {"warmup": 99}}, 3),
+    ({"dp": {"replicas": 2, "mode": "diloco:inner=100"}, "log": {"trace": "100:105"}}, 3),
+    ({"optim": {"steps": 17, "spike": 2.0}, "checkpoint": {"best": "eval_loss"}, "eval": {"every": 16}}, 3),
 ]
 
 
 def sentences(sections: dict[str, dict[str, Any]], epochs: float, tiny_model: TinyModel, directory: Path) -> list[str]:
-    """Return the sentences on a run of one replica. model.name: options of the model."""
+    """Return the sentences on a run. model.name: options of the model; dp.replicas: number of replicas."""
     sections = {name: dict(values) for name, values in sections.items()}
     model = tiny_model("gpt2", n_layer=2, **sections.get("model", {}).pop("name", DROPOUT))
+    replicas = sections.get("dp", {}).pop("replicas", 1)
     config = config_of(model, directory, sections)
-    return describe_choices(prepare(config, Launch(0, 0, config.pp.stages, config.pp.stages)), [epochs])
+    processes = replicas * config.pp.stages
+    return describe_choices(prepare(config, Launch(0, 0, processes, processes)), [epochs])
 
 
 @pytest.mark.parametrize("row", range(len(WRONG)))
@@ -96,7 +127,7 @@ EFFECTIVE = {
     *("model.attention", "model.compile"),
     *(f"data.{name}" for name in ("sources", "sequence", "batch", "objective", "rows", "seed", "format", "fields")),
     *(f"data.{name}" for name in ("on_error", "eval_sources", "eval_fraction", "max_prompt", "max_answer")),
-    *(f"pp.{name}" for name in ("stages", "micro", "schedule")),
+    *(f"pp.{name}" for name in ("stages", "micro")),
     *(f"optim.{name}" for name in ("lr", "steps", "epochs", "name", "warmup", "schedule", "clip", "weight_decay")),
     *(f"optim.{name}" for name in ("betas", "eps", "label_smoothing", "on_nan")),
     *(f"checkpoint.{name}" for name in ("dir", "every", "resume")),
@@ -119,6 +150,7 @@ UNUSED: dict[str, Any] = {
     "data.weights": "tokens",
     "data.window": 8,
     "eval.metrics": "perplexity",
+    "pp.schedule": "interleaved:chunks=2",
     "pp.forward": "hadamard",
     "pp.backward": "hadamard",
     "pp.tied": "dense",
@@ -178,7 +210,8 @@ def test_every_option_has_an_effect_on_a_plain_run_or_is_reported_or_refused(
         (sentence,) = describe_choices(dataclasses.replace(job, config=changed(name, value)), [2.0])
         assert f"{name}={value} " in sentence
         assert re.search(r"ha(s|ve) no effect: .*remove (it|them)$", sentence)
-    for name in ("dp.mode", "data.deal", "run.timeout", *(name for name in UNUSED if name.startswith("elastic."))):
+    of_hosts = (name for name in UNUSED if name.startswith("elastic.") and name != "elastic.replan")
+    for name in ("dp.mode", "data.deal", "run.timeout", *of_hosts):
         elastic = dataclasses.replace(job, config=changed(name, UNUSED[name]), is_elastic=True)
         assert describe_choices(elastic, [2.0]) == [], "hosts may join"
     for option in OF_DISKS:

@@ -135,8 +135,9 @@ def test_a_missing_file_is_named() -> None:
         (
             "--optim.spike 3",
             "optim.spike=3.0 restores the last checkpoint, but there is none before the end of the run; "
-            'give, for example, checkpoint.every="500"',
+            'give, for example, checkpoint.every="1"',
         ),
+        ("--optim.spike 3 --checkpoint.every 5", "there is none before the end of the run"),
         ("--optim.loss_scale 1000", "optim.loss_scale=1000.0 must be a power of 2; use, for example, 65536"),
         ("--optim.loss_scale inf", "optim.loss_scale=inf must be at least 1, at most 4294967296"),
         ("--optim.loss_scale 0", "optim.loss_scale=0.0 must be at least 1"),

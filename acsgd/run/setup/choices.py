@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from operator import attrgetter
@@ -9,11 +10,15 @@ from typing import NamedTuple
 
 import torch
 
+from acsgd.config.checks import traced_steps
 from acsgd.config.options import Config, DataConfig, ElasticConfig, ModelConfig, OptimConfig
+from acsgd.io.checkpoint.progress import RECENT
 from acsgd.io.data.sources.streamed import Streamed
 from acsgd.optim.adamw import AdamW
 from acsgd.optim.adamw8bit import AdamW8bit
 from acsgd.optim.muon import Muon
+from acsgd.optim.schedule import learning_rate
+from acsgd.pp.schedules.schedules import GPipe
 from acsgd.pp.tied.plan import TiedRows
 from acsgd.pp.wire.delta import Delta
 from acsgd.run.plan.job import Job
@@ -51,6 +56,21 @@ def without_effect(options: str, applies: Callable[[Job], bool], reason: str, re
 CHOICES = (
     without_effect(
         "pp.forward pp.backward", lambda job: job.topology.stages == 1, "there is one stage", "give --pp.stages 2, or "
+    ),
+    without_effect(
+        "pp.schedule",
+        lambda job: job.topology.stages == 1 and not isinstance(job.plugins.schedule, GPipe),
+        "there is one stage",
+    ),
+    Choice(
+        lambda job, _: len(job.micro_ids) < job.topology.stages and job.config.pp.micro > 1,
+        "data.batch={config.data.batch} with pp.micro={config.pp.micro} gives a replica fewer micro-batches than its "
+        "{config.pp.stages} stages, which wait for each other; give a smaller --pp.micro",
+    ),
+    without_effect(
+        "pp.backward",
+        lambda job: 0 < job.topology.stages - 1 == job.programs.first_backward,
+        "all trained parameters are in the last stage, so that no gradient is sent",
     ),
     without_effect("pp.transport", lambda job: job.topology.stages == 1, "there is one stage"),
     without_effect("dp.transport", lambda job: _is_alone(job), "there is one replica"),
@@ -91,6 +111,18 @@ CHOICES = (
         lambda job, _: job.config.model.dropout_mask == "sample" and not _has_dropout(job),
         "model.dropout_mask=sample computes one sequence at a time, but the model has no dropout; remove it",
     ),
+    Choice(
+        lambda job, epochs: (
+            job.config.model.dropout_mask == "sample" and _has_dropout(job) and not _has_caches(job) and 0 < epochs <= 1
+        ),
+        "model.dropout_mask=sample computes one sequence at a time, but no sequence is trained on twice in "
+        "{epochs:.2f} epochs; remove it",
+    ),
+    Choice(
+        lambda job, _: job.config.model.init == "scratch" and bool(job.config.model.freeze or job.config.adapter.spec),
+        "model.init=scratch gives frozen parameters random values, which nothing trains; remove it, or adapter.spec "
+        "and model.freeze",
+    ),
     without_effect("dp.mode", lambda job: _is_alone(job), "there is one replica", "start more processes, or "),
     *(
         without_effect(option, lambda job: _is_alone(job), "there is one replica", "start more processes, or ")
@@ -103,10 +135,37 @@ CHOICES = (
     ),
     without_effect("data.deal", lambda job: _is_alone(job), "there is one replica", "start more processes, or "),
     without_effect(
+        "data.deal",
+        lambda job: 1 < job.topology.replicas == job.shapes.num_micros and not job.is_elastic,
+        "there is one micro-batch per replica",
+        "give a smaller --pp.micro or a larger --data.batch, or ",
+    ),
+    Choice(
+        lambda job, _: not _is_alone(job) and getattr(job.plugins.mode, "exact_steps", 0) >= job.config.optim.num_steps,
+        "dp.mode={config.dp.mode} sends everything without compression in its exact_steps, which are all of the "
+        "{config.optim.steps} steps; give fewer, or --dp.mode allreduce",
+    ),
+    Choice(
+        lambda job, _: not _is_alone(job) and getattr(job.plugins.mode, "inner", 0) > job.config.optim.num_steps,
+        "dp.mode={config.dp.mode} exchanges weights after `inner` steps, but the run has {config.optim.steps}: "
+        "replicas are never the same model; give a smaller inner, or a longer run",
+    ),
+    without_effect(
         "optim.loss_scale",
         lambda job: job.config.model.dtype != "fp16",
         "model.dtype={config.model.dtype} needs no loss scale",
         "give --model.dtype fp16, or ",
+    ),
+    Choice(
+        lambda job, _: 0 < job.config.optim.warmup >= job.config.optim.num_steps,
+        "optim.warmup={config.optim.warmup}: the learning rate rises in all {config.optim.steps} steps and does not "
+        "reach optim.lr; give a smaller --optim.warmup, or a longer run",
+    ),
+    without_effect(
+        "optim.schedule",
+        lambda job: _stays_at_peak(job.config.optim),
+        "the learning rate does not fall in any step",
+        "give --optim.schedule constant, or ",
     ),
     *(
         without_effect(
@@ -162,6 +221,36 @@ CHOICES = (
         lambda job: (job.config.checkpoint.every_steps or 0) >= job.config.optim.num_steps,
         "the run has {config.optim.steps} steps, and the last one is always saved",
     ),
+    Choice(
+        lambda job, _: (
+            job.config.checkpoint.best is not None
+            and (job.config.eval.every or job.config.optim.num_steps) >= job.config.optim.num_steps
+        ),
+        "checkpoint.best={config.checkpoint.best} has nothing to compare: only the last step is evaluated; give a "
+        "smaller --eval.every, or remove it",
+    ),
+    without_effect(
+        "optim.spike",
+        lambda job: job.config.optim.num_steps <= RECENT,
+        f"it compares with the last {RECENT} losses, and the run has {{config.optim.steps}} steps",
+    ),
+    without_effect(
+        "log.trace",
+        lambda job: traced_steps(job.config.log.trace)[0] > job.config.optim.num_steps,
+        "the run has {config.optim.steps} steps",
+    ),
+    without_effect(
+        "checkpoint.keep",
+        lambda job: _keeps_all(job),
+        "checkpoint.keep_every={config.checkpoint.keep_every} keeps all checkpoints",
+        "give a larger --checkpoint.keep_every, or ",
+    ),
+    without_effect(
+        "checkpoint.keep_every",
+        lambda job: not _saves_once(job) and _kept_interval(job) >= job.config.optim.num_steps,
+        "no step that is a multiple of it is saved before the last one",
+        "give a multiple of checkpoint.every that is below {config.optim.steps}, or ",
+    ),
     without_effect(
         "checkpoint.keep_every",
         lambda job: _saves_once(job),
@@ -203,6 +292,7 @@ CHOICES = (
         )
         for each in fields(ElasticConfig)
     ),
+    without_effect("elastic.replan", lambda job: job.is_elastic and job.topology.stages == 1, "there is one stage"),
 )
 
 
@@ -232,7 +322,7 @@ def _has_dropout(job: Job) -> bool:
 
 def _is_alone(job: Job) -> bool:
     """Return whether there is one replica, and no other can join."""
-    return job.topology.replicas == 1 and not job.is_elastic
+    return job.topology.replicas == 1 and not (job.is_elastic and job.config.elastic.max_replicas != 1)
 
 
 def _evaluates(data: DataConfig) -> bool:
@@ -242,3 +332,21 @@ def _evaluates(data: DataConfig) -> bool:
 def _saves_once(job: Job) -> bool:
     """Return whether no step but the last is saved, unless the run is stopped. An elastic one saves at changes, too."""
     return job.config.checkpoint.every is None and job.config.checkpoint.best is None and not job.is_elastic
+
+
+def _keeps_all(job: Job) -> bool:
+    """Return whether checkpoint.keep_every keeps every checkpoint but those of best values."""
+    config = job.config.checkpoint
+    return bool(config.keep_every and config.every_steps and config.every_steps % config.keep_every == 0)
+
+
+def _kept_interval(job: Job) -> int:
+    """Return the interval of the steps that checkpoint.keep_every keeps, in steps; 0 = none."""
+    config = job.config.checkpoint
+    return math.lcm(config.keep_every or 0, config.every_steps or 1)
+
+
+def _stays_at_peak(optim: OptimConfig) -> bool:
+    """Return whether a schedule other than constant leaves the learning rate of several steps at its peak."""
+    first, last = optim.warmup, optim.num_steps - 1
+    return first < last and optim.schedule != "constant" and learning_rate(last, optim) == optim.lr
