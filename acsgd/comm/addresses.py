@@ -105,7 +105,10 @@ def listen_everywhere(port: int = 0) -> socket.socket:
 
 def resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
     """Return the families and the socket addresses of a host. Raises OSError if it has none."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError:  # of a part that is empty or longer than 63 letters
+        raise OSError(errno.EINVAL, "no name of a host", host) from None
     return [(family, address) for family, _, _, _, address in found]  # type: ignore[misc]  # IPv6 has four numbers
 
 
@@ -157,14 +160,14 @@ def _text_of(address: Sequence[object]) -> str:
 def find_interface(host: str, endpoints: Iterable[str]) -> str | None:
     """Return the network interface of this host by which others reach it; None if it cannot be found.
 
-    host: name or address of this host. Its name may resolve to a loopback address, as on Debian, or not at all: then it
-    is the interface towards the first endpoint on another host, or that of the default route.
+    host: name or address of this host. Its name may resolve to a loopback address, as on Debian, to one that another
+    host or a router has, as in clouds, or not at all: then it is the interface towards the first endpoint on another
+    host, or that of the default route.
     """
-    own = _first_address(host)
+    own = _local_address(host)
     if own is None or (_is_loopback(own) and host not in LOOPBACK):
         own = next((each for each in _reachable_from((*endpoints, *ANYWHERE)) if not _is_loopback(each)), None)
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, addresses in interfaces if own in [each.address for each in addresses]), None)
+    return _interfaces().get(own or "")
 
 
 def own_address() -> str | None:
@@ -173,8 +176,8 @@ def own_address() -> str | None:
 
 
 def default_is_loopback() -> bool:
-    """Return whether gloo would use a loopback address: that to which this host's name resolves, if it does."""
-    own = _first_address(socket.gethostname())
+    """Return whether gloo would use a loopback address: that to which this host's name resolves, or for want of one."""
+    own = _local_address(socket.gethostname())
     return own is None or _is_loopback(own)
 
 
@@ -186,11 +189,19 @@ def _reachable_from(endpoints: Iterable[str]) -> Iterator[str]:
             continue
 
 
-def _first_address(host: str) -> str | None:
+def _local_address(host: str) -> str | None:
+    """Return the first address of a host that is this host's; None if it has none."""
     try:
-        return _text_of(resolve(host, 0)[0][1])
+        found = [_text_of(address) for _, address in resolve(host, 0)]
     except OSError:
         return None
+    return next((each for each in found if _is_loopback(each) or each in _interfaces()), None)
+
+
+def _interfaces() -> dict[str, str]:
+    """Return the names of this host's network interfaces by their addresses."""
+    found = psutil.net_if_addrs().items()
+    return {each.address: name for name, addresses in found for each in addresses}
 
 
 def _is_address(text: str) -> bool:

@@ -52,24 +52,44 @@ def test_endpoints() -> None:
 def test_the_interface_is_that_of_the_hosts_address() -> None:
     assert find_interface("127.0.0.1", ["127.0.0.1:1"]) == "lo"
     assert find_interface("localhost", ["192.0.2.1:1"]) == "lo"
-    assert find_interface("192.0.2.1", []) is None
 
 
-@pytest.mark.parametrize("own", ["127.0.1.1", "::1", None])
+@pytest.mark.parametrize("own", ["127.0.1.1", "::1", "198.51.100.9", None])
 @pytest.mark.parametrize(("route", "anywhere"), [("10.0.0.7", "10.9.9.9"), ("fd00::7", "10.9.9.9")])
-def test_a_name_that_resolves_to_a_loopback_address_or_to_none_is_not_taken(
+def test_a_name_that_resolves_to_a_loopback_address_or_to_none_of_the_host_is_not_taken(
     own: str | None, route: str, anywhere: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the own name of a host on Debian, 127.0.1.1. The store may be on this host, under its name."""
+    """As the own name of a host on Debian, 127.0.1.1, or in a cloud, where a router has the address.
+
+    The store may be on this host, under its name.
+    """
     interfaces = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.9.9.9"], "eth1": ["10.0.0.7", "fd00::7"]}
     found = {name: [SimpleNamespace(address=each) for each in listed] for name, listed in interfaces.items()}
-    routes = {"hostA:1": [own] if own else [], "hostB:1": [route], addresses.ANYWHERE[0]: [anywhere]}
-    monkeypatch.setattr(addresses, "_first_address", lambda host: own)
+    routes = {
+        "hostA:1": [own] if own in ("127.0.1.1", "::1") else [],
+        "hostB:1": [route],
+        addresses.ANYWHERE[0]: [anywhere],
+    }
+    monkeypatch.setattr(addresses, "resolve", lambda host, port: [(socket.AF_INET, (own, port))] if own else [])
     monkeypatch.setattr(addresses, "_addresses_towards", lambda endpoint: iter(routes.get(endpoint, [])))
     monkeypatch.setattr(addresses.psutil, "net_if_addrs", lambda: found)
     assert default_is_loopback()
     assert find_interface("hostA", ["hostB:1"]) == "eth1"
     assert find_interface("hostA", ["hostA:1"]) == "eth0"
+
+
+def test_of_several_addresses_of_a_name_that_of_this_host_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(socket.AF_INET, ("198.51.100.9", 0)), (socket.AF_INET, ("10.0.0.7", 0))]
+    monkeypatch.setattr(addresses, "resolve", lambda host, port: found)
+    monkeypatch.setattr(addresses.psutil, "net_if_addrs", lambda: {"eth1": [SimpleNamespace(address="10.0.0.7")]})
+    assert find_interface("hostA", []) == "eth1"
+    assert not default_is_loopback()
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64 + ".b"])
+def test_what_can_be_no_name_of_a_host_is_a_host_without_addresses(host: str) -> None:
+    with pytest.raises(OSError, match="no name of a host"):
+        addresses.resolve(host, 1)
 
 
 def test_workers_get_the_interface_unless_the_user_has_set_one(environment: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from acsgd.comm.addresses import listen_everywhere, split_address
+from acsgd.comm.addresses import listen_everywhere, resolve, split_address
 from acsgd.commands.doctor.host import Diagnosis
 
 PROTOCOL = 1
@@ -392,12 +392,12 @@ def _connect(address: str, segment: int | None) -> socket.socket:
     """Connect to host:port. Raises PeerError."""
     host, port = split_address(address)
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = resolve(host, port)
     except OSError:
         raise PeerError(f"the name {host} has no address", "correct it, or give an address") from None
     problems: list[OSError] = []
-    for family, kind, protocol, _, target in found:
-        connection = socket.socket(family, kind, protocol)
+    for family, target in found:
+        connection = socket.socket(family, socket.SOCK_STREAM)
         connection.settimeout(CONNECT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if segment is not None:
