@@ -48,7 +48,9 @@ class ProcessIdentity:
         """Return whether the process exists; None if it cannot be checked from here."""
         if not self.machine or self.machine != _machine():
             return None
-        return bool(self.started) and start_time(self.pid) == self.started
+        if not (started := start_time(self.pid)) and _is_hidden(self.pid):
+            return None
+        return bool(self.started) and started == self.started
 
     def send_signal(self, number: signal.Signals) -> bool:
         """Send a signal; return whether the process exists."""
@@ -70,6 +72,17 @@ def start_time(pid: int) -> str:
     except OSError:
         return ""
     return fields[19] if fields[0] not in "ZX" else ""
+
+
+def _is_hidden(pid: int) -> bool:
+    """Return whether a process of another user exists: /proc may not show it (hidepid=1 or 2)."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        pass
+    return False
 
 
 def find_torchrun(parent: int) -> int | None:

@@ -131,6 +131,17 @@ def test_a_live_holder_of_this_host_is_never_taken_over_even_without_heartbeats(
         lease_of(tmp_path).acquire(lambda note: None)
 
 
+def test_a_holder_of_another_user_that_proc_hides_is_never_known_to_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError
+
+    ended = dead_process()
+    assert ended.is_alive() is False
+    monkeypatch.setattr(os, "kill", refuse)
+    assert ended.is_alive() is None
+    assert HERE.is_alive() is True
+
+
 def test_a_holder_that_ends_meanwhile_leaves_the_directory_free(tmp_path: Path) -> None:
     held = acquired(tmp_path)
     clock = Clock(held.release, every=WAIT_S / 2)

@@ -36,6 +36,7 @@ def test_an_environment_that_torchrun_did_not_make_is_refused_in_one_sentence(
     ("size", "rank", "start"),
     [
         ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", Launch.from_env),
+        ("FLUX_JOB_SIZE", "FLUX_TASK_RANK", Launch.from_env),
         ("PMI_SIZE", "PMI_RANK", lambda: refuse_several_processes("acsgd generate")),
     ],
 )
