@@ -24,6 +24,7 @@ from acsgd.commands.evaluation.options import EvalOptions
 from acsgd.commands.fetch import FetchCommand
 from acsgd.commands.generation.options import GenerateOptions
 from acsgd.commands.invite import HostCommand, JoinCommand, NetCommand
+from acsgd.commands.launch.command import LaunchCommand
 from acsgd.commands.plan import PlanCommand
 from acsgd.commands.report.command import ReportCommand
 from acsgd.commands.top import TopCommand
@@ -306,6 +307,7 @@ def main() -> None:
 
 COMMANDS: dict[str, Any] = {
     "train": Train,
+    "launch": LaunchCommand,
     EVAL: Eval,
     "convert": Convert,
     "inspect": Inspect,
@@ -337,7 +339,8 @@ def run(argv: list[str]) -> None:
         if name in ONE_PROCESS:
             refuse_several_processes(f"acsgd {name}")
         kind = COMMANDS[name]
-        command = kind.parse(rest) if kind is PlanCommand else parse_flags(kind, rest, prog=f"acsgd {name}")
+        takes_overrides = kind in (PlanCommand, LaunchCommand)
+        command = kind.parse(rest) if takes_overrides else parse_flags(kind, rest, prog=f"acsgd {name}")
         command.run()
 
 

@@ -82,18 +82,39 @@ import signal, sys
 former = signal.getsignal(signal.SIGINT)  # ignored, if this process was started in the background
 if former is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C among the imports ends without a traceback
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.run import main
 signal.signal(signal.SIGINT, former)  # from here on, there is something to clean up
 try:
     main()
 except KeyboardInterrupt:
     sys.exit(128 + signal.SIGINT)
+except SignalException as stop:  # the workers have ended; without a traceback
+    sys.exit(128 + stop.sigval)
 """
+
+
+def torchrun(arguments: Sequence[str]) -> list[str]:
+    """Return the command that runs torchrun with this Python."""
+    return [sys.executable, "-c", _TORCHRUN, *arguments]
 
 
 def start_torchrun(arguments: Sequence[str]) -> NoReturn:
     """Start torchrun in place of this process."""
-    os.execv(sys.executable, [sys.executable, "-c", _TORCHRUN, *arguments])
+    os.execv(sys.executable, torchrun(arguments))
+
+
+def environment(names: Sequence[str] = ()) -> dict[str, str]:
+    """Return the values of some variables of the environment. Raises ValueError for one that is not set."""
+    if missing := [name for name in names if name not in os.environ]:
+        raise ValueError(f"the environment has no variable {missing[0]}; set it, or leave it out")
+    return {name: os.environ[name] for name in names}
+
+
+def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment with some variables, and this Python's directory first in PATH, for a command."""
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    return {**os.environ, "PATH": path, **variables}
 
 
 def publish_daemon(socket: Path, *, interface: str | None) -> None:

@@ -148,6 +148,7 @@ def commands() -> str:
         "acsgd convert to-legacy": lambda: cli.run(["convert", "to-legacy", "--help"]),
         "acsgd convert to-peft": lambda: cli.run(["convert", "to-peft", "--help"]),
         "acsgd convert merge": lambda: cli.run(["convert", "merge", "--help"]),
+        "acsgd launch": lambda: cli.run(["launch", "--help"]),
         "acsgd host": lambda: cli.run(["host", "--help"]),
         "acsgd join": lambda: cli.run(["join", "--help"]),
         "acsgd net": lambda: cli.run(["net", "--help"]),

@@ -41,23 +41,29 @@ DEVICES = ("auto", "cpu", "gpu", "xpu")
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """The processes of this host."""
+    """The processes of a host."""
 
     nproc: str = "auto"
-    """Number of processes on this host, --nproc-per-node of torchrun; "auto": one per GPU, or per processor."""
-    restarts: Annotated[int, COUNT_OR_NONE] = 3
-    """How often a failed worker of this host starts again, --max-restarts of torchrun."""
+    """Number of processes on a host, --nproc-per-node of torchrun; "auto": one per GPU, or per processor."""
 
     def check(self) -> None:
-        """Raise ValueError for the first option that torchrun would refuse."""
+        """Raise ValueError for the first option that is out of its range, or that torchrun would refuse."""
         for error in out_of_range(self):
             raise ValueError(f"--{error}")
         if self.nproc not in DEVICES and not re.fullmatch(r"[1-9]\d*", self.nproc):
             raise ValueError(f"--nproc={self.nproc} must be a number of processes, or one of {', '.join(DEVICES)}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ElasticWorkerOptions(WorkerOptions):
+    """The processes of a host of an elastic run."""
+
+    restarts: Annotated[int, COUNT_OR_NONE] = 3
+    """How often a failed worker of this host starts again, --max-restarts of torchrun."""
+
+
 @dataclass(frozen=True)
-class HostCommand(WorkerOptions):
+class HostCommand(ElasticWorkerOptions):
     """Start an elastic run on this host, and print the line by which others join it.
 
     Starts torchrun in place of this process. A run that is started again has the same invitation.
@@ -113,7 +119,7 @@ class HostCommand(WorkerOptions):
 
 
 @dataclass(frozen=True)
-class JoinCommand(WorkerOptions):
+class JoinCommand(ElasticWorkerOptions):
     """Join an elastic run with the invitation that `acsgd host` printed. Ctrl-C leaves it again.
 
     Gets model and data that this host lacks from hosts of the run. Starts torchrun in place of this process.

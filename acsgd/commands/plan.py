@@ -14,7 +14,7 @@ import tyro
 
 from acsgd.config.options import Config
 from acsgd.config.ranges import COUNT, out_of_range, parse_size
-from acsgd.config.run_file import parse, parse_flags
+from acsgd.config.run_file import parse, with_run_options
 from acsgd.launch import Launch
 
 if TYPE_CHECKING:
@@ -53,12 +53,8 @@ class PlanCommand:
     @classmethod
     def parse(cls, argv: Sequence[str]) -> Self:
         """Read the options of the command, and those of the run among them: those with a dot in their name."""
-        own, of_run, is_of_run = list[str](), list[str](), False
-        for argument in argv:
-            if argument.startswith("--"):
-                is_of_run = "." in argument.partition("=")[0]
-            (of_run if is_of_run else own).append(argument)
-        return replace(parse_flags(cls, own, prog="acsgd plan"), overrides=tuple(of_run))
+        command, overrides = with_run_options(cls, argv, prog="acsgd plan")
+        return replace(command, overrides=overrides)
 
     def run(self) -> None:
         """Print the plan."""

@@ -51,6 +51,16 @@ def parse(argv: list[str], *, prog: str = "train.py", is_main: bool = True) -> C
     )
 
 
+def with_run_options(kind: type[T], argv: Sequence[str], *, prog: str) -> tuple[T, tuple[str, ...]]:
+    """Read the options of a command, and return those of the run among them: those with a dot in their name."""
+    own, of_run, is_of_run = list[str](), list[str](), False
+    for argument in argv:
+        if argument.startswith("--"):
+            is_of_run = "." in argument.partition("=")[0]
+        (of_run if is_of_run else own).append(argument)
+    return parse_flags(kind, own, prog=prog), tuple(of_run)
+
+
 def parse_flags(
     kind: type[T],
     argv: Sequence[str],

@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from acsgd import cli
 from acsgd.codecs import CODECS
-from acsgd.commands.plan import PlanCommand
 from acsgd.config.adapters import ADAPTERS
 from acsgd.config.run_file import parse
 from acsgd.config.spec import from_spec
@@ -225,8 +224,8 @@ def check_acsgd(arguments: Sequence[str]) -> None:
     if arguments[0] == "train":
         check_training(arguments[1:])
         return
-    if arguments[0] == "plan":  # options of the run are among its own
-        command = PlanCommand.parse(arguments[1:])
+    if arguments[0] in ("plan", "launch"):  # options of the run are among their own
+        command = cli.COMMANDS[arguments[0]].parse(arguments[1:])
         check_training([str(command.run_file), *command.overrides])
         return
     if "--help" not in arguments:

@@ -193,6 +193,7 @@ def test_reserved_names_are_used_only_where_allowed(name: str) -> None:
 
 # Calls without arguments of a method `wait`, which are no waits for an operation of torch, by file.
 OTHER_WAITS = {
+    "acsgd.commands.launch.hosts": {"self._process"},
     "acsgd.comm.waits": {"work", "self._work"},
     "acsgd.run.plan.dry_run": {"sync"},
     "acsgd.dp.exchange.following": {"self._sync"},

@@ -1,0 +1,1 @@
+"""The command `acsgd launch`: torchrun on this host, on several over ssh, or under Slurm."""

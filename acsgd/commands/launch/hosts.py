@@ -1,0 +1,303 @@
+"""Start torchrun on several hosts over ssh, show what they print, and end all of them together.
+
+Each host runs a supervisor (see `acsgd.commands.launch.supervisor`) as the command of an ssh connection. Nothing is
+started before all hosts have answered. Everything that a host prints is appended to a file of its own. The terminal
+shows what the first host prints, where rank 0 is, and each error once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import queue
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, NamedTuple, Self
+
+from acsgd.commands.launch.supervisor import BEAT_S, READY, Job
+from acsgd.errors import ReportedError, printable
+from acsgd.failures.report import print_error
+from acsgd.failures.signals import StopSignals
+from acsgd.notes import print_note
+
+SUPERVISOR = "acsgd.commands.launch.supervisor"
+BATCH_MODE = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
+"""Options of ssh: no terminal, and no question that nobody would answer."""
+ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=6")
+"""Options of ssh: a connection that does not answer for 30 s has ended."""
+CONNECT_S = 90.0
+"""Maximum time until a host has answered, seconds: ssh, and the start of Python from a slow file system."""
+OTHERS_S = 30.0
+"""Time for the other hosts to end by themselves after torchrun of one has failed, seconds; then they get SIGTERM."""
+SSH_FAILED = 255
+"""Exit code of ssh for an error of its own. If a signal has ended it, its exit code is negative."""
+NOT_FOUND = (126, 127)
+"""Exit codes of a shell that cannot start a command."""
+
+
+@dataclass(frozen=True)
+class Remote:
+    """How hosts are reached, and where they run torchrun."""
+
+    ssh: str
+    """Command that connects, with options."""
+    directory: str
+    """Working directory on the hosts."""
+    python: str
+    """Python on the hosts."""
+
+    def command(self, host: str) -> list[str]:
+        """Return the command that runs a supervisor on a host. The user's shell there reads what follows the host."""
+        remote = f"cd {shlex.quote(self.directory)} && exec {shlex.quote(self.python)} -m {SUPERVISOR}"
+        return [*shlex.split(self.ssh), *BATCH_MODE, *ALIVE, host, remote]
+
+    def address(self, host: str) -> str:
+        """Return the name or address at which ssh reaches a host: its name may be an alias of ssh's configuration."""
+        try:
+            shown = subprocess.run(
+                [*shlex.split(self.ssh), "-G", host], capture_output=True, text=True, check=True, timeout=CONNECT_S
+            ).stdout
+        except (OSError, subprocess.SubprocessError):
+            shown = ""
+        found = re.search(r"^hostname (\S+)$", shown, re.MULTILINE)
+        return found[1] if found else host.rpartition("@")[2]
+
+    def explain(self, host: str, code: int, said: str) -> str:
+        """Return a sentence on why a host has not answered. code: exit code of ssh; said: what it printed last."""
+        login = shlex.join([*shlex.split(self.ssh), *BATCH_MODE[1:3], host, "true"])
+        if "Host key verification failed" in said:
+            return f"{host} has a host key that ssh does not know; type {self.ssh} {host} once, and compare it"
+        if "Permission denied" in said:
+            return (
+                f"{host} asks for a password or a passphrase ({said}); give it a key that needs none, with "
+                f"ssh-copy-id {host}, until this works: {login}"
+            )
+        if code < 0 or code == SSH_FAILED:
+            return f"{host} cannot be reached ({said or 'ssh says nothing'}); try {login}"
+        if "No module named" in said:
+            return f"{self.python} of {host} cannot import acsgd ({said}); install it there, or give --python or --dir"
+        if code in NOT_FOUND or "cd:" in said:
+            return f"{host} has no {self.python}, or no directory {self.directory} ({said}); give --python or --dir"
+        return f"{host} ended with exit code {code} before torchrun was started ({said or 'it printed nothing'})"
+
+
+class _Event(NamedTuple):
+    """A line of a host, or the end of its connection."""
+
+    host: Host | None
+    """None: a stop signal to the launcher."""
+    line: str = ""
+    is_error: bool = False
+    """Whether the line came from stderr."""
+    code: int | None = None
+    """Exit code of ssh, which is that of the supervisor; None = a line."""
+
+
+class Host:
+    """A host and the connection to it."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, events: queue.Queue[_Event]) -> None:
+        self.name = name
+        self.port: int | None = None
+        """A free port there, once it has answered."""
+        self.code: int | None = None
+        """Exit code, once the connection has ended."""
+        self.last = ""
+        """Last line from stderr."""
+        self._log = log.open("a")
+        self._events = events
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C must not reach ssh
+        )
+        threading.Thread(target=self._wait, name=f"host {name}", daemon=True).start()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection has ended before what runs on the host."""
+        return self.code is not None and (self.code < 0 or self.code == SSH_FAILED)
+
+    def send(self, line: str) -> None:
+        """Send a line; no-op if the connection has ended."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
+
+    def log(self, line: str) -> None:
+        """Append a line to the log of the host."""
+        self._log.write(f"{line}\n")
+        self._log.flush()
+
+    def close(self) -> None:
+        """End the connection, upon which the host ends what it runs."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        if self.port is None:
+            self._process.terminate()  # ssh may still connect
+        self._log.close()
+
+    def _wait(self) -> None:
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        errors = threading.Thread(target=self._read, args=(self._process.stderr, True), daemon=True)
+        errors.start()
+        self._read(self._process.stdout, False)
+        errors.join()
+        self._events.put(_Event(self, code=self._process.wait()))
+
+    def _read(self, stream: IO[str], is_error: bool) -> None:
+        for line in stream:
+            self._events.put(_Event(self, line.rstrip("\n"), is_error))
+
+
+class Launch:
+    """The hosts of a run, from the first connection to the last end. A context manager that ends all connections.
+
+    logs: directory of the log of each host. may_lack: whether the run goes on without a host that ends.
+    """
+
+    def __init__(self, names: Sequence[str], remote: Remote, logs: Path, *, may_lack: bool = False) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        self.remote = remote
+        self._may_lack = may_lack
+        self._events: queue.Queue[_Event] = queue.Queue()
+        self._stops = 0
+        self._shown = set[str]()
+        self._beat_at = 0.0
+        self._has_ended = False
+        self._signals = StopSignals(lambda code: self._events.put(_Event(None)))
+        self.hosts = [Host(name, remote.command(name), log_of(logs, name), self._events) for name in names]
+
+    def __enter__(self) -> Self:
+        self._signals.__enter__()
+        self._signals.on_signal(lambda: self._events.put(_Event(None)))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for host in self.hosts:
+            host.close()
+        self._signals.__exit__(None, None, None)
+
+    def connect(self) -> None:
+        """Wait until all hosts have answered. Raises ValueError with a sentence on each one that has not."""
+        deadline = time.monotonic() + CONNECT_S
+        while waiting := [host for host in self.hosts if host.port is None and host.code is None]:
+            if not self._next(deadline - time.monotonic()):
+                raise ValueError(f"{_names(waiting)} did not answer in {CONNECT_S:g} s; nothing was started")
+            self._check_stop()
+        self._refuse_ended()
+
+    def _refuse_ended(self) -> None:
+        ended = [self.remote.explain(host.name, host.code, host.last) for host in self.hosts if host.code is not None]
+        if ended:
+            raise ValueError("; ".join(["nothing was started", *ended]))
+
+    def _check_stop(self) -> None:
+        if self._stops:
+            print_error(f"stopped by {self._signals.received} before anything was started")
+            raise ReportedError(self._exit_code)
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Run a job on each host, until all have ended. Raises ReportedError if the run failed or was stopped."""
+        while self._next(0.0):  # one that has gone since it answered
+            pass
+        self._check_stop()
+        self._refuse_ended()
+        for host, job in zip(self.hosts, jobs, strict=True):
+            host.send(job.line())
+        ends_at = math.inf
+        while running := [host for host in self.hosts if host.code is None]:
+            stops = self._stops
+            self._next(BEAT_S)
+            if time.monotonic() >= self._beat_at:
+                self._beat_at = time.monotonic() + BEAT_S
+                self._send({}, running)
+            if self._stops > stops:
+                self._send({"signal": self._signals.received}, running)
+            failed = [host for host in self.hosts if host.code]
+            if failed and not self._may_lack and not self._stops:
+                ends_at = min(ends_at, time.monotonic() + (0 if any(host.is_lost for host in failed) else OTHERS_S))
+            if time.monotonic() >= ends_at and not self._has_ended:
+                self._has_ended = True
+                print_note(f"{_names(running)}: ends as well, since {_names(failed)} has failed")
+                self._send({"signal": "SIGTERM"}, running)
+        if self._stops:
+            raise ReportedError(self._exit_code)
+        codes = [host.code or 0 for host in self.hosts]
+        if any(codes) and (all(codes) or not self._may_lack):
+            raise ReportedError(1)
+
+    @property
+    def _exit_code(self) -> int:
+        return 128 + signal.Signals[self._signals.received or "SIGINT"]
+
+    def _send(self, message: dict[str, str | None], hosts: Sequence[Host]) -> None:
+        for host in hosts:
+            host.send(json.dumps(message))
+
+    def _next(self, within_s: float) -> bool:
+        """Handle the next event; return False if there is none in time."""
+        try:
+            event = self._events.get(timeout=max(0.0, within_s))
+        except queue.Empty:
+            return False
+        host = event.host
+        if host is None:
+            self._stops += 1
+        elif event.code is not None:
+            host.code = event.code
+            if host.port is not None and not self._stops:
+                self._report_end(host)
+        elif host.port is None and event.line.startswith(READY):
+            host.port = int(event.line.removeprefix(READY))
+        else:
+            host.log(event.line)
+            self._show(host, event.line, event.is_error)
+        return True
+
+    def _show(self, host: Host, line: str, is_error: bool) -> None:
+        if is_error and line.strip():
+            host.last = printable(line.strip())
+        if host.port is None or (is_error and not line):  # an empty line precedes each error
+            return
+        if is_error and line.startswith("error: "):
+            text = line.removeprefix("error: ")
+            if text not in self._shown:
+                print_error(f"{host.name}: {text}")
+            self._shown.add(text)
+        elif host is self.hosts[0] and not (is_error and (self._shown or self._stops)):  # torchrun's remarks
+            print(line, file=sys.stderr if is_error else sys.stdout, flush=True)
+
+    def _report_end(self, host: Host) -> None:
+        """Report the end of a host that no error of its own explains."""
+        if host.is_lost:
+            print_error(f"{host.name}: the connection has ended ({host.last or 'ssh says nothing'})")
+            self._shown.add(host.name)
+        elif host.code and not self._shown:
+            print_error(f"{host.name}: torchrun ended with exit code {host.code}: {host.last or 'it printed nothing'}")
+            self._shown.add(host.name)
+
+
+def log_of(logs: Path, host: str) -> Path:
+    """Return the log of a host in a directory."""
+    return logs / f"host-{re.sub(r'[^A-Za-z0-9.@_*-]', '_', host)}.log"
+
+
+def _names(hosts: Sequence[Host]) -> str:
+    return ", ".join(host.name for host in hosts)

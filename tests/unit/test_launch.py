@@ -1,0 +1,233 @@
+"""`acsgd launch`: what it starts on which host, and what the terminal shows of hosts, which are shell scripts here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from acsgd.commands.launch import command as launch_command
+from acsgd.commands.launch.command import LaunchCommand
+from acsgd.commands.launch.hosts import SUPERVISOR, Launch, Remote
+from acsgd.commands.launch.slurm import submission
+from acsgd.commands.launch.supervisor import READY, Job, _Launcher, _wait
+from acsgd.config.run_file import parse
+from acsgd.errors import ReportedError
+
+ROOT = Path(__file__).parents[2]
+GPT2 = str(ROOT / "examples/gpt2.toml")
+ANSWER = f"echo '{READY}1234'; read job"
+Script = Callable[..., str]
+
+
+@pytest.fixture
+def ssh(tmp_path: Path) -> Script:
+    """Return a function that makes a command in place of ssh. hosts: lines of shell that each host runs."""
+
+    def make(**hosts: str) -> str:
+        cases = "\n".join(f"{name}) {lines} ;;" for name, lines in hosts.items())
+        path = tmp_path / "my ssh"
+        path.write_text(f'#!/bin/sh\nfor last; do host=$before; before=$last; done\ncase "$host" in\n{cases}\nesac\n')
+        path.chmod(0o755)
+        return f"'{path}'"
+
+    return make
+
+
+def launched(tmp_path: Path, ssh: str, *names: str, may_lack: bool = False) -> Launch:
+    return Launch(names, Remote(ssh, "/", "python"), tmp_path / "logs", may_lack=may_lack)
+
+
+def jobs(number: int) -> list[Job]:
+    return [Job([], "", [], {}, 1.0)] * number
+
+
+def test_the_remote_command_is_read_by_a_shell_as_it_is_meant(tmp_path: Path) -> None:
+    directory = tmp_path / "it's a $HOME; dir"
+    directory.mkdir()
+    python = directory / "py thon"
+    python.write_text('#!/bin/sh\npwd; for each; do echo "$each"; done\n')
+    python.chmod(0o755)
+    *connect, host, remote = Remote("ssh -F 'my config'", str(directory), str(python)).command("me@a")
+    assert connect[:3] == ["ssh", "-F", "my config"]
+    assert "BatchMode=yes" in connect
+    assert host == "me@a"
+    shown = subprocess.run(["sh", "-c", remote], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert shown == [str(directory), "-m", SUPERVISOR]
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "expected"),
+    [
+        (255, "me@a: Permission denied (publickey,password).", "a asks for a password or a passphrase"),
+        (255, "Host key verification failed.", "a has a host key that ssh does not know"),
+        (255, "ssh: connect to host a port 22: Connection refused", "a cannot be reached"),
+        (-9, "", "a cannot be reached (ssh says nothing)"),
+        (1, "/p: No module named 'acsgd'", "/p of a cannot import acsgd"),
+        (127, "sh: 1: /p: not found", "a has no /p, or no directory /d"),
+        (2, "sh: 1: cd: can't cd to /d", "a has no /p, or no directory /d"),
+        (3, "", "a ended with exit code 3 before torchrun was started (it printed nothing)"),
+    ],
+)
+def test_a_host_that_does_not_answer_is_explained_in_one_sentence(code: int, said: str, expected: str) -> None:
+    explained = Remote("ssh", "/d", "/p").explain("a", code, said)
+    assert explained.startswith(expected)
+    assert "\n" not in explained
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--hosts", "a", "--slurm", "p"], "two ways to start a run"),
+        (["--hosts", "a,b,a"], "--hosts names a twice"),
+        (["--hosts", "a,,b"], "must be names of hosts"),
+        (["--hosts", "-oProxyCommand=x"], "all options: acsgd launch --help"),
+        (["--hosts=-oProxyCommand=x"], "must be names of hosts"),
+        (["--nodes", "2"], "--nodes is of a launch with --slurm"),
+        (["--slurm", "p", "--ssh", "ssh"], "--ssh is of a launch with --hosts"),
+        (["--elastic"], "--elastic is of several hosts"),
+        (["--nproc", "0"], "--nproc=0 must be a number of processes"),
+        (["--grace", "5"], "--grace=5 must be greater than 10"),
+        (["--hosts", "a", "--env", "NO_SUCH_VARIABLE"], "has no variable NO_SUCH_VARIABLE"),
+        (["--hosts", "a", "--ssh", "no-such-ssh"], "--ssh=no-such-ssh is no command"),
+        (["--slurm", "p", "--sbatch", "no-such-sbatch"], "this host has no no-such-sbatch"),
+        (["--pp.stages", "0"], "pp.stages=0"),
+    ],
+)
+def test_invalid_options_are_refused_before_anything_is_started(
+    options: list[str], expected: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        LaunchCommand.parse([GPT2, *options, "--log.dir", str(tmp_path / "run")]).run()
+    assert expected in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_hosts_torchrun_is_started_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(launch_command, "start_torchrun", started.append)
+    LaunchCommand.parse([GPT2, "--nproc", "4", "--pp.stages", "2"]).run()
+    options = get_args_parser().parse_args(started[0])
+    assert (options.standalone, options.nproc_per_node, options.module) == (True, "4", True)
+    assert options.training_script_args == [GPT2, "--pp.stages", "2"]
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_each_host_gets_its_line(elastic: bool, ssh: Script, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """ssh -G names the address of each host; the job is what a host prints here."""
+    answer = 'if [ "$last" = b -o "$last" = a ]; then echo "hostname 10.0.0.$last"; exit; fi'
+    script = ssh(a=f'{ANSWER}; echo "$job"', b=f'{ANSWER}; echo "$job"')
+    path = Path(script.strip("'"))
+    path.write_text(path.read_text().replace("case", f"{answer}\ncase", 1))
+    arguments = ["--hosts", "a,b", "--nproc", "2", "--ssh", script, *(["--elastic"] if elastic else [])]
+    LaunchCommand.parse([GPT2, *arguments, "--log.dir", str(tmp_path)]).run()
+    captured = capfd.readouterr()
+    lines = [line for line in captured.err.splitlines() if ": torchrun " in line]
+    assert [line.partition(":")[0] for line in lines] == ["a", "b"]
+    parsed = [get_args_parser().parse_args(line.split()[2:]) for line in lines]
+    if elastic:
+        assert {each.rdzv_endpoint for each in parsed} == {"10.0.0.a:1234,10.0.0.b:1234"}
+        assert len({each.rdzv_id for each in parsed}) == 1
+        assert "ACSGD_SECRET" in captured.out
+        assert "ACSGD_SECRET" not in captured.err
+    else:
+        assert [each.node_rank for each in parsed] == [0, 1]
+        assert {(each.nnodes, each.master_addr, each.master_port) for each in parsed} == {("2", "10.0.0.a", 1234)}
+    assert '"run_file": "#' in captured.out
+
+
+def test_nothing_is_started_unless_all_hosts_answer(ssh: Script, tmp_path: Path) -> None:
+    script = ssh(a=f"{ANSWER} && touch {tmp_path}/started", b="echo 'b: Permission denied (password).' >&2; exit 255")
+    with (
+        launched(tmp_path, script, "a", "b") as launch,
+        pytest.raises(ValueError, match="asks for a password") as caught,
+    ):
+        launch.connect()
+    assert "nothing was started" in str(caught.value)
+    assert not (tmp_path / "started").exists()
+
+
+def test_the_terminal_shows_the_first_host_and_each_error_once(
+    ssh: Script, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fail = "echo; echo 'error: pp.stages is wrong' >&2; echo W1126 torchrun >&2; exit 1"
+    with launched(
+        tmp_path, ssh(a=f"{ANSWER}; echo step 1; {fail}", b=f"{ANSWER}; echo other; {fail}"), "a", "b"
+    ) as run:
+        run.connect()
+        with pytest.raises(ReportedError):
+            run.run(jobs(2))
+    out, err = capfd.readouterr()
+    assert out.split() in (["step", "1"], [])  # the error of the other host may come first; then all is said
+    assert err.count("pp.stages is wrong") == 1
+    assert err.strip().startswith(("error: a: pp.stages", "error: b: pp.stages"))
+    assert "other" in (tmp_path / "logs/host-b.log").read_text()
+    assert "torchrun" in (tmp_path / "logs/host-a.log").read_text()
+
+
+def test_a_host_that_vanishes_is_named_and_the_others_are_stopped(
+    ssh: Script, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    waits = f'{ANSWER}; while read line; do case "$line" in *SIGTERM*) exit 1;; esac; done'
+    with launched(tmp_path, ssh(a=waits, b=f"{ANSWER}; echo 'Broken pipe' >&2; exit 255"), "a", "b") as launch:
+        launch.connect()
+        with pytest.raises(ReportedError):
+            launch.run(jobs(2))
+    assert "error: b: the connection has ended (Broken pipe)" in capfd.readouterr().err
+
+
+def test_an_elastic_run_goes_on_without_a_host(ssh: Script, tmp_path: Path) -> None:
+    hosts = ssh(a=f"{ANSWER}; exit 0", b=f"{ANSWER}; exit 255")
+    with launched(tmp_path, hosts, "a", "b", may_lack=True) as launch:
+        launch.connect()
+        launch.run(jobs(2))
+        assert [host.code for host in launch.hosts] == [0, 255]
+
+
+def test_ctrl_c_reaches_all_hosts(ssh: Script, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    waits = f'{ANSWER}; echo ready; while read line; do case "$line" in *SIGINT*) echo got SIGINT; exit 1;; esac; done'
+    with launched(tmp_path, ssh(a=waits, b=waits), "a", "b") as launch:
+        launch.connect()
+        threading.Timer(0.3, os.kill, args=[os.getpid(), signal.SIGINT]).start()
+        with pytest.raises(ReportedError) as caught:
+            launch.run(jobs(2))
+    assert caught.value.exit_code == 130
+    assert capfd.readouterr().out.splitlines() == ["ready", "got SIGINT"]
+    assert (tmp_path / "logs/host-b.log").read_text().splitlines() == ["ready", "got SIGINT"]
+
+
+@pytest.mark.parametrize(("ignores", "code"), [(False, 3), (True, 137)])
+def test_a_lost_connection_ends_torchrun_in_a_limited_time(ignores: bool, code: int) -> None:
+    """The supervisor stops it as SIGTERM does, once, and kills it if that does not end it."""
+    handler = "signal.SIG_IGN" if ignores else "lambda *_: sys.exit(3)"
+    script = f"import signal, sys; signal.signal(signal.SIGTERM, {handler}); print(flush=True); signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        launcher = _Launcher()
+        launcher._has_ended = True
+        assert _wait(process, launcher, 0.3 if ignores else 60.0) == code
+
+
+def test_the_submission_to_slurm_stops_the_run_before_its_limit() -> None:
+    config = parse([GPT2, "--log.dir", "runs/my run"])
+    arguments = {"nodes": 2, "grace_s": 300, "save_s": 290, "sbatch": "sbatch --time 1:00:00"}
+    command, variables = submission(config, "gpu", elastic=False, **arguments)  # type: ignore[arg-type]
+    assert command[:6] == ["sbatch", "--time", "1:00:00", "--parsable", "--partition", "gpu"]
+    assert command[command.index("--signal") + 1] == "B:USR1@300"
+    assert variables == {"checkpoints": str(Path("runs/my run/checkpoints").absolute()), "shutdown_s": "290"}
+    assert Path(command[-1]).samefile(ROOT / "slurm/train.sbatch")
+    elastic, _ = submission(config, "gpu", elastic=True, **arguments)  # type: ignore[arg-type]
+    assert Path(elastic[-1]).samefile(ROOT / "slurm/elastic.sbatch")
+
+
+def test_scripts_for_slurm_are_valid_shell() -> None:
+    for script in (ROOT / "slurm").iterdir():
+        subprocess.run(["bash", "-n", script], check=True)
