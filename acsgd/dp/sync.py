@@ -43,6 +43,9 @@ class GradSync:
     def grad_ready(self, weight: Weight, *, is_final: bool) -> None:
         """Handle a gradient that a backward pass has accumulated into; is_final: no other backward pass follows."""
 
+    def backward_done(self, *, is_last: bool) -> None:
+        """Handle the end of a backward pass. is_last: whether it is the last of the step."""
+
     def reduce(self) -> None:
         """Start the remaining exchanges. Called once all gradients of the stage are final."""
 

@@ -20,7 +20,7 @@ class AdamW:
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        ("second_moments", "no_momentum", "frozen_second_moments")
+        ("second_moments", "no_momentum", "frozen_second_moments", "elementwise")
     )
     states: ClassVar[tuple[StateTensor, ...]] = (
         StateTensor("step", shape=lambda weight: (), non_negative=True),

@@ -11,9 +11,10 @@ from torch import Tensor
 from acsgd.config.options import OptimConfig
 from acsgd.shards.weights import StateTensor, Weight, WeightState
 
-Capability = Literal["second_moments", "no_momentum", "frozen_second_moments"]
+Capability = Literal["second_moments", "no_momentum", "frozen_second_moments", "elementwise"]
 """Optional abilities of an optimizer: second moments that modes may read, scale and accumulate by shares; steps without
-the first moment; steps with frozen second moments."""
+the first moment; steps with frozen second moments; steps of some rows of a weight, since each element depends on its
+own gradient and state alone."""
 
 
 class LocalStep(NamedTuple):

@@ -26,7 +26,7 @@ class Lion:
     beta2: Annotated[float, Range(0, 1, below=True)] = 0.99
     """Decay rate of the momentum."""
 
-    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(("elementwise",))
     states: ClassVar[tuple[StateTensor, ...]] = (StateTensor("exp_avg"),)
 
     def open(self, weights: Sequence[Weight], config: OptimConfig) -> TorchOptimizer:

@@ -1,44 +1,72 @@
-"""Which replicas own the optimizer state of which parts of the weights.
+"""Which replicas own the fp32 masters and the optimizer state of which parts of the weights.
 
-A weight is whole or split into parts, each some of its rows. The optimizer of an owner steps a part as a weight of its
-own, whose tensors are views, and whose key, such as "lm_head.weight[0:512]", names its state in files and messages.
-Where nothing is split, each replica owns all weights of its stages.
+A part is a weight, or some of its rows. The optimizer of an owner steps a part as a weight of its own, whose parameter
+is a view, and whose key, such as "lm_head.weight[0:512]", names its state in messages. Where there are no parts, each
+replica owns all weights of its stages.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from acsgd.optim.base import Optimizer
-from acsgd.shards.weights import Weight, WeightState, part_of
+from acsgd.shards.weights import Weight, WeightState
 
 _PART_KEY = re.compile(r"(.*)\[(\d+):(\d+)\]")
 
 
 class Part(NamedTuple):
-    """Rows of a weight, and the replicas that own the optimizer state of them."""
+    """A weight or some of its rows, and the replicas that own their masters and optimizer state."""
 
     weight: str
     """Key of the weight."""
     start: int
-    stop: int
+    stop: int | None
+    """None = all rows."""
     owners: tuple[int, ...]
 
     @property
     def key(self) -> str:
-        return f"{self.weight}[{self.start}:{self.stop}]"
+        return self.weight if self.stop is None else f"{self.weight}[{self.start}:{self.stop}]"
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """Return these rows of a tensor of the weight's shape, not copied."""
+        return tensor if self.stop is None else tensor[self.start : self.stop]
 
     def of(self, weight: Weight) -> Weight:
-        """Return the part of a weight that shares its memory, without a gradient."""
-        master = nn.Parameter(weight.master.detach()[self.start : self.stop])
-        param = nn.Parameter(weight.param.detach()[self.start : self.stop])
-        return weight._replace(key=self.key, param=master if weight.param is weight.master else param, master=master)
+        """Return the part of a weight, without a gradient: its parameter is a view, a 16-bit one has its own master."""
+        param = nn.Parameter(self.rows(weight.param.detach()))
+        master = param
+        if weight.master is not weight.param:
+            master = nn.Parameter(self.rows(weight.master.detach()).clone())
+        return weight._replace(key=self.key, param=param, master=master)
+
+
+def divide(weights: Iterable[Weight], replicas: int, *, by_rows: bool) -> list[Part]:
+    """Divide weights among replicas, so that each owns about as many elements.
+
+    by_rows: whether each weight is split into rows; else each has one owner, as optimizers need whose update of an
+    element depends on others. Copies of a tied weight on several ranks are divided alike.
+    """
+    parts, loads = list[Part](), [0] * replicas
+    for weight in sorted(weights, key=lambda each: (not each.is_tied, -each.master.numel())):
+        if by_rows and weight.master.dim():
+            ends = [len(weight.master) * j // replicas for j in range(replicas + 1)]
+            rows = enumerate(pairwise(ends))
+            parts += [Part(weight.key, start, stop, (owner,)) for owner, (start, stop) in rows if start < stop]
+        else:
+            owner = 0 if weight.is_tied else min(range(replicas), key=loads.__getitem__)
+            loads[owner] += weight.master.numel()
+            parts.append(Part(weight.key, 0, None, (owner,)))
+    return parts
 
 
 @dataclass(frozen=True)
@@ -50,28 +78,42 @@ class Ownership:
     replicas: int
     """Number of replicas."""
     parts: tuple[Part, ...] = ()
-    """Parts of all weights that are split, in the order of their rows; the same on all ranks. Checks of checkpoints,
-    snapshots and the plans of elastic runs know whole weights only, so far."""
+    """Parts of all weights that are divided, in the order of their rows; the same on all replicas of a stage.
+    Snapshots and the plans of elastic runs know whole weights only."""
+
+    @functools.cached_property
+    def _by_weight(self) -> dict[str, list[Part]]:
+        by_weight: dict[str, list[Part]] = {}
+        for part in self.parts:
+            by_weight.setdefault(part.weight, []).append(part)
+        return by_weight
+
+    @functools.cached_property
+    def _owners(self) -> dict[str, Sequence[int]]:
+        return {part.key: part.owners for part in self.parts}
+
+    def parts_of(self, weight: Weight) -> list[Part]:
+        """Return the parts of a weight; none if it is not divided."""
+        return self._by_weight.get(weight.key, [])
 
     def owned(self, weight: Weight) -> tuple[Weight, ...]:
         """Return what this replica owns of a weight: the weight, or parts of it."""
-        parts = [part for part in self.parts if part.weight == weight.key]
+        parts = self.parts_of(weight)
         return tuple(part.of(weight) for part in parts if self.replica in part.owners) if parts else (weight,)
 
-    def is_writer(self, key: str, turn: int, idle: Collection[int] = ()) -> bool:
-        """Return whether this replica saves or sends, for all of its owners, what `key` names. They take turns.
+    def writer(self, key: str, turn: int, idle: Collection[int] = ()) -> int:
+        """Return the replica that saves or sends, for all of its owners, what `key` names. They take turns.
 
         key: of a part, or else of anything that all replicas hold. turn: such as the index of the layer. idle: replicas
         that have no state yet.
         """
-        owners = next((part.owners for part in self.parts if part.key == key), range(self.replicas))
+        owners = self._owners.get(key, range(self.replicas))
         writers = [replica for replica in owners if replica not in idle]
-        return writers[turn % len(writers)] == self.replica
+        return writers[turn % len(writers)]
 
-    def written(self, state: WeightState, turn: int, idle: Collection[int] = ()) -> WeightState:
-        """Return the part of a state, not copied, of which this replica is the writer. Arguments as `is_writer`."""
-        keys = {key for by_key in state.values() for key in by_key}
-        return part_of(state, {key for key in keys if self.is_writer(key, turn, idle)})
+    def is_writer(self, key: str, turn: int, idle: Collection[int] = ()) -> bool:
+        """Return whether this replica is the `writer`."""
+        return self.writer(key, turn, idle) == self.replica
 
     def squared_norms(self, by_replica: Sequence[float]) -> list[float]:
         """Return the squared gradient norm of the model on each replica. by_replica: of `OwnedWeights.counted`."""
@@ -79,12 +121,18 @@ class Ownership:
 
 
 class OwnedWeights:
-    """The weights of a rank, and what its optimizer steps of them: each weight, or parts of it."""
+    """The weights of a rank, and what its optimizer steps of them: each weight, or parts of it.
+
+    Masters of 16-bit weights that have parts keep their shape and their gradient, but no values: parts have them.
+    """
 
     def __init__(self, weights: Sequence[Weight], ownership: Ownership) -> None:
         self.weights = weights
         self.ownership = ownership
         self._owned = {weight.key: ownership.owned(weight) for weight in weights}
+        for weight in weights:
+            if weight.master is not weight.param and ownership.parts_of(weight):
+                weight.master.data = weight.master.new_zeros(()).expand(weight.master.shape)
 
     def of(self, weights: Iterable[Weight]) -> list[Weight]:
         """Return what this rank owns of some of its weights."""
@@ -95,6 +143,13 @@ class OwnedWeights:
         """What this rank counts in the gradient norm of its replica; where weights are split, in that of all."""
         owned, ownership = self.of(self.weights), self.ownership
         return [each for each in owned if not ownership.parts or ownership.is_writer(each.key, 0)]
+
+    @torch.no_grad()
+    def load(self, weight: Weight, values: Tensor) -> None:
+        """Load fp32 values of a weight into its parameter, and into the masters that this rank owns."""
+        weight.param.copy_(values)
+        for owned in self._owned[weight.key]:
+            owned.master.copy_(_rows_of(owned.key, values))
 
     def state_of(self, optimizer: Optimizer, weights: Iterable[Weight]) -> WeightState:
         """Return the optimizer state of what this rank owns of some of its weights, not copied."""
@@ -125,9 +180,15 @@ def _concatenate(rows: Sequence[Tensor]) -> Tensor:
 
 def _state_of(key: str, whole: WeightState) -> WeightState:
     """Return the state of a weight or part, not copied, given that of whole weights."""
-    weight, start, stop = _split_key(key)
+    weight, _, _ = _split_key(key)
     tensors = {name: by_key[weight] for name, by_key in whole.items() if weight in by_key}
-    return {name: {key: tensor[start:stop] if tensor.dim() else tensor} for name, tensor in tensors.items()}
+    return {name: {key: _rows_of(key, tensor)} for name, tensor in tensors.items()}
+
+
+def _rows_of(key: str, tensor: Tensor) -> Tensor:
+    """Return the rows that the key of a part names, not copied; a tensor without dimensions as it is."""
+    _, start, stop = _split_key(key)
+    return tensor[start:stop] if tensor.dim() else tensor
 
 
 def _split_key(key: str) -> tuple[str, int, int | None]:

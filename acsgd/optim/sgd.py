@@ -26,7 +26,7 @@ class SGD:
     nesterov: bool = False
     """Whether the gradient is taken ahead of the momentum (Nesterov 1983)."""
 
-    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(("elementwise",))
 
     def __post_init__(self) -> None:
         if self.nesterov and not self.momentum:

@@ -219,6 +219,7 @@ class Stage:
         self._last_backward = is_last
         torch.autograd.backward(part.differentiable, output_grads)
         self._last_backward = False
+        self.sync.backward_done(is_last=is_last)
 
     def _take_input_grads(self, passes: Sequence[_Pass]) -> State:
         """Return the gradients of the inputs, if they are needed."""

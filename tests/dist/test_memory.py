@@ -47,7 +47,7 @@ def load_on_rank(rank: int, world_size: int, store: Path, config: Config) -> dic
     with connect(Topology.of(0, 1, 1), timeout=TIMEOUT, store=dist.HashStore()) as groups:
         composed = ComposedModel(job.model.task.model_class.build(job.model.config), job.model.description)
         before = job.streams.peak_memory_bytes()
-        stages = build_stages(job, composed, source, Peers(groups.dp, groups.waits)).values()
+        stages = build_stages(job, composed, source, Peers(groups.dp, groups.waits))[0].values()
         return {
             "grown": job.streams.peak_memory_bytes() - before,
             "own": sum(weight.param.nbytes for stage in stages for weight in stage.weights),

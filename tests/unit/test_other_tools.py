@@ -228,7 +228,7 @@ FILES = {
             {
                 "train_batch_size": 64,
                 "train_micro_batch_size_per_gpu": "auto",
-                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+                "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}},
                 "fp16": {"enabled": False},
                 "bf16": {"enabled": True},
                 "optimizer": {"type": "OneBitAdam", "params": {"betas": [0.9, 0.95], "freeze_step": 400}},
@@ -275,11 +275,13 @@ BASE = [word for name, value in REQUIRED.items() for word in (f"--{name}", value
             "--dist_url tcp://h:1",
             "tcp://h:1 is an option of AC-SGD, CocktailSGD, Together finetuning and OpenCh",
         ),
-        ("--zero_optimization.stage=2", "here: nothing (pp.stages divides weights"),
+        ("--zero_optimization.stage=3", "here: nothing (pp.stages divides weights"),
+        ("--zero_optimization.stage=2", "here: --dp.shard gradients"),
         ("--optim.learning_rate 3", "here: --optim.lr 3; others: docs/migrate/finetuner.md"),
         ("--pp.stage 2", "(did you mean --pp.stages?)"),
         ("--model.dtype bfloat16", '("bfloat16" of the DeepSpeed finetuner is "bf16"); all options'),
-        ("--stage 2 --fp16", "--stage 2 -> nothing (pp.stages divides"),
+        ("--stage 3 --fp16", "--stage 3 -> nothing (pp.stages divides"),
+        ("--stage 1 --fp16", "--stage 1 -> --dp.shard optimizer"),
     ],
 )
 def test_an_option_in_a_line_is_answered(flags: str, part: str) -> None:

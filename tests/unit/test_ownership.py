@@ -12,7 +12,7 @@ from acsgd.config.options import OptimConfig
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.base import Optimizer
 from acsgd.optim.gradient_scale import squared_norm
-from acsgd.optim.ownership import OwnedWeights, Ownership, Part, join_parts
+from acsgd.optim.ownership import OwnedWeights, Ownership, Part, divide, join_parts
 from acsgd.shards.weights import Weight, WeightState
 
 CONFIG = OptimConfig(lr=0.01, steps=3)
@@ -66,16 +66,46 @@ def test_whole_weights_are_owned_by_all_replicas_as_they_are() -> None:
         assert rank.owned.ownership.squared_norms([2.0, 3.0]) == [2.0, 3.0]
 
 
-def test_a_part_shares_the_memory_of_its_weight() -> None:
-    weights = new_weights(torch.bfloat16)
-    for replica, (start, stop) in enumerate([(0, 3), (3, 5)]):
-        (part,) = OwnedWeights(weights, Ownership(replica, 2, SPLIT)).of(weights[:1])
-        assert part.key == f"table[{start}:{stop}]"
-        with torch.no_grad():
-            part.master.fill_(replica)
-            part.param.fill_(-replica)
-        assert (weights[0].master[start:stop] == replica).all()
-        assert (weights[0].param[start:stop] == -replica).all()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_is_a_view_of_the_parameter_and_owns_its_master(dtype: torch.dtype) -> None:
+    weights = new_weights(dtype)
+    expected = weights[0].master.detach().clone()
+    owned = OwnedWeights(weights, Ownership(0, 2, SPLIT))
+    (part,) = owned.of(weights[:1])
+    assert part.key == "table[0:3]"
+    assert torch.equal(part.master, expected[:3])
+    owned.load(weights[0], expected + 1)
+    assert torch.equal(part.master, expected[:3] + 1)
+    assert torch.equal(weights[0].param, (expected + 1).to(dtype))
+    with torch.no_grad():
+        part.param.fill_(7)
+    assert (weights[0].param[:3] == 7).all()
+    if dtype == torch.bfloat16:  # the master keeps its shape for the gradient, and no values
+        assert weights[0].master.untyped_storage().nbytes() == 4
+        weights[0].master.grad = torch.zeros(5, 4)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_weights_are_divided_evenly_and_each_element_has_one_owner(replicas: int, by_rows: bool) -> None:
+    sizes = {"table": (64, 8), "head": (64, 8), **{f"matrix{i}": (24, 8) for i in range(12)}, "bias": (2,), "gate": ()}
+    weights = [
+        Weight(key, (param := nn.Parameter(torch.zeros(size))), param, is_tied=key == "table")
+        for key, size in sizes.items()
+    ]
+    parts = divide(weights, replicas, by_rows=by_rows)
+    owned = [0] * replicas
+    for weight in weights:
+        of_weight = [part for part in parts if part.weight == weight.key]
+        assert sum(part.rows(weight.master).numel() for part in of_weight) == weight.master.numel()
+        assert by_rows or len(of_weight) == 1
+        for part in of_weight:
+            (owner,) = part.owners
+            owned[owner] += part.rows(weight.master).numel()
+    mean = sum(owned) / replicas
+    assert all(abs(each - mean) <= 0.1 * mean for each in owned)
+    alone = divide(weights[:1], replicas, by_rows=by_rows)
+    assert alone == [part for part in parts if part.weight == "table"], "copies of a tied weight are divided alike"
 
 
 def test_the_gradient_norm_counts_each_part_once() -> None:
@@ -97,33 +127,30 @@ def test_owners_of_parts_together_step_as_the_owner_of_the_whole(dtype: torch.dt
             rank.optimizer.step(step)
     table, *others = whole.weights
     for kind in ("param", "master"):
-        parts = [getattr(ranks[0].weights[0], kind)[:3], getattr(ranks[1].weights[0], kind)[3:]]
+        parts = [getattr(rank.owned.of(rank.weights[:1])[0], kind) for rank in ranks]
         assert torch.equal(torch.cat(parts), getattr(table, kind))
         for rank in ranks:
             for weight, expected in zip(rank.weights[1:], others, strict=True):
                 assert torch.equal(getattr(weight, kind), getattr(expected, kind))
 
 
-@pytest.mark.parametrize("turn", range(4))
 @pytest.mark.parametrize("parts", [(), SPLIT, (*SPLIT[:1], Part("table", 3, 5, (0, 1)))])
-def test_each_part_is_written_once_and_the_written_ones_make_the_whole(parts: tuple[Part, ...], turn: int) -> None:
+def test_the_states_of_all_parts_make_that_of_the_whole(parts: tuple[Part, ...]) -> None:
     whole, ranks = Rank(Ownership(0, 1)), two_ranks(parts)
     for rank in (whole, *ranks):
         rank.set_gradients(gradients(0))
         rank.optimizer.step(0)
-    written = [rank.owned.ownership.written(rank.state(), turn) for rank in ranks]
-    names = [{(name, key) for name, by_key in state.items() for key in by_key} for state in written]
-    assert not names[0] & names[1]
-    state: WeightState = {}
-    for each in written:
-        for name, by_key in each.items():
-            state.setdefault(name, {}).update(by_key)
+    state = merged([rank.state() for rank in ranks])
     assert_equal(join_parts(state), whole.state())
     restored = two_ranks(SPLIT)  # which may own other parts than those that were saved
     for rank in restored:
         rank.owned.load_state(rank.optimizer, rank.weights, state)
-    first, second = (rank.state() for rank in restored)
-    assert_equal(join_parts({name: first[name] | second[name] for name in first}), whole.state())
+    assert_equal(join_parts(merged([rank.state() for rank in restored])), whole.state())
+
+
+def merged(states: Sequence[WeightState]) -> WeightState:
+    names = {name for state in states for name in state}
+    return {name: {key: x for state in states for key, x in state.get(name, {}).items()} for name in names}
 
 
 def assert_equal(one: WeightState, other: WeightState) -> None:

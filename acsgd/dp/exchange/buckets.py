@@ -76,20 +76,22 @@ class Bucket:
         weight.master.grad = view
 
 
-def make_buckets(weights: Sequence[Weight], megabytes: float = BUCKET_MB) -> list[Bucket]:
-    """Split weights into buckets of about as many megabytes of gradients, last layer first, as backward makes them."""
-    buckets: list[Bucket] = []
-    members: list[Weight] = []
-    size = 0
+def split_weights(weights: Sequence[Weight], megabytes: float = BUCKET_MB) -> list[list[Weight]]:
+    """Split weights into lists of about as many megabytes of gradients, last layer first, as backward makes them."""
+    lists: list[list[Weight]] = []
+    size = math.inf
     for weight in reversed(weights):
-        members.append(weight)
-        size += weight.master.nbytes
         if size >= int(megabytes * 1e6):
-            buckets.append(Bucket(members))
-            members, size = [], 0
-    if members:
-        buckets.append(Bucket(members))
-    return buckets
+            lists.append([])
+            size = 0
+        lists[-1].append(weight)
+        size += weight.master.nbytes
+    return lists
+
+
+def make_buckets(weights: Sequence[Weight], megabytes: float = BUCKET_MB) -> list[Bucket]:
+    """Return a bucket for each of the lists of `split_weights`."""
+    return [Bucket(members) for members in split_weights(weights, megabytes)]
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from acsgd.dp.exchange.buckets import AllReduceSync, BucketOptions, Dtype, make_buckets
+from acsgd.dp.exchange.sharded import ShardedSync
 from acsgd.dp.peers import Peers
-from acsgd.dp.sync import GradSync, SingleReplicaSync
+from acsgd.dp.sync import GradSync, Mode, SingleReplicaSync
+from acsgd.optim.ownership import OwnedWeights
 from acsgd.shards.weights import Weight
 
 
@@ -23,3 +25,12 @@ class AllReduce(BucketOptions):
         if peers.is_single:
             return SingleReplicaSync(weights)
         return AllReduceSync(make_buckets(weights, self.bucket_mb), peers, self.dtype)
+
+
+def open_sync(mode: Mode, weights: Sequence[Weight], owned: OwnedWeights, peers: Peers, *, shard: str) -> GradSync:
+    """Return the synchronization of one stage's weights with the other replicas, which may own parts of them."""
+    if not owned.ownership.parts:
+        return mode.open(weights, peers)
+    assert isinstance(mode, AllReduce)
+    every_pass = shard == "gradients"
+    return ShardedSync(weights, owned, peers, bucket_mb=mode.bucket_mb, dtype=mode.dtype, every_pass=every_pass)

@@ -77,8 +77,7 @@ class LayersInMemory:
     def load_layer(self, layer: LoadedLayer, session: Session) -> None:
         """Load the tensors of a `layer_message` into the layer of a session, in place."""
         for weight in layer.weights:
-            weight.master.copy_(self._weights[weight.key])
-            weight.param.copy_(weight.master)
+            session.owned.load(weight, self._weights[weight.key])
         for stage in session.stages.values():
             stage.sync.load_layer(layer.weights, self._mode)
         session.owned.load_state(session.optimizer, layer.weights, self._optimizer)
@@ -87,8 +86,7 @@ class LayersInMemory:
     def replace(self, session: Session) -> list[WeightState]:
         """Load weights and optimizer state into a session, in place; return the state of the mode, by stage."""
         for weight in session.weights:
-            weight.master.copy_(self._weights[weight.key])
-            weight.param.copy_(weight.master)
+            session.owned.load(weight, self._weights[weight.key])
         session.owned.load_state(session.optimizer, session.weights, self._optimizer)
         return [part_of(self._mode, {weight.key for weight in stage.weights}) for stage in session.stages.values()]
 

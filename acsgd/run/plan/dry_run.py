@@ -18,9 +18,11 @@ from torch._subclasses.fake_tensor import (
 from acsgd.comm.process_groups import Group
 from acsgd.comm.waits import DirectWaits, Meter
 from acsgd.config.options import OptimConfig
+from acsgd.dp.modes.allreduce import open_sync
 from acsgd.dp.peers import AsyncResult, Peers
 from acsgd.dp.sync import Mode
 from acsgd.optim.base import OptimizerSpec, SecondMoments
+from acsgd.optim.ownership import OwnedWeights, Ownership
 from acsgd.run.plan.layer_trace import MemoryTracker
 from acsgd.shards.weights import Weight, in_reduction_order
 
@@ -100,17 +102,21 @@ def dry_run(
     stages: Sequence[Sequence[Weight]],
     replicas: int,
     members: int = 1,
+    ownership: Ownership | None = None,
+    shard: str = "none",
 ) -> UpdateMemory:
     """Make a step with the weights of some stages, on the meta device, of one of several replicas.
 
-    replicas, members: see `AbsentPeers`.
+    replicas, members: see `AbsentPeers`. ownership: of these weights; None = each replica owns all. shard: dp.shard.
     Where code reads values, as some codecs do, the rest of the exchange is not counted.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as tracker:
         fakes = [[_fake(weight) for weight in weights] for weights in stages]
         weights = [weight for of_stage in fakes for weight in of_stage]
-        held, gradients = tracker.now, sum(weight.master.nbytes for weight in weights)
-        syncs = [mode.open(in_reduction_order(of_stage), AbsentPeers(0, replicas, members)) for of_stage in fakes]
+        owned = OwnedWeights(weights, ownership or Ownership(0, replicas))
+        held, gradients = tracker.now, sum(each.master.nbytes for each in owned.of(weights))
+        peers = AbsentPeers(owned.ownership.replica if owned.ownership.parts else 0, replicas, members)
+        syncs = [open_sync(mode, in_reduction_order(each), owned, peers, shard=shard) for each in fakes]
         step = next((step for step in range(LAST_SEARCHED) if any(sync.exchanges_after(step) for sync in syncs)), 0)
         for sync in syncs:
             sync.begin_step(step)
@@ -118,7 +124,7 @@ def dry_run(
         state = tracker.now - held - gradients * has_buckets
         for sync, of_stage in zip(syncs, fakes, strict=True):
             for weight in reversed(of_stage):
-                weight.master.grad = torch.empty_like(weight.master)
+                weight.master.grad = torch.empty(weight.master.shape)
                 sync.grad_ready(weight, is_final=True)
         tracker.peak = tracker.now
         for sync in syncs:
@@ -126,7 +132,7 @@ def dry_run(
             sync.wait()
         reduction_peak, update_peak, moments = tracker.peak - held - state - gradients, 0, SecondMoments({}, 0.0)
         with _until_values_are_read():
-            opened = optimizer.open(weights, config)
+            opened = optimizer.open(owned.of(weights), config)
             tracker.peak = before = tracker.now
             opened.step(step)
             update_peak = tracker.peak - max(before, tracker.now)

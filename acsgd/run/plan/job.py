@@ -123,8 +123,7 @@ class Job(Partition):
         """Name of the domain of this rank; empty if replicas of a domain do not act as one."""
         dp, mode = self.config.dp, self.plugins.mode
         is_fast = isinstance(mode, AllReduce | PowerSGD) and wanted_transport(self.config, "replica") == "nccl"
-        has_two_levels = dp.local == "auto" and mode.exchanges != "nothing" and not is_fast
-        return (dp.domain or machine_name()) if has_two_levels else ""
+        return (dp.domain or machine_name()) if self.has_domains and not is_fast else ""
 
     @property
     def is_first_on_host(self) -> bool:

@@ -100,12 +100,12 @@ class ParameterCount(NamedTuple):
         """Number of trained and of frozen ones."""
         return self.trained + self.frozen
 
-    def needed_bytes(self, dtype: torch.dtype, *, trains: bool = True) -> int:
+    def needed_bytes(self, dtype: torch.dtype, *, trains: bool = True, shards: int = 1) -> int:
         """Return the memory of weights, and of gradients if it trains, without activations and optimizer state.
 
-        dtype: of the parameters.
+        dtype: of the parameters. shards: number of replicas that masters and gradients are divided among.
         """
-        return self.weight_bytes(dtype) + self.master_bytes(dtype) + self.gradient_bytes * trains
+        return self.weight_bytes(dtype) + (self.master_bytes(dtype) + self.gradient_bytes * trains) // shards
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Return the memory of the parameters."""
@@ -138,9 +138,10 @@ def check_memory(
     streams: Streams,
     *,
     trains: bool = True,
+    shards: int = 1,
 ) -> None:
     """Raise ValueError if `ParameterCount.needed_bytes` exceeds the memory. processes: ranks on this host."""
-    memory, per_rank = streams.memory_bytes(), count.needed_bytes(dtype, trains=trains) / stages
+    memory, per_rank = streams.memory_bytes(), count.needed_bytes(dtype, trains=trains, shards=shards) / stages
     on_cpu = streams.device.type == "cpu"
     if (needed := per_rank * (processes if on_cpu else 1)) > memory:
         place = "this host" if on_cpu else "a GPU"

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from acsgd.codecs.base import wire_bytes
 from acsgd.layers.quantize import is_quantized
+from acsgd.optim.ownership import OwnedWeights
 from acsgd.pp.schedules.actions import Action, Op
 from acsgd.pp.wire.cache_plan import plan_capacity
 from acsgd.pp.wire.coder import EXACT, TensorSpec
@@ -206,9 +208,12 @@ class _RankPlan:
         domains = partition.domains
         members = next(len(domain) for domain in domains if partition.topology.replica in domain)
         config = partition.config.optim
-        update = dry_run(partition.plugins.mode, optimizer, config, stages, len(domains), members)
+        ownership, shard = partition.ownership(stages), partition.config.dp.shard
+        update = dry_run(partition.plugins.mode, optimizer, config, stages, len(domains), members, ownership, shard)
         peak = self._walk(update)
-        gradients = weights.count.gradient_bytes
+        owned = OwnedWeights([*chain.from_iterable(stages)], ownership)
+        parts = owned.of(owned.weights)
+        gradients = sum(part.master.nbytes for part in parts)
         updates = max(update.reduction_peak, update.update_peak)
         if peak.total > gradients + updates:
             updates, gradients = 0, peak.gradients
@@ -218,12 +223,11 @@ class _RankPlan:
         is_bounded = sequences is not None or (isinstance(delta, Delta) and delta.cache_gib > 0)
         return RankMemory(
             weights=weights.count.weight_bytes(dtype) + weights.buffer_bytes,
-            masters=weights.count.master_bytes(dtype),
+            masters=sum(part.master.nbytes for part in parts if part.master is not part.param),
             gradients=gradients,
             moments=sum(
-                state.nbytes(weight.master, is_hidden_matrix=weight.is_hidden_matrix)
-                for of_stage in stages
-                for weight in of_stage
+                state.nbytes(part.master, is_hidden_matrix=part.is_hidden_matrix)
+                for part in parts
                 for state in optimizer.states
             ),
             replicas=update.state,
@@ -297,7 +301,10 @@ class _RankPlan:
         model, specs = self._partition.model, self._partition.layout.specs
         later = {key for other in model.layers[layer + 1 : specs[stage].last] for key in other.parameters}
         keys = {*model.layers[layer].parameters} - later
-        return sum(weight.master.nbytes for weight in self._weights.stages[stage] if weight.key in keys)
+        own = [weight for weight in self._weights.stages[stage] if weight.key in keys]
+        if self._partition.config.dp.shard == "gradients":  # reduced after each backward
+            return sum(weight.master.nbytes for weight in own) // self._partition.topology.replicas
+        return sum(weight.master.nbytes for weight in own)
 
     def _message_bytes(self) -> int:
         """Return the bytes of the buffers of all links."""

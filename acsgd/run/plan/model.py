@@ -96,6 +96,7 @@ def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: 
         processes=launch.local_world_size,
         streams=streams,
         trains=trains,
+        shards=1 if config.dp.shard == "none" else max(1, launch.world_size // config.pp.stages),
     )
     return _describe(config, check, has_adapter=not trains)
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 from acsgd.config.options import Config
 from acsgd.io.data.sampler import deal
 from acsgd.launch import Launch
+from acsgd.optim.ownership import Ownership
+from acsgd.optim.ownership import divide as divide_weights
 from acsgd.pp.schedules.programs import RankPrograms
 from acsgd.pp.schedules.rows import RowRoute, group_width
 from acsgd.pp.tied.plan import TiedWeight, tied_weights
 from acsgd.run.plan.layout import BatchShapes, StageLayout, costs_of, divide
 from acsgd.run.plan.limits import check_computes
 from acsgd.run.plan.model import RunModel
-from acsgd.run.plan.plugins import Plugins, check_capabilities, check_deal, parse_plugins
+from acsgd.run.plan.plugins import Plugins, check_capabilities, check_deal, check_shard, parse_plugins
+from acsgd.shards.weights import Weight
 from acsgd.streams import Streams
 from acsgd.topology import Topology
 
@@ -57,8 +61,22 @@ class Partition:
         """Which replicas act as one, if all hosts have as many processes as this one, and each is a domain."""
         hosts = [str(rank // self.local_world_size) for rank in range(self.topology.world_size)]
         found: list[Sequence[int]] = [*self.topology.domains(hosts).values()]
-        has_two_levels = self.config.dp.local == "auto" and self.plugins.mode.exchanges != "nothing" and len(found) > 1
-        return found if has_two_levels else [[replica] for replica in range(self.topology.replicas)]
+        return found if self.has_domains and len(found) > 1 else [[each] for each in range(self.topology.replicas)]
+
+    @property
+    def has_domains(self) -> bool:
+        """Whether replicas of a domain may act as one."""
+        dp = self.config.dp
+        return dp.local == "auto" and dp.shard == "none" and self.plugins.mode.exchanges != "nothing"
+
+    def ownership(self, stages: Iterable[Sequence[Weight]]) -> Ownership:
+        """Return which replicas own what of the weights of this rank. stages: the weights of each."""
+        topology, by_rows = self.topology, "elementwise" in self.plugins.optimizer.capabilities
+        whole = Ownership(topology.replica, topology.replicas)
+        if self.config.dp.shard == "none" or topology.replicas == 1:
+            return whole
+        parts = (divide_weights(weights, topology.replicas, by_rows=by_rows) for weights in stages)
+        return replace(whole, parts=tuple(chain.from_iterable(parts)))
 
     @property
     def tied(self) -> list[TiedWeight]:
@@ -97,6 +115,7 @@ def open_grid(config: Config, launch: Launch) -> RankGrid:
     if topology.replicas > 1:
         check_capabilities(config, plugins.mode.requires, plugins.optimizer.capabilities)
     check_deal(config, plugins)
+    check_shard(config, plugins, topology.replicas, is_elastic=bool(launch.daemon))
     micro_ids = _deal(config, topology)
     check_computes(config, topology.stages * plugins.schedule.chunks, most_micros(config, micro_ids))
     return RankGrid(topology, plugins, micro_ids, launch.local_world_size)

@@ -9,6 +9,7 @@ from acsgd.codecs.base import Codec
 from acsgd.config.options import Config, in_steps
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
+from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.dp.sync import Mode
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.base import Capability, OptimizerSpec
@@ -71,6 +72,29 @@ def check_deal(config: Config, plugins: Plugins) -> None:
         raise ValueError(
             f"data.deal=speed: with pp.forward={config.pp.forward} a sequence should return to the same replica, which "
             "has its activations; use data.deal=even, or another codec, such as fixpoint:bits=8"
+        )
+
+
+def check_shard(config: Config, plugins: Plugins, replicas: int, *, is_elastic: bool) -> None:
+    """Raise ValueError if dp.shard does not work with other options."""
+    shard, num_micros = config.dp.shard, config.data.batch // config.pp.micro
+    if shard == "none":
+        return
+    if not isinstance(plugins.mode, AllReduce):
+        raise ValueError(
+            f"dp.shard={shard} works with dp.mode=allreduce, whose replicas make the same step, so that each can own a "
+            f"part of it, and not with dp.mode={config.dp.mode}; use --dp.shard none, or --dp.mode allreduce"
+        )
+    if is_elastic:
+        raise ValueError(
+            f"dp.shard={shard}: in an elastic run each replica holds all state of its layers, from which the others "
+            "continue when a host is lost; use --dp.shard none, or start the run without --rdzv-backend acsgd"
+        )
+    if shard == "gradients" and replicas > 1 and (num_micros % replicas or config.data.deal == "speed"):
+        raise ValueError(
+            f"dp.shard=gradients sums gradients after each micro-batch, so that all {replicas} replicas need the same "
+            f"number of micro-batches, of {num_micros} in a step (data.batch / pp.micro); use data.deal=even and a "
+            f"data.batch of {config.pp.micro * replicas * -(-num_micros // replicas)}, or --dp.shard optimizer"
         )
 
 

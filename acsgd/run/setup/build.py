@@ -7,13 +7,14 @@ import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 
 import torch
 from torch import Tensor
 
 from acsgd.comm.process_groups import NCCL
 from acsgd.comm.waits import Meter
+from acsgd.dp.modes.allreduce import open_sync
 from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaPlace, carry_over
 from acsgd.groups import Groups, machine_name
@@ -39,7 +40,7 @@ from acsgd.run.plan.transports import Endpoint, choose_transports, sums_gradient
 from acsgd.run.session import Session
 from acsgd.run.setup.describe import micro_shapes
 from acsgd.shards.load import LayerLoader, LoadedLayer, WeightSource
-from acsgd.shards.weights import Weight, WeightState, in_reduction_order
+from acsgd.shards.weights import WeightState, in_reduction_order
 from acsgd.topology import Axis
 
 
@@ -60,10 +61,8 @@ def build_session(
     model = job.model.build(job.shapes.dtype)
     composed = ComposedModel(model, job.model.description, compiles=job.config.model.compile)
     peers = Peers(groups.dp, groups.waits, observers, groups.domains)
-    stages = build_stages(job, composed, source, peers, deferred)
-    weights = [weight for stage in stages.values() for weight in stage.weights]
-    owned = _owned(weights, job)
-    optimizer = job.plugins.optimizer.open(owned.of(weights), job.config.optim)
+    stages, owned = build_stages(job, composed, source, peers, deferred)
+    optimizer = job.plugins.optimizer.open(owned.of(owned.weights), job.config.optim)
     return _connect(job, groups, peers, stages, owned, optimizer, cache_plan)
 
 
@@ -103,7 +102,7 @@ def reconnect(
     """
     peers, was = Peers(groups.dp, groups.waits, observers, groups.domains), _place(session.peers)
     cache_plan = keep_caches(cache_plan, session, job)
-    owned = _owned(session.weights, job)
+    owned = OwnedWeights(session.weights, Ownership(job.topology.replica, job.topology.replicas))
     new = _connect(job, groups, peers, session.stages, owned, session.optimizer, cache_plan)
     # after the last wait: an interrupt leaves the old session as it is
     restart_syncs(new, was, [stage.sync.take_state() for stage in session.stages.values()])
@@ -128,11 +127,6 @@ def restart_syncs(session: Session, was: ReplicaPlace, states: Sequence[WeightSt
 
 def _place(peers: Peers) -> ReplicaPlace:
     return ReplicaPlace(peers.replica, peers.size)
-
-
-def _owned(weights: Sequence[Weight], job: Job) -> OwnedWeights:
-    """Return what this rank owns of its weights: all, as the other replicas do."""
-    return OwnedWeights(weights, Ownership(job.topology.replica, job.topology.replicas))
 
 
 def keep_caches(cache_plan: CachePlan | None, session: Session, job: Job) -> CachePlan | None:
@@ -169,7 +163,7 @@ def _connect(
             job.programs.actions,
             stages,
             _open_links(job, factory),
-            _open_ties(job, stages, factory),
+            _open_ties(job, stages, owned, factory),
             _placeholders(job),
             micro_shapes(job),
             _codec_choice(job),
@@ -230,21 +224,26 @@ def build_stages(
     source: WeightSource,
     peers: Peers,
     deferred: DeferredConstants | None = None,
-) -> dict[int, Stage]:
+) -> tuple[dict[int, Stage], OwnedWeights]:
     """Load the layers of this rank's stages into the model, one at a time; all others stay on the meta device.
+
+    Returns the stages and what this rank owns of their weights.
 
     deferred: see `build_session`.
     """
     config, loader = job.config, _open_loader(job, composed, source, defers_constants=deferred is not None)
-    stages = {}
-    for index in job.layout.stages:
-        layers = [loader.load(layer) for layer in range(*job.layout.specs[index])]
-        weights = in_reduction_order(weight for layer in layers for weight in layer.weights)
-        stages[index] = Stage(
+    layers = {index: [*map(loader.load, range(*job.layout.specs[index]))] for index in job.layout.stages}
+    weights = {
+        index: in_reduction_order(weight for layer in of_stage for weight in layer.weights)
+        for index, of_stage in layers.items()
+    }
+    owned = OwnedWeights([*chain.from_iterable(weights.values())], job.ownership(weights.values()))
+    stages = {
+        index: Stage(
             composed,
             job.model.task,
-            layers,
-            job.plugins.mode.open(weights, peers),
+            layers[index],
+            open_sync(job.plugins.mode, weights[index], owned, peers, shard=config.dp.shard),
             targets=job.shapes.max_targets,
             seed=config.data.seed,
             label_smoothing=config.optim.label_smoothing,
@@ -253,10 +252,12 @@ def build_stages(
             mask_per_sample=config.model.dropout_mask == "sample",
             logits_at_once=job.streams.logits_at_once,
         )
+        for index in job.layout.stages
+    }
     if deferred is not None:
         deferred.add(loader, (layer for stage in stages.values() for layer in stage.layers))
     fill_with_stand_ins(composed.model, job.model.description.blocks, job.streams.device, job.shapes.dtype)
-    return stages
+    return stages, owned
 
 
 def _open_loader(job: Job, composed: ComposedModel, source: WeightSource, *, defers_constants: bool) -> LayerLoader:
@@ -294,7 +295,7 @@ def _open_links(job: Job, factory: LinkFactory) -> dict[int, Link]:
     return links
 
 
-def _open_ties(job: Job, stages: dict[int, Stage], factory: LinkFactory) -> Ties:
+def _open_ties(job: Job, stages: dict[int, Stage], owned: OwnedWeights, factory: LinkFactory) -> Ties:
     """Connect this rank with the others that use its tied weights, weight by weight, as the others do."""
     weights = {weight.key: weight for stage in stages.values() for weight in stage.weights}
     tables = {key: table for stage in stages.values() for key, table in stage.tables.items()}
@@ -303,7 +304,8 @@ def _open_ties(job: Job, stages: dict[int, Stage], factory: LinkFactory) -> Ties
         if me not in tied.ranks:
             continue
         if not tied.lookups:
-            copies.append(TiedGroup(weights[tied.key], factory, number=tied.number, ranks=tied.ranks, rank=me))
+            for part in owned.of([weights[tied.key]]):  # whose gradients this rank has after the reduction
+                copies.append(TiedGroup(part, factory, number=tied.number, ranks=tied.ranks, rank=me))
         elif me == tied.owner:
             for user in tied.lookups:
                 route, weight = job.row_route(tied, user), weights[tied.key]

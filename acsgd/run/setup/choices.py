@@ -126,12 +126,12 @@ CHOICES = (
     without_effect("dp.mode", lambda job: _is_alone(job), "there is one replica", "start more processes, or "),
     *(
         without_effect(option, lambda job: _is_alone(job), "there is one replica", "start more processes, or ")
-        for option in ("dp.local", "dp.domain")
+        for option in ("dp.local", "dp.domain", "dp.shard")
     ),
     without_effect(
         "dp.domain",
         lambda job: not (job.domain or _is_alone(job)),
-        "with dp.local={config.dp.local} and dp.mode={config.dp.mode} no replicas act as one",
+        "with dp.local={config.dp.local}, dp.mode={config.dp.mode}, dp.shard={config.dp.shard} no replicas act as one",
     ),
     without_effect("data.deal", lambda job: _is_alone(job), "there is one replica", "start more processes, or "),
     without_effect(

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from acsgd.comm.waits import Meter
+from acsgd.dp.exchange.sharded import gather_state
 from acsgd.dp.resize import ReplicaState, add_tied_copy, merge_tied_copy
 from acsgd.dp.resize import restore as restore_replica
 from acsgd.errors import RunError
@@ -26,6 +28,7 @@ from acsgd.io.telemetry.record import StepRecord
 from acsgd.notes import print_note, report_if_slow
 from acsgd.optim.base import OptimizerSpec
 from acsgd.optim.gradient_scale import LossScale
+from acsgd.optim.ownership import join_parts
 from acsgd.optim.schedule import learning_rate
 from acsgd.pp.stage import Stage
 from acsgd.run.initial_weights import check_base_of, check_start_of
@@ -38,6 +41,9 @@ from acsgd.run.setup.inputs import RunInputs
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.load import LoadedLayer, WeightSource
 from acsgd.shards.weights import Weight, WeightState, part_of
+
+MASTER = "master"
+"""Name of the fp32 masters where they are gathered with the state of the optimizer."""
 
 
 class Start(NamedTuple):
@@ -140,17 +146,18 @@ def _stage_states(session: Session, stage: Stage, idle: Collection[int]) -> Iter
     def state_of(name: str, position: int, weights: Sequence[Weight], constants: dict[str, Tensor]) -> LayerState:
         originals = [weight for weight in weights if not weight.is_copy]
         replica = part_of(replica_state, {weight.key for weight in weights})
+        writer = owned.ownership.writer(name, position, idle)
         if global_weights is None:
-            masters: dict[str, Tensor] = {weight.key: weight.master for weight in originals}
-            optimizer = owned.ownership.written(owned.state_of(session.optimizer, originals), position, idle)
+            optimizer = _whole_state(session, originals, writer)
+            masters = optimizer.pop(MASTER, {})
         else:  # each replica has its own optimizer state
             masters, optimizer = {weight.key: global_weights[weight.key] for weight in originals}, {}
             replica |= _local(owned.state_of(session.optimizer, weights))
         if session.peers.is_observer or not session.peers.is_leader:
             replica = {}
-        if owned.ownership.is_writer(name, position, idle):
+        if writer == owned.ownership.replica:
             return LayerState(name, position, masters, constants, optimizer, replica)
-        return LayerState(name, position, None, {}, {}, replica | _local(optimizer))
+        return LayerState(name, position, None, {}, {}, replica)
 
     for layer in stage.layers:
         apart = [weight for weight in layer.weights if weight.key in tables and not weight.is_copy]
@@ -158,6 +165,19 @@ def _stage_states(session: Session, stage: Stage, idle: Collection[int]) -> Iter
         yield state_of(layer.spec.name, layer.spec.index, others, layer.constants)
         for weight in apart:
             yield state_of(weight.key, tables.index(weight.key), [weight], {})._replace(is_table=True)
+
+
+def _whole_state(session: Session, weights: Sequence[Weight], writer: int) -> WeightState:
+    """Return the masters and the optimizer state of weights, which replicas have in common, not copied.
+
+    If replicas own parts of them, a copy, and on the replica `writer` alone; all of them call it together.
+    """
+    owned = session.owned
+    state = {MASTER: {each.key: each.master.detach() for each in owned.of(weights)}}
+    state |= owned.state_of(session.optimizer, weights)
+    if owned.ownership.parts:
+        return join_parts(gather_state(state, writer, session.peers, Meter()))
+    return state
 
 
 def _local(state: WeightState) -> WeightState:
@@ -229,11 +249,9 @@ def _restore_layer(
     read = functools.cache(checkpoint.state)
     for weight in layer.weights:
         first = description.first_holder(weight.key).name
-        weight.master.copy_(checkpoint.tensor(first, weight.key))
+        session.owned.load(weight, checkpoint.tensor(first, weight.key))
         if has_same_optimizer:
             session.owned.load_state(session.optimizer, [weight], read(first))
-        if weight.param is not weight.master:
-            weight.param.copy_(weight.master)
 
 
 def _replica_states(session: Session, checkpoint: ShardDirectory, layer: LoadedLayer) -> list[WeightState]:

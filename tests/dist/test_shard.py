@@ -1,0 +1,166 @@
+"""Replicas that own parts of masters and optimizer state: the losses, files and memory of a run, at any size."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lib.ranks import on_ranks
+from lib.replica_runs import make_replica_config, resumed_at_half
+from lib.resume import STEPS, TinyModel, checkpoint_of, train_ranks
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from acsgd.config.options import AdapterConfig, Config, OptimConfig, ReplicaConfig
+from acsgd.config.spec import from_spec
+from acsgd.dp import MODES
+from acsgd.dp.modes.allreduce import open_sync
+from acsgd.optim import OPTIMIZERS
+from acsgd.optim.ownership import OwnedWeights, Ownership, divide
+from acsgd.run.plan.dry_run import AbsentPeers
+from acsgd.shards.weights import Weight
+
+HAS_8BIT = importlib.util.find_spec("bitsandbytes") is not None
+SOAK = pytest.mark.soak
+NEEDS_8BIT = pytest.mark.skipif(not HAS_8BIT, reason="bitsandbytes is not installed")
+
+
+def train_each(configs: list[Config], replicas: int, directory: Path) -> None:
+    on_ranks(configs[0].pp.stages * replicas, train_ranks, directory / "store", configs)
+
+
+def sharded(config: Config, shard: Any) -> Config:
+    log = dataclasses.replace(config.log, dir=f"{config.log.dir}-{shard}")
+    return dataclasses.replace(config, dp=ReplicaConfig("allreduce:bucket_mb=0.05", shard=shard), log=log)
+
+
+def losses(config: Config) -> list[float]:
+    lines = (Path(config.log.dir) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def tensors(config: Config, step: int = STEPS) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of a checkpoint by file."""
+    directory = checkpoint_of(config, step)
+    return {str(path.relative_to(directory)): load_file(path) for path in sorted(directory.rglob("*.safetensors"))}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "stages", "replicas", "options"),
+    [
+        ("adamw", "bf16", 1, 2, {}),
+        pytest.param("adamw", "bf16", 2, 2, {"tied": "dense"}, marks=SOAK),
+        pytest.param("adamw", "fp32", 2, 3, {}, marks=SOAK),
+        pytest.param("adamw", "fp16", 1, 2, {"clip": 0.5}, marks=SOAK),
+        pytest.param("adamw", "bf16", 1, 2, {"adapter": "lora:r=4"}, marks=SOAK),
+        pytest.param("adamw", "bf16", 1, 2, {"adapter": "lora:r=4", "quantize": "nf4"}, marks=[SOAK, NEEDS_8BIT]),
+        pytest.param("muon", "fp32", 1, 2, {"clip": 0.5}, marks=SOAK),
+        pytest.param("muon", "bf16", 2, 2, {"tied": "dense"}, marks=SOAK),
+        pytest.param("adafactor", "bf16", 2, 2, {}, marks=SOAK),
+        pytest.param("lion", "bf16", 2, 2, {"schedule": "zb"}, marks=SOAK),
+        pytest.param("sgd", "fp32", 1, 3, {}, marks=SOAK),
+        pytest.param("adamw8bit", "bf16", 1, 2, {}, marks=[SOAK, NEEDS_8BIT]),
+    ],
+)
+def test_a_sharded_run_has_the_losses_and_the_files_of_one_that_is_not(
+    optimizer: str,
+    dtype: Any,
+    stages: int,
+    replicas: int,
+    options: dict[str, Any],
+    tiny_model: TinyModel,
+    tmp_path: Path,
+) -> None:
+    """Bit for bit with sums in the same order, hence with "optimizer", and without clipping by a norm."""
+    directory, tied = tmp_path / "run", options.get("tied", "rows")
+    config = make_replica_config(
+        tiny_model("gpt2", n_layer=2), directory, "sharded_ps", dtype, stages=stages, tied=tied
+    )
+    config = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, batch=4 * replicas),
+        optim=dataclasses.replace(config.optim, name=optimizer, clip=options.get("clip", math.inf)),
+        adapter=AdapterConfig(options.get("adapter")),
+        model=dataclasses.replace(config.model, quantize=options.get("quantize", "none")),
+        pp=dataclasses.replace(config.pp, schedule=options.get("schedule", config.pp.schedule)),
+    )
+    runs = [sharded(config, shard) for shard in ("optimizer", "gradients")]
+    train_each([config, *runs], replicas, tmp_path)
+    expected = tensors(config)
+    for run in runs:
+        assert losses(run) == pytest.approx(losses(config), rel=1e-5)
+        saved = tensors(run)
+        assert saved.keys() == expected.keys()
+        for file, of_file in expected.items():
+            assert saved[file].keys() == of_file.keys()
+            for key, tensor in of_file.items():
+                assert saved[file][key].shape == tensor.shape
+                if run.dp.shard == "optimizer" and "clip" not in options:
+                    assert torch.equal(saved[file][key], tensor), key
+
+
+@pytest.mark.soak
+def test_a_sharded_run_resumes_at_any_size(tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = make_replica_config(tiny_model("gpt2", n_layer=2), tmp_path / "run", "allreduce", "bf16", stages=1)
+    config = sharded(config, "gradients")
+    train_each([config], 2, tmp_path)
+    others = [("none", 1, 1), ("none", 2, 2), ("optimizer", 1, 4), ("optimizer", 2, 2), ("gradients", 1, 1)]
+    for shard, stages, replicas in others:
+        directory = tmp_path / f"{shard}-{stages}-{replicas}"
+        resumed = resumed_at_half(config, directory, stages=stages)
+        resumed = dataclasses.replace(resumed, dp=ReplicaConfig("allreduce", shard=shard))
+        train_each([resumed], replicas, directory)
+        assert losses(resumed)[-2:] == pytest.approx(losses(config)[-2:], rel=1e-4), (shard, stages, replicas)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_memory_and_bytes_fall_as_the_number_of_replicas(shard: str, dtype: torch.dtype) -> None:
+    """Of tensors with values; what other replicas send is 0."""
+    numel, passes, sent = 6 * 128 * 64, 2, 0
+    for replicas in (1, 2, 4):
+        weights = []
+        for index in range(6):
+            param = nn.Parameter(torch.ones(128, 64, dtype=dtype))
+            master = param if dtype == torch.float32 else nn.Parameter(param.detach().float())
+            weights.append(Weight(f"w{index}", param, master))
+        parts = tuple(divide(weights, replicas, by_rows=True)) if replicas > 1 else ()
+        owned = OwnedWeights(weights, Ownership(0, replicas, parts))
+        mode = from_spec(f"allreduce:bucket_mb={3 * 128 * 64 * 4 / 1e6}", MODES, key="dp.mode")
+        sync = open_sync(mode, weights, owned, AbsentPeers(0, replicas), shard=shard)
+        optimizer = OPTIMIZERS["adamw"]().open(owned.of(weights), OptimConfig(lr=0.1, steps=1))
+        sync.begin_step(0)
+        for number in range(passes):
+            for weight in reversed(weights):
+                grad = torch.ones(weight.master.shape)
+                weight.master.grad = grad if weight.master.grad is None else weight.master.grad + grad
+                sync.grad_ready(weight, is_final=number == passes - 1)
+            sync.backward_done(is_last=number == passes - 1)
+            if shard == "gradients" and replicas > 1:
+                assert all(weight.master.grad is None for weight in weights), "those of whole weights never stay"
+        sync.reduce()
+        sync.wait()
+        steps = owned.of(weights)
+        gradients = sum(x.master.grad.nbytes for x in steps if x.master.grad is not None)
+        optimizer.step(0)
+        if replicas > 1:
+            assert all(weight.master.grad is None for weight in weights)
+            sync.exchange(0, optimizer.second_moments(weights))
+        moments = owned.state_of(optimizer, weights)
+        assert gradients == 4 * numel / replicas
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert sum(x.nbytes for x in moments[name].values()) == 4 * numel / replicas
+        masters = {x.master.untyped_storage().data_ptr(): x.master.untyped_storage() for x in (*steps, *weights)}
+        if dtype == torch.bfloat16:
+            placeholders = 4 * len(weights) if replicas > 1 else 0
+            assert sum(x.nbytes() for x in masters.values()) == 4 * numel / replicas + placeholders
+        if replicas > 1:  # of a ring: 2 (R - 1) / R numbers per parameter; with 16 bytes per message
+            reductions = passes if shard == "gradients" else 1
+            sent = (replicas - 1) * numel * (4 * reductions + dtype.itemsize) // replicas
+            assert sent == sync.meter.sent_bytes, "headers are added by the groups"
