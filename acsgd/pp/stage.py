@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -15,6 +16,7 @@ from acsgd.layers.composed import ComposedModel, Context, Inputs, State
 from acsgd.layers.description import Head, LayerSpec
 from acsgd.layers.skeleton import parameter_names
 from acsgd.pp.chunked_loss import HeadUse, PartLoss, chunked_loss
+from acsgd.pp.split_backward import backward_inputs
 from acsgd.shards.load import LoadedLayer
 from acsgd.shards.weights import Weight, in_reduction_order
 from acsgd.streams import LOGITS_AT_ONCE, mix_seed, seed_generators
@@ -61,6 +63,7 @@ class Stage:
         label_smoothing: fraction of the target distribution that training spreads evenly over all classes
         recompute: activation checkpointing per layer (Chen et al. 2016, arXiv:1604.06174): keep only the input of each
             layer and recompute the rest in the backward; gradients are the same, bit for bit
+        splits_backward: whether backwards are run in two parts, `backward_input` and `backward_weight`
         first_trained: index of the first layer of the model with a trained parameter; a stage below it runs no backward
         mask_per_sample: draw dropout masks from (seed, sample, layer) instead of (seed, step, micro-batch, layer)
 
@@ -79,6 +82,7 @@ class Stage:
         seed: int,
         label_smoothing: float = 0.0,
         recompute: bool = False,
+        splits_backward: bool = False,
         first_trained: int = 0,
         mask_per_sample: bool = False,
         logits_at_once: int = LOGITS_AT_ONCE,
@@ -99,8 +103,13 @@ class Stage:
         self._recompute = recompute and self.runs_backward
         self._random = any(layer.random for layer in composed.layers)
         self._per_sequence = self._random and mask_per_sample
+        uses = Counter(key for layer in layers for key in layer.spec.parameters)
+        # gradients of a weight are summed over its uses before they are accumulated: all uses are in one graph
+        is_shared = any(count > 1 for count in uses.values()) or any(layer.spec.replicated for layer in layers)
+        self.graph_per_layer = splits_backward and not is_shared
+        """Whether autograd records each layer by itself, which a backward in two parts goes through one by one."""
         self._in_flight: dict[int, list[_Pass]] = {}  # by local index of the micro-batch
-        self._output_grads: dict[int, list[list[Tensor]]] = {}  # by the same, between the two parts of a backward
+        self._weight_parts: dict[int, list[list[Callable[[], None]]]] = {}  # by the same, of backwards that have begun
         self._head_use: HeadUse | None = None
         self._logits_at_once = logits_at_once
         self._last_backward = False
@@ -133,7 +142,7 @@ class Stage:
         """Forget micro-batches whose backward was not run, and use another gradient sync of the same weights."""
         self.sync = sync
         self._in_flight.clear()
-        self._output_grads.clear()
+        self._weight_parts.clear()
         self._final.clear()
         self._last_backward = False
 
@@ -187,6 +196,10 @@ class Stage:
         grads: gradients of the outputs; None for the last stage, whose loss gets the gradient `scale`. last: whether
         this is the last backward of the step, after which the gradients are final.
         """
+        if self.graph_per_layer:
+            input_grads = self.backward_input(micro, grads, scale=scale)
+            self.backward_weight(micro, last=last)
+            return input_grads
         passes = self._in_flight.pop(micro)
         for each in passes:
             self._accumulate(each, each.output_grads(grads, scale), is_last=last and each is passes[-1])
@@ -195,29 +208,25 @@ class Stage:
     def backward_input(self, micro: int, grads: State | None, *, scale: float = 1.0) -> State:
         """Run the part of a backward that other stages wait for: return gradients of the inputs, if they are needed.
 
-        Arguments as in `backward`. `backward_weight` must follow, until when activations are kept.
+        Arguments as in `backward`. `backward_weight` must follow, until when activations are kept, and gradients too.
         """
-        passes = self._in_flight[micro]
-        self._output_grads[micro] = [each.output_grads(grads, scale) for each in passes]
-        for each, output_grads in zip(passes, self._output_grads[micro], strict=True):
-            inputs = [x for x in each.state.values() if x.requires_grad]
-            if inputs:
-                torch.autograd.backward(each.differentiable, output_grads, inputs=inputs, retain_graph=True)
+        passes = self._in_flight.pop(micro)
+        self._weight_parts[micro] = [each.backward_inputs(grads, scale) for each in passes]
         return self._take_input_grads(passes)
 
     def backward_weight(self, micro: int, *, last: bool) -> None:
-        """Run the other part: accumulate gradients of the weights, bit for bit those of `backward`.
-
-        Gradients of intermediate results are computed in both parts, so together they take longer than `backward`.
-        """
-        passes, output_grads = self._in_flight.pop(micro), self._output_grads.pop(micro)
-        for each, of_outputs in zip(passes, output_grads, strict=True):
-            self._accumulate(each, of_outputs, is_last=last and each is passes[-1])
+        """Run the other part: accumulate gradients of the weights, bit for bit those of `backward`."""
+        passes = self._weight_parts.pop(micro)
+        for part in passes:
+            self._last_backward = last and part is passes[-1]
+            while part:
+                part.pop()()  # the graph is freed
+        self._last_backward = False
 
     def _accumulate(self, part: _Pass, output_grads: list[Tensor], *, is_last: bool) -> None:
         """Accumulate the gradients of all leaves. is_last: whether those of the weights are final afterwards."""
         self._last_backward = is_last
-        torch.autograd.backward(part.differentiable, output_grads)
+        torch.autograd.backward(part.graphs[-1].differentiable, output_grads)
         self._last_backward = False
         self.sync.backward_done(is_last=is_last)
 
@@ -256,20 +265,37 @@ class Stage:
         state = {name: tensor[rows] for name, tensor in state.items()}
         for tensor in state.values():
             tensor.requires_grad_(tensor.is_floating_point() and self.sends_gradient)
-        if labels is None:
-            return _Pass(rows, state, self._run_layers(micro, inputs, state, None))
-        loss = self._run_layers(micro, inputs, state, labels[rows])["loss"]
-        return _Pass(rows, state, {"loss": loss / self._targets})
+        graphs: list[_Graph] = []
+        outputs = self._run_layers(micro, inputs, state, None if labels is None else labels[rows], graphs)
+        if labels is not None:
+            graphs[-1] = graphs[-1]._replace(outputs={"loss": outputs["loss"] / self._targets})
+        return _Pass(rows, graphs)
 
-    def _run_layers(self, micro: MicroBatch, inputs: Inputs, state: State, labels: Tensor | None) -> State:
+    def _run_layers(
+        self,
+        micro: MicroBatch,
+        inputs: Inputs,
+        state: State,
+        labels: Tensor | None,
+        graphs: list[_Graph] | None = None,
+    ) -> State:
+        """Return the outputs. graphs: gets the graph of all layers, or that of each."""
         self._seed(micro, 0)  # the context may take random numbers of the first layer
         context = self.composed.context(inputs, self._range)
+        entering = state
         for layer in self.layers:
+            if self.graph_per_layer and graphs is not None and layer is not self.layers[0]:
+                graphs.append(_Graph(entering, state))
+                state = entering = {
+                    name: x.detach().requires_grad_(requires_grad=x.requires_grad) for name, x in state.items()
+                }
             run = self._layer(layer.spec, micro, inputs, context, labels)
             if self._recompute:
                 state = checkpoint(run, state, use_reentrant=False, preserve_rng_state=False)
             else:
                 state = run(state)
+        if graphs is not None:
+            graphs.append(_Graph(entering, state))
         return state
 
     def _layer(
@@ -340,13 +366,11 @@ class Stage:
         return grad_ready
 
 
-class _Pass(NamedTuple):
-    """Tensors that the backward of a part of a micro-batch needs."""
+class _Graph(NamedTuple):
+    """What autograd has recorded of consecutive layers."""
 
-    rows: slice
-    """Rows of the part in the micro-batch."""
-    state: State
-    """Inputs from the previous stage: autograd leaves that receive gradients."""
+    inputs: State
+    """Leaves; those that require gradients get them."""
     outputs: State
 
     @property
@@ -354,13 +378,48 @@ class _Pass(NamedTuple):
         """Outputs that depend on leaves."""
         return [x for x in self.outputs.values() if x.requires_grad]
 
+
+class _Pass(NamedTuple):
+    """What the backward of a part of a micro-batch needs."""
+
+    rows: slice
+    """Rows of the part in the micro-batch."""
+    graphs: list[_Graph]
+    """Of the first layers to the last ones."""
+
+    @property
+    def state(self) -> State:
+        """Inputs from the previous stage."""
+        return self.graphs[0].inputs
+
+    @property
+    def outputs(self) -> State:
+        """Inputs of the next stage, or the loss."""
+        return self.graphs[-1].outputs
+
     def output_grads(self, grads: State | None, scale: float) -> list[Tensor]:
-        """Return the gradients of `differentiable` among those of a micro-batch; None = of the loss, `scale`."""
+        """Return the gradients of differentiable outputs among those of a micro-batch; None = of the loss, `scale`."""
         return [
             torch.full_like(output, scale) if grads is None else grads[name][self.rows]
             for name, output in self.outputs.items()
             if output.requires_grad
         ]
+
+    def backward_inputs(self, grads: State | None, scale: float) -> list[Callable[[], None]]:
+        """Accumulate gradients of the inputs of all graphs. Returns what accumulates those of weights, first to last.
+
+        grads, scale: see `output_grads`.
+        """
+        outputs, output_grads = self.graphs[-1].differentiable, self.output_grads(grads, scale)
+        weight_parts: list[Callable[[], None]] = []
+        for index in reversed(range(len(self.graphs))):
+            leaves = {name: x for name, x in self.graphs[index].inputs.items() if x.requires_grad}
+            weight_parts.insert(0, backward_inputs([*leaves.values()], outputs, output_grads))
+            reached = {name: x.grad for name, x in leaves.items() if x.grad is not None}
+            if not index or not reached:
+                break
+            outputs, output_grads = [self.graphs[index - 1].outputs[name] for name in reached], [*reached.values()]
+        return weight_parts
 
 
 def _take_gradients(state: State) -> State:

@@ -67,12 +67,14 @@ def measured(config: Config) -> int:
         pytest.param({"freeze": "*.layers.0.*"}, {}, marks=pytest.mark.soak),
         pytest.param({"dtype": "bf16", "recompute": "layers"}, {"micro": 3}, marks=pytest.mark.soak),
         ({"recompute": "layers"}, {"micro": 6}),
+        ({}, {"schedule": "zb"}),
     ],
 )
 def test_a_plan_predicts_the_memory_of_a_run(
     model: dict[str, Any], options: dict[str, Any], tiny_model: Any, tmp_path: Path
 ) -> None:
     config = make_config(tiny_model("llama", **WIDE), tmp_path, micro=options.get("micro", 2))
+    config = replace(config, pp=replace(config.pp, schedule=options.get("schedule", "1f1b")))
     config = replace(
         config,
         model=replace(config.model, **model),

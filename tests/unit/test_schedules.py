@@ -14,10 +14,10 @@ from acsgd.config.spec import from_spec, to_spec
 from acsgd.pp import SCHEDULES, Action, Op, Program, Schedule, draw, forwards, lower, parse_action, validate
 from acsgd.pp.schedules.actions import OPERATIONS, ROW_GRADIENTS, ROWS, Operation, Placement
 from acsgd.pp.schedules.dependencies import Dependencies
-from acsgd.pp.schedules.schedules import GPipe, Interleaved, OneFOneB
+from acsgd.pp.schedules.schedules import GPipe, Interleaved, OneFOneB, ZeroBubble
 from acsgd.pp.schedules.simulate import Cost, main, simulate
 
-SPECS = [*SCHEDULES, "1f1b:lead=2", "interleaved:chunks=1,lead=1", "interleaved:chunks=3"]
+SPECS = [*SCHEDULES, "1f1b:lead=2", "zb:lead=2", "interleaved:chunks=1,lead=1", "interleaved:chunks=3"]
 # fewer micro-batches than ranks, as many, a multiple, and numbers that the ranks do not divide
 SIZES = sorted({(r, m) for r in (1, 2, 3, 4, 5, 8) for m in (1, r - 1, r, r + 1, 2 * r, 2 * r + 1, 16) if m > 0})
 
@@ -43,9 +43,10 @@ def test_evaluations_are_the_forwards_in_order_and_never_deadlock(schedule: Sche
 
 
 @every_schedule
-@pytest.mark.parametrize("backward", [1, Fraction(5, 2)])
+@pytest.mark.parametrize("backward", [1, 2, Fraction(5, 2)])
 def test_bubble_is_exactly_the_formula(schedule: Schedule, backward: Fraction) -> None:
-    for ranks, micros in SIZES:
+    """If backwards are split, that of F, I and W that take equally long."""
+    for ranks, micros in SIZES if backward == 2 or not isinstance(schedule, ZeroBubble) else ():
         timeline = simulate(lower(schedule.program(ranks, micros)), Cost(backward=backward))
         assert timeline.bubble == schedule.bubble(ranks, micros), (ranks, micros)
         assert timeline.busy == [schedule.chunks * micros * (1 + backward)] * ranks
@@ -59,7 +60,7 @@ def test_micros_and_reduces_come_in_order(schedule: Schedule) -> None:
             stages = Placement(ranks, ranks * schedule.chunks).stages_of(rank)
             assert [action.stage for action in actions if action.op is Op.R] == list(reversed(stages))
             for stage in stages:
-                for op in (Op.F, Op.B):
+                for op in {action.op for action in actions if action.is_compute}:
                     assert [a.micro for a in actions if (a.op, a.stage) == (op, stage)] == list(range(micros))
 
 
@@ -67,6 +68,7 @@ def test_peak_of_micro_batches_in_flight_is_as_documented() -> None:
     for ranks, micros in SIZES:
         assert peak_in_flight(GPipe(), ranks, micros) == [micros] * ranks
         for lead in (1, 2):
+            assert max(peak_in_flight(ZeroBubble(lead), ranks, micros)) == min(micros, lead * (ranks - 1) + 1)
             expected = [min(micros, lead * (ranks - rank - 1) + 1) for rank in range(ranks)]
             assert peak_in_flight(OneFOneB(lead), ranks, micros) == expected
 
@@ -89,6 +91,24 @@ def test_lead_overlaps_messages() -> None:
         for ranks, micros in SIZES:
             timeline = simulate(lower(OneFOneB(lead).program(ranks, micros)), Cost(1, 2, message))
             assert timeline.makespan == (micros + ranks - 1) * 3 + 2 * (ranks - 1) * message
+
+
+def test_gradients_of_weights_fill_waits_as_in_the_paper() -> None:
+    """ZB-H1: waits of (ranks - 1) * (F + I - W), and the micro-batches in flight of the first rank of 1F1B on all."""
+    for ranks, micros in SIZES:
+        for forward, inputs, weight in [(1, 1, 1), (2, 3, 2), (3, 2, 1), (4, 5, 3)]:
+            cost = Cost(forward, inputs + weight, weight=weight)
+            timeline = simulate(lower(ZeroBubble().program(ranks, micros)), cost)
+            waits = (ranks - 1) * (forward + inputs) - (min(ranks, micros) - 1) * weight
+            assert timeline.makespan == micros * (forward + inputs + weight) + waits
+            assert timeline.peak_in_flight == [min(ranks, micros)] * ranks
+
+
+def test_lead_of_split_backwards_hides_delays_but_that_of_the_first_input() -> None:
+    for lead, delay in [(1, 0), (2, 1), (3, Fraction(3, 2)), (5, 4)]:
+        for ranks, micros in [(2, 8), (4, 3 * (lead + 2)), (4, 64)]:
+            timeline = simulate(lower(ZeroBubble(lead).program(ranks, micros)), Cost(1, 2, delay=delay))
+            assert timeline.makespan == 3 * micros + (ranks - 1) * (1 + delay)
 
 
 def test_slow_messages_queue_on_their_link() -> None:

@@ -37,6 +37,11 @@ class RankPrograms:
     width: int = 1
     """Micro-batches per group of rows."""
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backwards run in two parts."""
+        return any(action.op is Op.I for actions in self.schedule.program(self.ranks, 1) for action in actions)
+
     def actions(self, micros: int) -> StepActions:
         """Return the actions for some number of micro-batches of the replica, lowered and validated.
 

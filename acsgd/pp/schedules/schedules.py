@@ -1,12 +1,15 @@
 """Schedules: the order in which each rank of a pipeline runs the forwards (F) and backwards (B) of its stages.
 
-A schedule is a frozen dataclass with a pure function, `program`, and a formula, `bubble`, against which the tests
-check the simulated program. The bubble is the idle share of the time of all ranks if all F take equally long, all B
-take equally long, and messages take no time; it does not depend on the ratio of B to F.
+A backward may be split into two parts, the gradients of the inputs (I), for which other stages wait, and those of the
+weights (W). A schedule is a frozen dataclass with a pure function, `program`, and a formula, `bubble`, against which
+the tests check the simulated program. The bubble is the idle share of the time of all ranks if all F take equally
+long, all B take equally long, and messages take no time; it does not depend on the ratio of B to F, unless backwards
+are split: then it is that of F, I and W that take equally long.
 
 To add a schedule, write such a class and add it to SCHEDULES; the tests run over this table.
 """
 
+from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -115,7 +118,48 @@ class Interleaved:
         return Fraction(idle, self.chunks * micros + idle)
 
 
-SCHEDULES: dict[str, type[Schedule]] = {"gpipe": GPipe, "1f1b": OneFOneB, "interleaved": Interleaved}
+@dataclass(frozen=True)
+class ZeroBubble:
+    """1F1B with split backwards: gradients of weights fill the waits for other stages.
+
+    lead=1 is ZB-H1, Qi et al. 2023, arXiv:2401.10241: with as many micro-batches as ranks, or more, each rank idles for
+    (ranks - 1) * (F + I - W), for W no longer than F and I, where 1F1B idles for (ranks - 1) * (F + I + W). Every rank
+    keeps the activations of lead * (ranks - 1) + 1 micro-batches at most, as the first one of 1F1B does. In general
+    messages of up to (lead - 1) * W overlap with computations, if F, I and W are equal: each rank waits for its first
+    input alone, unless there are few micro-batches.
+    """
+
+    chunks: ClassVar[int] = 1
+
+    lead: int = 1
+    """Number of forwards by which a rank is ahead of the next; higher = slower messages overlap, more activations."""
+
+    def __post_init__(self) -> None:
+        _check_positive(lead=self.lead)
+
+    def program(self, ranks: int, micros: int) -> Program:
+        """Return the computations of each rank, in order."""
+        # a rank has fewer forwards ahead of their backwards than the first one: as many W may be behind them
+        behind = max(1, min(self.lead, micros // max(1, ranks - 1)))
+        program = []
+        for rank in range(ranks):
+            forwards, inputs = _computes(Op.F, rank, range(micros)), _computes(Op.I, rank, range(micros))
+            computes = _alternate(forwards, inputs, warmup=self.lead * (ranks - rank - 1))
+            program.append(_add_weights(computes, behind * rank))
+        return program
+
+    def bubble(self, ranks: int, micros: int) -> Fraction:
+        """Return the idle share of the time of all ranks."""
+        idle = 2 * (ranks - 1) - min(ranks, micros) + 1
+        return Fraction(idle, 3 * micros + idle)
+
+
+SCHEDULES: dict[str, type[Schedule]] = {
+    "gpipe": GPipe,
+    "1f1b": OneFOneB,
+    "interleaved": Interleaved,
+    "zb": ZeroBubble,
+}
 
 
 def _computes(op: Op, stage: int, micros: range) -> list[Action]:
@@ -127,6 +171,19 @@ def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> 
     warmup = min(warmup, len(forwards))
     turns = [action for turn in zip(forwards[warmup:], backwards, strict=False) for action in turn]
     return forwards[:warmup] + turns + backwards[len(backwards) - warmup :]
+
+
+def _add_weights(computes: list[Action], behind: int) -> list[Action]:
+    """Return computations with the gradients of weights, each after some more gradients of inputs than its own."""
+    result: list[Action] = []
+    waiting: deque[Action] = deque()
+    for action in computes:
+        result.append(action)
+        if action.op is Op.I:
+            waiting.append(action._replace(op=Op.W))
+            if len(waiting) > behind:
+                result.append(waiting.popleft())
+    return [*result, *waiting]
 
 
 def _rounds(ranks: int, micros: int) -> list[range]:

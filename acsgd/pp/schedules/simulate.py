@@ -25,17 +25,22 @@ Time = float | Fraction
 @dataclass(frozen=True)
 class Cost:
     """Durations of actions: one value for all, or one per stage (messages: one per boundary, from the first; rows: one
-    per micro-batch). The two parts of a backward take half of it each."""
+    per micro-batch)."""
 
     forward: Time | Sequence[Time] = 1
     backward: Time | Sequence[Time] = 2
     message: Time | Sequence[Time] = 0
+    """Time of a message on the wire, which carries one at a time."""
     gradient_message: Time | Sequence[Time] | None = None
     """Of gradients of activations; None = as `message`."""
     rows: Time | Sequence[Time] = 0
     """Of the rows of a tied table that a micro-batch is the first to use."""
     row_gradients: Time | Sequence[Time] = 0
     """Of the gradients of the rows that a micro-batch is the last to use."""
+    weight: Time | Sequence[Time] | None = None
+    """Of the part of a backward that computes gradients of weights; None = half of it."""
+    delay: Time = 0
+    """Time between the end of a message on the wire and its arrival."""
 
     def of(self, action: Action) -> Time:
         """Return the duration of an action: computations occupy the rank, sends the link; all others take no time."""
@@ -45,7 +50,9 @@ class Cost:
             case "compute", "forward":
                 return _at(self.forward, action.stage)
             case "compute", _:
-                return _at(self.backward, action.stage) * (1 if action.op is Op.B else Fraction(1, 2))
+                whole = _at(self.backward, action.stage)
+                weight = whole * Fraction(1, 2) if self.weight is None else _at(self.weight, action.stage)
+                return {Op.B: whole, Op.I: whole - weight, Op.W: weight}[action.op]
             case "send", _:
                 if action.operation.route == GRADIENT and self.gradient_message is not None:
                     return _at(self.gradient_message, action.boundary)
@@ -152,7 +159,7 @@ def simulate(program: Program, cost: Cost) -> Timeline:
             link = rank, dependencies.placement.rank_of(action.peer)
             start = max(start, link_free[link])
             link_free[link] = start + cost.of(action)
-        spans[action] = ActionSpan(start, start + cost.of(action))
+        spans[action] = ActionSpan(start, start + cost.of(action) + cost.delay * (action.operation.kind == "send"))
         if action.is_compute:
             rank_free[rank] = spans[action].end
     return Timeline(program, spans)
@@ -166,6 +173,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("micros", type=int, help="micro-batches of a step")
     parser.add_argument("--forward", type=Fraction, default=1, help="time of one forward of one stage")
     parser.add_argument("--backward", type=Fraction, default=2, help="time of one backward of one stage")
+    parser.add_argument("--weight", type=Fraction, help="time of its part for the weights, if split; default: half")
+    parser.add_argument("--delay", type=Fraction, default=0, help="time that each message takes besides")
     parser.add_argument("--message", type=Fraction, default=0, help="time of one message on the wire")
     parser.add_argument(
         "--ahead", type=int, default=AHEAD, help="number of computations by which a receive is posted before its use"
@@ -191,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Draw a schedule on a time axis and print its bubble and memory."""
     options = parse_arguments(arguments)
     schedule = cast(Schedule, from_spec(options.schedule, SCHEDULES, key="pp.schedule"))
-    cost = Cost(options.forward, options.backward, options.message)
+    cost = Cost(options.forward, options.backward, options.message, weight=options.weight, delay=options.delay)
     computes = schedule.program(options.ranks, options.micros)
     lowered = partial(lower, computes, options.ahead, first_backward=options.first_backward)
     timeline = untied = simulate(lowered(), cost)

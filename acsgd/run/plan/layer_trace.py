@@ -42,6 +42,10 @@ class LayerTrace:
     """Largest memory in backward, beyond that before it."""
     first_backward_peak: int
     """The same in the first backward of a step, which makes the gradients of the weights."""
+    inputs_peak: int
+    """As `backward_peak`, of the first part of a split backward."""
+    kept_between: int
+    """Kept, besides, from the first part to the second."""
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -150,6 +154,17 @@ class _RecordingModel(ComposedModel):
             passes.append((self.forward, self.backward))
         return passes
 
+    def run_inputs(self, stage: Stage, batch: Inputs, labels: Tensor, sequences: int) -> dict[int, _Segment]:
+        """Run forward and split backward of a micro-batch; return the segments of the first part of the backward."""
+        self.forward, self.backward = {}, {}
+        with self.recorder:
+            stage.forward(MicroBatch(0, 0, 0, tuple(range(sequences))), batch, {}, labels)
+            self._end_forward()
+            stage.backward_input(0, None)
+            segments = {**self.backward, self._first_trained: self.recorder.end_segment()}
+        stage.backward_weight(0, last=True)
+        return segments
+
     def _end_forward(self) -> None:
         """End the segment of the last layer."""
         assert self._layer is not None
@@ -182,6 +197,7 @@ def trace_layers(
     dtype: torch.dtype,
     label_smoothing: float = 0.0,
     recompute: bool = False,
+    splits_backward: bool = False,
     logits_at_once: int = LOGITS_AT_ONCE,
 ) -> list[LayerTrace]:
     """Trace forward and backward of one micro-batch; return what each layer needs.
@@ -216,6 +232,8 @@ def trace_layers(
             logits_at_once=logits_at_once,
         )
         (_, first), (forward, backward) = composed.run_two(stage, batch, labels, sizes[BATCH])
+        stage.graph_per_layer = splits_backward
+        first_part = composed.run_inputs(stage, batch, labels, sizes[BATCH]) if splits_backward else {}
     restore_generators(generators)
     traces: list[LayerTrace] = []
     for index in range(len(kinds)):
@@ -223,7 +241,8 @@ def trace_layers(
             traces.append(traces[-1])
             continue
         ahead, back, earlier = forward[index], backward.get(index, NOTHING), first.get(index, NOTHING)
-        traces.append(LayerTrace(ahead.grown, ahead.peak, back.peak, earlier.peak))
+        part = first_part.get(index, NOTHING)
+        traces.append(LayerTrace(ahead.grown, ahead.peak, back.peak, earlier.peak, part.peak, part.grown))
     return traces
 
 

@@ -49,6 +49,19 @@ def check_computes(config: Config, stages: int, micros: int) -> None:
         )
 
 
+def check_split(config: Config) -> None:
+    """Raise ValueError if an option makes one thing of a layer's backward, of which a schedule runs two parts."""
+    for key, value, is_whole in (
+        ("model.recompute", config.model.recompute, config.model.recompute != "none"),
+        ("model.compile", "true", config.model.compile),
+    ):
+        if is_whole:
+            raise ValueError(
+                f"pp.schedule={config.pp.schedule} runs gradients of weights after those of inputs, but "
+                f"{key}={value} computes them together; remove one of both, or use pp.schedule=1f1b"
+            )
+
+
 def check_reading(config: Config, micros: int, processes: int) -> None:
     """Raise ValueError if reading batches takes more memory than this host has. processes: of the run on this host."""
     data, inputs = config.data, len(find_task(config.model.task).model_class.inputs)

@@ -104,6 +104,7 @@ def trace_model(partition: Partition) -> TracedModel:
         dtype=shapes.dtype,
         label_smoothing=config.optim.label_smoothing,
         recompute=config.model.recompute == "layers",
+        splits_backward=partition.programs.splits_backward,
         logits_at_once=partition.streams.logits_at_once,
     )
     built, largest = model.build(shapes.dtype), dict[int, int]()
@@ -254,9 +255,11 @@ class _RankPlan:
             if action.operation.phase == "forward":
                 self._run_forward(action, memory)
                 continue
-            creates = action.stage not in started and not update.has_buckets
+            completes = action.operation.completes
+            creates = completes and action.stage not in started and not update.has_buckets
             self._run_backward(action, memory, creates_gradients=creates)
-            started.add(action.stage)
+            if completes:
+                started.add(action.stage)
         return memory.peak
 
     def _run_forward(self, action: Action, memory: _StepMemory) -> None:
@@ -275,9 +278,13 @@ class _RankPlan:
         for layer in reversed(range(*span)):
             trace = self._traced.layers[layer]
             needed = trace.first_backward_peak if creates_gradients else trace.backward_peak
+            if action.op is Op.I:
+                needed = trace.inputs_peak
             memory.reach(layer, needed + self._traced.dequantized[layer] + self._entering_bytes(layer + 1))
             if action.operation.completes:
                 memory.keep(layer, -trace.kept)
+            if action.op in (Op.I, Op.W):
+                memory.keep(layer, trace.kept_between * (1 if action.op is Op.I else -1))
             if creates_gradients:
                 memory.gradients += self._gradient_bytes(action.stage, layer)
         if action.operation.completes:

@@ -16,7 +16,7 @@ from acsgd.pp.schedules.programs import RankPrograms
 from acsgd.pp.schedules.rows import RowRoute, group_width
 from acsgd.pp.tied.plan import TiedWeight, tied_weights
 from acsgd.run.plan.layout import BatchShapes, StageLayout, costs_of, divide
-from acsgd.run.plan.limits import check_computes
+from acsgd.run.plan.limits import check_computes, check_split
 from acsgd.run.plan.model import RunModel
 from acsgd.run.plan.plugins import Plugins, check_capabilities, check_deal, check_shard, parse_plugins
 from acsgd.shards.weights import Weight
@@ -117,6 +117,8 @@ def open_grid(config: Config, launch: Launch) -> RankGrid:
     check_deal(config, plugins)
     check_shard(config, plugins, topology.replicas, is_elastic=bool(launch.daemon))
     micro_ids = _deal(config, topology)
+    if RankPrograms(plugins.schedule, topology.stages, topology.stage_rank).splits_backward:
+        check_split(config)
     check_computes(config, topology.stages * plugins.schedule.chunks, most_micros(config, micro_ids))
     return RankGrid(topology, plugins, micro_ids, launch.local_world_size)
 

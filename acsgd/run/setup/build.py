@@ -248,6 +248,7 @@ def build_stages(
             seed=config.data.seed,
             label_smoothing=config.optim.label_smoothing,
             recompute=config.model.recompute == "layers",
+            splits_backward=job.programs.splits_backward,
             first_trained=job.model.description.first_trained,
             mask_per_sample=config.model.dropout_mask == "sample",
             logits_at_once=job.streams.logits_at_once,

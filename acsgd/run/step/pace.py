@@ -30,8 +30,9 @@ class Pace(StepHook):
         self._is_by_speed = job.config.data.deal == "speed"
         self._idle = tuple(idle)
         # time to fill and drain the pipeline of a replica, in micro-batches, without that of messages
-        fill = (job.topology.stages - 1) / job.plugins.schedule.chunks
-        self._dealer = Dealer(job.shapes.num_micros, job.topology.replicas, fill)
+        micros = job.shapes.num_micros
+        bubble = job.plugins.schedule.bubble(job.topology.stages, micros)
+        self._dealer = Dealer(micros, job.topology.replicas, float(micros * bubble / (1 - bubble)))
         self._dealer.deal_evenly(without=idle)
         self._stragglers = Stragglers()
 
