@@ -40,6 +40,7 @@ from acsgd.optim.schedule import RATE_SCHEDULES
 from acsgd.pp import SCHEDULES
 from acsgd.pp.tied.plan import TIED
 from acsgd.pp.wire.delta import Delta
+from acsgd.pp.wire.ladder import COMPRESS
 from acsgd.run.report import FIELDS_BY_RANK
 from acsgd.tasks import TASKS
 
@@ -81,6 +82,8 @@ def plugins() -> str:
         "have their default. To add one, see [Your own codec, mode or source](../howto/extend.md).\n",
         "## Codecs\n\n`pp.forward` takes all of them, `pp.backward` all but `delta`.\n",
         *(_plugin(name, kind) for name, kind in {**CODECS, "delta": Delta}.items()),
+        "## Choice of codecs\n\nValues of `pp.compress`.\n",
+        *(_plugin(name, kind) for name, kind in COMPRESS.items()),
         "## Tied weights\n\nValues of `pp.tied`.\n",
         *(_plugin(name, kind) for name, kind in TIED.items()),
         "## Data-parallel modes\n\nValues of `dp.mode`.\n",
@@ -125,8 +128,9 @@ def metrics() -> str:
         "`compute_s` is the time without waits for other ranks, waits include those of the pipeline "
         "bubble. [See a run](../howto/see.md) shows them.\n\n"
         "Lines with `event` and `after_step` (completed steps) are events: a change of "
-        "the [hosts](../howto/elastic.md#what-happens-when) of an elastic run, or of the "
-        "[speed](../howto/several-hosts.md#hosts-of-different-speed) of ranks.\n\n"
+        "the [hosts](../howto/elastic.md#what-happens-when) of an elastic run, of the "
+        "[speed](../howto/several-hosts.md#hosts-of-different-speed) of ranks, or of the "
+        "[codec](../howto/slow-links-stages.md#chosen-from-the-link) of a link.\n\n"
         f"{_table(('field', 'type', 'meaning'), rows)}\n"
     )
 

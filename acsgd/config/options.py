@@ -26,7 +26,8 @@ REMOVED = {"elastic.replay_log": "a run that loses a stage returns to the newest
 """Former option -> what happens without it. It is refused, with this in the message."""
 FORMER_SWITCHES = {"checkpoint.best": 'the name of a metric, checkpoint.best="eval_loss"'}
 """Option that was true or false -> what to give now. Its former values are refused, with this in the message."""
-
+OF_LINKS = ("pp.forward", "pp.backward")
+"""Options that have a value for each link, too: "pp.forward.1" is that of link 1. It is kept as "1=none 2=hadamard"."""
 
 EPOCHS = re.compile(r"(\d+(?:\.\d+)?) ?epochs?")
 """Number of steps in epochs, such as "1 epoch" or "0.5 epochs"; a run knows it in steps when its data are open."""
@@ -185,6 +186,10 @@ class PipelineConfig:
     that are trained on more than once, "delta:bits=4" or "delta:step=2"."""
     backward: str = "none"
     """Codec of activation gradients: the same except delta."""
+    compress: str | None = None
+    """How codecs are chosen: "auto", or "auto:max_loss_cost=0.01", measures each link and direction, and changes its
+    codec when the link changes. pp.forward.1 and pp.backward.1 then give that of the link behind stage 1, and so on.
+    Default: pp.forward and pp.backward are the codecs of all links."""
     tied: str = "rows"
     """What travels of a table that is both embedding and head, if these are on different ranks: "rows" of the tokens of
     a batch and their gradients, exactly or quantized ("rows:bits=8"), or the "dense" gradient of the whole table."""

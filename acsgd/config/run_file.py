@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from acsgd.config.options import FORMER_SWITCHES, REMOVED, RENAMED, Config
+from acsgd.config.options import FORMER_SWITCHES, OF_LINKS, REMOVED, RENAMED, Config
 from acsgd.config.other_tools import TRAIN, Option, keys_of, normalized, other_value, refuse_others, typed_options
 from acsgd.config.spec import suggest
 from acsgd.errors import similar
@@ -45,6 +45,9 @@ def parse(argv: list[str], *, prog: str = "train.py", is_main: bool = True) -> C
     if argv and not argv[0].startswith("-"):
         arguments = _as_flags(_read(Path(argv.pop(0))))
     _refuse_former(argv)
+    (arguments, of_links), (argv, typed) = _take_links(arguments), _take_links(argv)
+    given = {key: of_links[key] | typed[key] for key in OF_LINKS}
+    argv += [f"--{key}={' '.join(f'{n}={spec}' for n, spec in given[key].items())}" for key in OF_LINKS if given[key]]
     description = "Fine-tune a Hugging Face model over pipeline stages x replicas."
     return parse_flags(
         Config, argv, arguments, prog=prog, shown=f"{prog} [RUN.toml]", description=description, is_main=is_main
@@ -129,6 +132,9 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
             raise ValueError(f"{path}: unknown section [{name}]{suggest(name, sections)}")
         keys = _types_of(sections[name])
         for key, value in values.items():
+            if f"{name}.{key}" in OF_LINKS and isinstance(value, dict):
+                _check_links(path, f"{name}.{key}", value)
+                continue
             if f"{name}.{key}" in RENAMED:
                 raise ValueError(f"{path}: {name}.{key} is now called {RENAMED[f'{name}.{key}']}")
             if f"{name}.{key}" in REMOVED:
@@ -143,6 +149,28 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
                 meant = other_value(f"{name}.{key}", str(value))
                 raise ValueError(f"{path}: {name}.{key} = {_shown(value)} must be {_kind(keys[key])}{meant}")
     return table
+
+
+def _check_links(path: Path, key: str, values: dict[str, Any]) -> None:
+    """Raise ValueError unless a table has a codec for each of some links."""
+    for link, spec in values.items():
+        if not (link.isdecimal() and isinstance(spec, str)):
+            raise ValueError(f'{path}: {key}.{link} = {_shown(spec)}: give the codec of a link, {key}.0 = "none"')
+
+
+def _take_links(flags: Sequence[str]) -> tuple[list[str], dict[str, dict[int, str]]]:
+    """Return the flags but those of single links, such as --pp.forward.1, and the values of these by option."""
+    others, found, words = list[str](), {key: dict[int, str]() for key in OF_LINKS}, iter(flags)
+    for word in words:
+        match = re.fullmatch(r"--(pp\.\w+)\.(\d+)(?:=(.*))?", word)
+        if match is None or match[1] not in OF_LINKS:
+            others.append(word)
+            continue
+        spec = next(words, "") if match[3] is None else match[3]
+        if not spec or " " in spec:
+            raise ValueError(f'{word.partition("=")[0]} "{spec}" is not a codec; give, for example, {word} none')
+        found[match[1]][int(match[2])] = spec
+    return others, found
 
 
 @functools.cache
@@ -343,6 +371,8 @@ def _as_flags(table: dict[str, dict[str, Any]]) -> list[str]:
         for key, value in values.items():
             if isinstance(value, bool):
                 flags.append(f"--{section}.{key}" if value else f"--{section}.no-{key}")
+            elif isinstance(value, dict):
+                flags += [f"--{section}.{key}.{link}={each}" for link, each in value.items()]
             elif isinstance(value, list):
                 flags += [f"--{section}.{key}", *map(str, value)]
             else:

@@ -13,7 +13,6 @@ from acsgd.config.options import Config
 from acsgd.elastic.membership.messages import Setup, SharedFiles
 from acsgd.io.data.sources.sources import files_of
 from acsgd.pp.schedules.actions import Placement
-from acsgd.pp.wire.delta import Delta
 from acsgd.run.initial_weights import base_checksums, base_directory
 from acsgd.run.plan.job import Job
 from acsgd.run.plan.layout import Cut, divide, layers_by_rank
@@ -29,7 +28,7 @@ def check_elastic(job: Job) -> None:
             f"dp.mode={config.dp.mode} keeps state per replica, and several stages have copies of {key}: elastic runs "
             "cannot keep these equal yet; use allreduce, sharded_ps, central_ps or powersgd, or pp.stages=1"
         )
-    if isinstance(job.plugins.forward, Delta) and job.plugins.forward.cache == "disk":
+    if job.plugins.delta is not None and job.plugins.delta.cache == "disk":
         raise ValueError(
             f"pp.forward={config.pp.forward}: the files of caches belong to replicas, whose ranks change in an elastic "
             "run; use cache=ram"
@@ -46,6 +45,12 @@ def check_elastic(job: Job) -> None:
         raise ValueError(
             f"pp.layers={list(config.pp.layers)} is for pp.stages={config.pp.stages}, but elastic.replan changes the "
             "number of stages; remove pp.layers or elastic.replan"
+        )
+    ladder = job.plugins.ladder
+    if config.elastic.replan and ladder is not None and (ladder.fixed_forward or ladder.fixed_backward):
+        raise ValueError(
+            "elastic.replan changes the number of links, of which some have given codecs: remove elastic.replan, or "
+            "pp.forward and pp.backward of single links"
         )
 
 

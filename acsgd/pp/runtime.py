@@ -69,10 +69,10 @@ class Pipeline:
         """Records the actions of training while steps are traced."""
         self._mark = mark
         self._load = load
-        self._codecs = codecs
+        self.codecs = codecs
         self._actions = actions
         self._stages = stages
-        self._links = links
+        self.links = links
         self._ties = ties
         self._placeholders = placeholders
         self._shapes = shapes
@@ -108,7 +108,7 @@ class Pipeline:
             self._step = step
             with self._naming(Action(Op.F, min(self._stages))):
                 self._ties.begin_evaluation(batch, step)
-            self._execute(actions, self._evaluation, batch, step, self._codecs.of_evaluation(), use_caches=False)
+            self._execute(actions, self._evaluation, batch, step, self.codecs.of_evaluation(), use_caches=False)
             with self._naming(Action(Op.F, min(self._stages))):
                 self._drain()
                 self._check_received()
@@ -152,13 +152,13 @@ class Pipeline:
 
     def close(self) -> None:
         """End the links' threads, and wait until activation caches on disk are saved."""
-        for link in self._links.values():
+        for link in self.links.values():
             link.close()
         self._ties.close()
 
     def abort(self) -> None:
         """End the links' threads and drop their messages, without waiting for anything; activation caches stay open."""
-        for link in self._links.values():
+        for link in self.links.values():
             link.abort()
         self._ties.abort()
 
@@ -166,7 +166,7 @@ class Pipeline:
         self._scale = scale
         for stage in self._stages.values():
             stage.sync.begin_step(step, scale)
-        for link in self._links.values():
+        for link in self.links.values():
             link.begin_step(batch.sample_ids.flatten().tolist(), batch.upcoming_ids.flatten().tolist())
         actions = self._actions(len(batch.micro_ids)).train
         self._last_backward = {action.stage: action for action in actions if action.operation.completes}
@@ -175,7 +175,7 @@ class Pipeline:
             self._ties.begin_step(batch, step)
         if self.trace is not None:
             handlers = _traced(handlers, self.trace)
-        self._execute(actions, handlers, batch, step, self._codecs.of_step(step), use_caches=True)
+        self._execute(actions, handlers, batch, step, self.codecs.of_step(step), use_caches=True)
         self._finish()
         return self._total_loss()
 
@@ -274,19 +274,20 @@ class Pipeline:
         if source in self._stages:
             return self._outputs.pop((route, source, action.micro))
         self._flush()
-        info = self._transfers[action.micro]._replace(codec=self._codec_of[route])
-        received = self._links[min(source, action.stage)].receive(info)
+        boundary = min(source, action.stage)
+        info = self._transfers[action.micro]._replace(codec=self._codec_of[route][boundary])
+        received = self.links[boundary].receive(info)
         self._transfers[action.micro] = info._replace(lengths=received.lengths)
         return received.state
 
     def _send(self, action: Action) -> None:
         route = action.operation.route
         assert route is not None
-        info = self._transfers[action.micro]._replace(codec=self._codec_of[route])
-        self._links[action.boundary].send(info, self._outputs.pop((route, action.stage, action.micro)))
+        info = self._transfers[action.micro]._replace(codec=self._codec_of[route][action.boundary])
+        self.links[action.boundary].send(info, self._outputs.pop((route, action.stage, action.micro)))
 
     def _post_receive(self, action: Action) -> None:
-        self._links[action.boundary].inbox.post()
+        self.links[action.boundary].inbox.post()
 
     def _reduce(self, action: Action) -> None:
         self._stages[action.stage].reduce()
@@ -311,7 +312,7 @@ class Pipeline:
     @property
     def _outboxes(self) -> list[AnyOutbox]:
         """Sending ends of all channels of this rank."""
-        return [link.outbox for link in self._links.values()] + self._ties.outboxes
+        return [link.outbox for link in self.links.values()] + self._ties.outboxes
 
     def _flush(self) -> None:
         """Pass all messages to the transport: a peer may need them for what this rank waits for next."""
@@ -324,7 +325,7 @@ class Pipeline:
 
     def _check_received(self) -> None:
         """Check the messages that stayed on the device, of which no header was read so far."""
-        inboxes = [link.inbox for link in self._links.values()] + self._ties.inboxes
+        inboxes = [link.inbox for link in self.links.values()] + self._ties.inboxes
         check_received(inbox for inbox in inboxes if isinstance(inbox, DeviceInbox))
 
     def _total_loss(self) -> Tensor:

@@ -257,7 +257,7 @@ def finish(config: Config, processes: int) -> None:
     """Run a job of acsgd. Raises RuntimeError with the last output of rank 0 if a rank fails or hangs."""
     with started(config, processes) as run:
         try:
-            codes, notes = run.join(LONGEST), run.notes()
+            codes, notes = run.join(LONGEST.total_seconds()), run.notes()
         finally:
             shutil.rmtree(run.directory)
     if codes != [0] * processes:

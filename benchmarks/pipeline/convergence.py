@@ -75,6 +75,8 @@ def with_dropout(mask: Literal["step", "sample"]) -> list[Row]:
 ROWS = [
     of("none", "uncompressed", "none", backward="none"),
     of("none", "gradients in 8 bits", "none"),
+    of("activations in 8 bits", "fixpoint", "fixpoint:bits=8"),
+    of("none", "bf16 in both directions", "none:dtype=bf16", backward="none:dtype=bf16"),
     *(of("fixpoint", f"{bits} bits", f"fixpoint:bits={bits}") for bits in (2, 3, 4)),
     *(of("delta", f"{bits} bits", f"delta:bits={bits}", goal) for bits, goal in ((2, 0.01), (3, None), (4, 0.002))),
     *(of("rate-adaptive delta", f"step {step:g}", f"delta:step={step:g}") for step in (0.5, 1.0, 1.5, 2.0, 2.5, 3.0)),

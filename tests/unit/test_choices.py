@@ -153,6 +153,7 @@ UNUSED: dict[str, Any] = {
     "pp.schedule": "interleaved:chunks=2",
     "pp.forward": "hadamard",
     "pp.backward": "hadamard",
+    "pp.compress": "auto",
     "pp.tied": "dense",
     "pp.exact_steps": 5,
     "pp.exact_eval": False,

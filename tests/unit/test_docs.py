@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from acsgd.codecs import CODECS
 from acsgd.codecs.base import pack, unpack, wire_bytes
 from acsgd.config.adapters import ADAPTERS
 from acsgd.config.spec import from_spec
@@ -27,7 +26,7 @@ from acsgd.optim import OPTIMIZERS
 from acsgd.optim.schedule import RATE_SCHEDULES
 from acsgd.pp import SCHEDULES, lower, validate
 from acsgd.pp.tied.plan import TIED
-from acsgd.pp.wire.delta import Delta
+from acsgd.pp.wire.ladder import COMPRESS, SPECS
 
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs/generate.py")
@@ -166,7 +165,7 @@ def test_the_core_has_ten_files() -> None:
 
 
 def _check_specs(page: str, specs: list[str]) -> None:
-    tables = {**ADAPTERS, **CODECS, "delta": Delta, **TIED, **MODES, **SCHEDULES, **OPTIMIZERS, **RATE_SCHEDULES}
+    tables = {**ADAPTERS, **SPECS, **COMPRESS, **TIED, **MODES, **SCHEDULES, **OPTIMIZERS, **RATE_SCHEDULES}
     for spec in specs:
         try:
             from_spec(spec, tables, key=page)

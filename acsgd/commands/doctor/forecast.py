@@ -74,8 +74,8 @@ class Workload:
             (config.pp.micro, config.data.sequence, hidden),
             DTYPES[config.model.dtype],
             config.dp.mode,
-            config.pp.forward,
-            config.pp.backward,
+            "none" if config.pp.compress else config.pp.forward,
+            "none" if config.pp.compress else config.pp.backward,
         )
 
     @property

@@ -42,6 +42,8 @@ class Progress:
     """Losses of the last RECENT updates."""
     is_spike: bool = False
     """Whether the loss of the last step was a spike."""
+    codecs: tuple[tuple[str, ...], ...] = ()
+    """Codecs that pp.compress has chosen, by replica: of activations by link, then of their gradients."""
     evaluation: dict[str, Finite] = field(default_factory=dict)
     """Metrics of the last evaluation by name, without those that are not finite."""
     best: dict[str, Finite] = field(default_factory=dict)

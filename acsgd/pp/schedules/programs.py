@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from acsgd.pp.schedules.actions import Action, Op, Placement, forwards, without_backwards
+from acsgd.pp.schedules.actions import Action, Op, Placement, Program, forwards, without_backwards
 from acsgd.pp.schedules.lowering import lower
 from acsgd.pp.schedules.rows import Pacing, RowRoute, UseOrder
 from acsgd.pp.schedules.schedules import Schedule
@@ -54,6 +54,10 @@ class RankPrograms:
             reduces = [*(Action(Op.R, stage) for stage in trained), *(Action(Op.RT, stage) for stage in tables)]
             return StepActions(tuple(reduces), ())
         return self._all(micros)[self.rank]
+
+    def program(self, micros: int) -> Program:
+        """Return the actions of all ranks in a training step of some number of micro-batches."""
+        return [[*each.train] for each in self._all(micros)]
 
     def use_order(self, micros: int, stage: int) -> UseOrder:
         """Return in which order a stage of the pipeline uses the rows of its micro-batches in training."""

@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple, cast
 
 from acsgd.config.spec import from_spec
-from acsgd.pp.schedules.actions import GRADIENT, ROW_GRADIENTS, ROWS, Action, Op, Program, label_ranks
+from acsgd.pp.schedules.actions import ACTIVATION, GRADIENT, ROW_GRADIENTS, ROWS, Action, Op, Program, label_ranks
 from acsgd.pp.schedules.dependencies import Dependencies, walk
 from acsgd.pp.schedules.lowering import AHEAD, lower
 from acsgd.pp.schedules.rows import RowRoute
@@ -33,14 +33,14 @@ class Cost:
     """Time of a message on the wire, which carries one at a time."""
     gradient_message: Time | Sequence[Time] | None = None
     """Of gradients of activations; None = as `message`."""
+    delay: Time | Sequence[Time] = 0
+    """Time by which a message arrives later than its link is free again, in both directions."""
     rows: Time | Sequence[Time] = 0
     """Of the rows of a tied table that a micro-batch is the first to use."""
     row_gradients: Time | Sequence[Time] = 0
     """Of the gradients of the rows that a micro-batch is the last to use."""
     weight: Time | Sequence[Time] | None = None
     """Of the part of a backward that computes gradients of weights; None = half of it."""
-    delay: Time = 0
-    """Time between the end of a message on the wire and its arrival."""
 
     def of(self, action: Action) -> Time:
         """Return the duration of an action: computations occupy the rank, sends the link; all others take no time."""
@@ -58,6 +58,14 @@ class Cost:
                     return _at(self.gradient_message, action.boundary)
                 return _at(self.message, action.boundary)
         return 0
+
+    def delay_of(self, action: Action) -> Time:
+        """Return the delay of a message: of rows, which pass no boundary, the longest one. That of all else is 0."""
+        if action.operation.kind != "send":
+            return 0
+        if action.operation.route in (ACTIVATION, GRADIENT):
+            return _at(self.delay, action.boundary)
+        return max(self.delay) if isinstance(self.delay, Sequence) else self.delay
 
 
 def _at(cost: Time | Sequence[Time], index: int) -> Time:
@@ -159,7 +167,7 @@ def simulate(program: Program, cost: Cost) -> Timeline:
             link = rank, dependencies.placement.rank_of(action.peer)
             start = max(start, link_free[link])
             link_free[link] = start + cost.of(action)
-        spans[action] = ActionSpan(start, start + cost.of(action) + cost.delay * (action.operation.kind == "send"))
+        spans[action] = ActionSpan(start, start + cost.of(action) + cost.delay_of(action))
         if action.is_compute:
             rank_free[rank] = spans[action].end
     return Timeline(program, spans)

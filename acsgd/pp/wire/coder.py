@@ -19,38 +19,36 @@ EXACT = Identity()
 
 
 class CodecIndices(NamedTuple):
-    """Index of the codec of each direction, among those of a link: 0 = lossless, 1 = the configured one, and so on."""
+    """Index of the codec of each transfer, among those of its channel: 0 = lossless, 1 = the first after it."""
 
-    forward: int = 1
-    backward: int = 1
+    forward: Sequence[int]
+    """By boundary, of activations."""
+    backward: Sequence[int]
+    """By boundary, of activation gradients."""
     tied: int = 1
     """Of rows of tables and of their gradients."""
 
 
-class CodecChoice(Protocol):
-    """Chooses the codecs of each step, equally on all ranks of a pipeline."""
+@dataclass
+class CodecChoice:
+    """The codecs in use, equal on all ranks of a pipeline; none in exact steps and, if `exact_eval`, in evaluations."""
 
-    def of_step(self, step: int) -> CodecIndices:
-        """Return the codecs of a training step; asked at the end of the step before, too."""
-        ...
-
-    def of_evaluation(self) -> CodecIndices:
-        """Return the codecs of an evaluation."""
-        ...
-
-
-@dataclass(frozen=True)
-class ExactFirst:
-    """The configured codecs, but none in the first steps and, if `exact_eval`, in evaluations."""
-
+    in_use: CodecIndices
+    """May be replaced between two steps."""
     exact_steps: int = 0
     exact_eval: bool = True
 
     def of_step(self, step: int) -> CodecIndices:
-        return CodecIndices(0, 0, 0) if step < self.exact_steps else CodecIndices()
+        """Return the codecs of a training step. Those of rows are asked for at the end of the step before, too."""
+        return self._exact() if step < self.exact_steps else self.in_use
 
     def of_evaluation(self) -> CodecIndices:
-        return CodecIndices(0, 0, 0) if self.exact_eval else CodecIndices()
+        """Return the codecs of an evaluation."""
+        return self._exact() if self.exact_eval else self.in_use
+
+    def _exact(self) -> CodecIndices:
+        exact = [0] * len(self.in_use.forward)
+        return CodecIndices(exact, exact, 0)
 
 
 class TensorSpec(NamedTuple):

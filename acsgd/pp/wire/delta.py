@@ -118,8 +118,9 @@ class Delta:
 class DeltaCoder:
     """One end's coder of a tensor whose samples are cached. spec: of a micro-batch, [B, ...], of the longest rows.
 
-    codecs: those after the lossless one, at least one of them a Delta; all of these cache in the same way. What another
-    codec sends is cached, too: so a link may change its codec in any step.
+    codecs: those after the lossless one, at least one of them a Delta; all of these cache in the same way. A link may
+    change its codec in any step. caches_all: whether what another codec sends is cached, too. Otherwise entries stay as
+    the last Delta has left them, equal at both ends, and other codecs take no time for the cache.
 
     is_frozen: whether no layer before the boundary is trained. Then cache hits that equal their entries, but for the
     rounding of fp16, are not sent: the receiver takes the entries.
@@ -139,12 +140,14 @@ class DeltaCoder:
         streams: Streams,
         *,
         is_frozen: bool = False,
+        caches_all: bool = True,
     ) -> None:
         deltas = [codec for codec in codecs if isinstance(codec, Delta)]
         self._codecs = (EXACT, *codecs)
         self._delta = deltas[0]
         assert all(each.cache_codec == self._delta.cache_codec for each in deltas), "one cache for all of them"
         self._is_frozen = is_frozen and self._delta.cache_dtype == torch.float16
+        self._caches_all = caches_all
         self._spec = spec
         self._cache = cache
         self._streams = streams
@@ -251,7 +254,8 @@ class DeltaCoder:
 
     def _cache_misses(self, info: TransferInfo, rows: Sequence[int], values: Tensor) -> None:
         """Write the decoded values of cache misses to the cache, unless one of them is not finite."""
-        if info.samples and values.isfinite().all():
+        is_cached = self._caches_all or isinstance(self._codecs[info.codec], Delta)
+        if info.samples and is_cached and values.isfinite().all():
             self._write_entries(info, rows, _as_entry(values, self._delta.cache_dtype))
 
     def _write_entries(self, info: TransferInfo, rows: Sequence[int], m: Tensor) -> None:

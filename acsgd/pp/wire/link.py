@@ -33,9 +33,14 @@ AnyInbox = Inbox | DeviceInbox
 class Link:
     """One end of a boundary between two stages: activations travel downstream, gradients upstream."""
 
-    def __init__(self, outbox: AnyOutbox, inbox: AnyInbox, cache_sync: CacheSync) -> None:
+    def __init__(
+        self, outbox: AnyOutbox, inbox: AnyInbox, cache_sync: CacheSync, activations: Channel, *, is_downstream: bool
+    ) -> None:
+        """is_downstream: whether this is the end that receives activations."""
         self.outbox = outbox
         self.inbox = inbox
+        self.activations = activations
+        self.is_downstream = is_downstream
         self._cache_sync = cache_sync
 
     def begin_step(self, samples: Sequence[int], upcoming: Sequence[int]) -> None:
@@ -82,6 +87,8 @@ class LinkFactory:
     cache_plan: CachePlan | None = None
     """Size and place of the activation caches; required if `forward` has a Delta."""
     tied_meter: Meter = field(default_factory=Meter)
+    caches_all: bool = True
+    """See `DeltaCoder`."""
     frozen: int = 0
     """Number of the first boundaries before which no layer is trained."""
     caches: dict[CacheKey, ActivationCache] = field(default_factory=dict)
@@ -110,7 +117,7 @@ class LinkFactory:
             outbox, inbox = self._open_outbox(activations), self._open_inbox(gradients)
         else:
             inbox, outbox = self._open_inbox(activations), self._open_outbox(gradients)
-        return Link(outbox, inbox, cache_sync)
+        return Link(outbox, inbox, cache_sync, activations, is_downstream=not downstream)
 
     def open_tie(self, number: int, spec: TensorSpec, *, peer: int) -> tuple[AnyOutbox, AnyInbox]:
         """Open both directions of a lossless exchange of a tied weight's gradients, together with the peer.
@@ -174,7 +181,14 @@ class LinkFactory:
         assert self.cache_plan is not None, "delta needs a cache plan"
         key, delta = (boundary, f"{side}.{name}"), next(codec for codec in self.forward if isinstance(codec, Delta))
         cache = self.caches[key] = self.cache_plan.open(*key, delta, spec, self.streams)
-        return DeltaCoder(self.forward, spec, cache, self.streams, is_frozen=boundary < self.frozen)
+        return DeltaCoder(
+            self.forward,
+            spec,
+            cache,
+            self.streams,
+            is_frozen=boundary < self.frozen,
+            caches_all=self.caches_all,
+        )
 
     def _open_outbox(self, channel: Channel) -> AnyOutbox:
         """Open the sending end of a channel, as the peer opens the receiving end."""

@@ -93,10 +93,11 @@ class Job(Partition):
     @property
     def eval_form(self) -> str:
         """Text about how evaluations send activations, to append to another; empty without a codec."""
-        pp = self.config.pp
+        pp, (codec, *_) = self.config.pp, self.plugins.forward
+        if pp.compress is not None:
+            return ", sent exactly" if pp.exact_eval else ", sent as in training"
         if pp.forward == "none":
             return ""
-        codec = self.plugins.forward
         form = to_spec(codec.first_codec, codecs.CODECS) if isinstance(codec, Delta) else pp.forward
         return ", sent exactly" if pp.exact_eval or form == "none" else f", sent as {form}"
 

@@ -21,7 +21,6 @@ from acsgd.io.data.sources.sources import WeightedSource
 from acsgd.io.data.sources.streamed import PREFIX, Streamed
 from acsgd.io.telemetry.json_lines import METRICS
 from acsgd.layers.quantize import is_quantized, quantized_bytes
-from acsgd.pp.wire.delta import Delta
 from acsgd.run.plan.plugins import Plugins
 from acsgd.streams import Streams, available_memory_bytes
 from acsgd.tasks import find_task
@@ -212,7 +211,7 @@ def check_streams(
         },
         "data.weights=tokens needs the number of target tokens": (data.weights == "tokens", "data.weights=sequences"),
         f"pp.forward={config.pp.forward} keeps the activations of all sequences": (
-            isinstance(plugins.forward, Delta),
+            plugins.delta is not None,
             "another codec, such as fixpoint:bits=8",
         ),
         "model.dropout_mask=sample repeats the masks of all sequences": (

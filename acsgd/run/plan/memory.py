@@ -220,8 +220,8 @@ class _RankPlan:
             updates, gradients = 0, peak.gradients
         else:
             peak = _Peak()
-        delta = partition.plugins.forward
-        is_bounded = sequences is not None or (isinstance(delta, Delta) and delta.cache_gib > 0)
+        delta = partition.plugins.delta
+        is_bounded = sequences is not None or (delta is not None and delta.cache_gib > 0)
         return RankMemory(
             weights=weights.count.weight_bytes(dtype) + weights.buffer_bytes,
             masters=sum(part.master.nbytes for part in parts if part.master is not part.param),
@@ -335,19 +335,19 @@ class _RankPlan:
     def _longest_message(self, stage: int, *, is_gradient: bool) -> int:
         """Return the bytes of the messages that carry a micro-batch over the boundary before a stage."""
         plugins, total = self._partition.plugins, 0
-        codec = plugins.backward if is_gradient else plugins.forward
+        codecs = [*(plugins.backward if is_gradient else plugins.forward)]
         for spec in self._entering(self._partition.layout.specs[stage].first).values():
             if is_gradient and not spec.dtype.is_floating_point:
                 continue
-            codecs = [EXACT] if isinstance(codec, Delta) or not spec.dtype.is_floating_point else [EXACT, codec]
-            total += HEADER_BYTES + max(wire_bytes(each.wire(spec.shape, spec.dtype)) for each in codecs)
+            used = [each for each in codecs if not isinstance(each, Delta)] if spec.dtype.is_floating_point else []
+            total += HEADER_BYTES + max(wire_bytes(each.wire(spec.shape, spec.dtype)) for each in (EXACT, *used))
         return total
 
     def _cache_bytes(self, sequences: int) -> int:
         """Return the bytes of the activation caches in host memory. sequences: number in the data."""
         partition, layout, total = self._partition, self._partition.layout, 0
-        delta, per_step = partition.plugins.forward, len(partition.micro_ids) * partition.config.pp.micro
-        if not isinstance(delta, Delta) or delta.cache != "ram":
+        delta, per_step = partition.plugins.delta, len(partition.micro_ids) * partition.config.pp.micro
+        if delta is None or delta.cache != "ram":
             return 0
         for boundary, specs in enumerate(partition.shapes.boundaries):
             ends = sum(stage in layout.stages for stage in (boundary, boundary + 1))

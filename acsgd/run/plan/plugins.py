@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from acsgd import codecs
 from acsgd.codecs.base import Codec
@@ -11,26 +12,36 @@ from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.dp.sync import Mode
+from acsgd.io.data.sources.streamed import PREFIX
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.base import Capability, OptimizerSpec
 from acsgd.optim.schedule import parse_schedule
 from acsgd.pp.schedules.schedules import SCHEDULES, Schedule
 from acsgd.pp.tied.plan import TIED, TiedDense, TiedRows
 from acsgd.pp.wire.delta import Delta
+from acsgd.pp.wire.ladder import COMPRESS, SPECS, Auto, Ladder, Rung, codecs_of_links
+from acsgd.tasks import find_task
 
 
 class Plugins(NamedTuple):
     """The plug-ins that a configuration names."""
 
     schedule: Schedule
-    forward: Codec | Delta
-    """Codec of activations."""
-    backward: Codec
-    """Codec of activation gradients."""
+    forward: tuple[Codec | Delta, ...]
+    """Codecs of activations, after the lossless one."""
+    backward: tuple[Codec, ...]
+    """Codecs of activation gradients."""
+    ladder: Ladder | None
+    """What pp.compress chooses among; None = each direction has one codec."""
     tied: TiedRows | TiedDense
     """What travels of tied weights."""
     optimizer: OptimizerSpec
     mode: Mode
+
+    @property
+    def delta(self) -> Delta | None:
+        """The codec with activation caches; if there are several, these cache alike."""
+        return next((codec for codec in self.forward if isinstance(codec, Delta)), None)
 
 
 def parse_plugins(config: Config) -> Plugins:
@@ -39,14 +50,36 @@ def parse_plugins(config: Config) -> Plugins:
     exact_steps of dp.mode is 1 if it is given in epochs, whose lengths are not known yet; see `Job.with_steps`.
     """
     parse_schedule(config.optim.schedule)  # kept in a cache for `learning_rate`
+    schedule: Schedule = from_spec(config.pp.schedule, SCHEDULES, key="pp.schedule")
+    ladder = _parse_ladder(config, schedule)
     return Plugins(
-        schedule=from_spec(config.pp.schedule, SCHEDULES, key="pp.schedule"),
-        forward=from_spec(config.pp.forward, {**codecs.CODECS, "delta": Delta}, key="pp.forward"),
-        backward=_parse_backward(config.pp.backward),
+        schedule=schedule,
+        forward=_rungs(ladder.forward) if ladder else (from_spec(config.pp.forward, SPECS, key="pp.forward"),),
+        backward=_rungs(ladder.backward) if ladder else (_parse_backward(config.pp.backward),),
+        ladder=ladder,
         tied=from_spec(config.pp.tied, TIED, key="pp.tied"),
         optimizer=from_spec(config.optim.name, OPTIMIZERS, key="optim.name"),
         mode=from_spec(in_steps(config.dp.mode, lambda _: 1), MODES, key="dp.mode"),
     )
+
+
+def _parse_ladder(config: Config, schedule: Schedule) -> Ladder | None:
+    """Return what pp.compress chooses among, None without it. Raises ValueError that names the key."""
+    pp, data = config.pp, config.data
+    if pp.compress is None:
+        for key, text in (("pp.forward", pp.forward), ("pp.backward", pp.backward)):
+            if of_links := codecs_of_links(text):
+                raise ValueError(f"{key}.{min(of_links)} is for pp.compress=auto; add it, or give {key} for all links")
+        return None
+    auto: Auto = from_spec(pp.compress, COMPRESS, key="pp.compress")
+    links = pp.stages * schedule.chunks - 1 if pp.stages > 1 else 0
+    is_padded = find_task(config.model.task).layout(data) == "single"  # and cut, which caches do not allow
+    has_delta = auto.delta and data.deal == "even" and PREFIX not in data.sources and not is_padded
+    return Ladder.of(auto, pp.forward, pp.backward, links=links, has_delta=has_delta)
+
+
+def _rungs(rungs: Sequence[Rung]) -> tuple[Any, ...]:
+    return tuple(rung.codec for rung in rungs[1:])
 
 
 def check_capabilities(config: Config, required: frozenset[Capability], provided: frozenset[Capability]) -> None:
@@ -68,7 +101,7 @@ def check_deal(config: Config, plugins: Plugins) -> None:
             f"data.deal=speed: with dp.mode={config.dp.mode} each replica makes steps of its own, so the result would "
             "depend on the speed of hosts; use data.deal=even, or allreduce, sharded_ps, central_ps or powersgd"
         )
-    if isinstance(plugins.forward, Delta):
+    if plugins.delta is not None:
         raise ValueError(
             f"data.deal=speed: with pp.forward={config.pp.forward} a sequence should return to the same replica, which "
             "has its activations; use data.deal=even, or another codec, such as fixpoint:bits=8"

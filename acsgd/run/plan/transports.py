@@ -15,7 +15,6 @@ from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.dp.modes.powersgd import PowerSGD
 from acsgd.dp.sync import Mode
 from acsgd.groups import MACHINE
-from acsgd.pp.wire.delta import Delta
 from acsgd.run.plan.plugins import Plugins
 from acsgd.topology import Axis, Topology
 
@@ -119,9 +118,11 @@ def _obstacle(config: Config, plugins: Plugins, axis: Axis, *, has_mesh: bool) -
         return f"parts of gradients and weights of dp.shard={config.dp.shard} travel over gloo"
     if axis == "replica" or config.pp.stages == 1:
         return None
-    if isinstance(plugins.forward, Delta):
+    if plugins.ladder is not None:
+        return f"pp.compress={config.pp.compress} measures links over gloo"
+    if plugins.delta is not None:
         return f"the activation caches of pp.forward={config.pp.forward} are in the memory of the host"
-    for key, codec in (("forward", plugins.forward), ("backward", plugins.backward)):
+    for key, (codec, *_) in (("forward", plugins.forward), ("backward", plugins.backward)):
         if codec.entropy_coding:
             spec = getattr(config.pp, key)
             return f"NCCL needs messages of known sizes, and entropy_coding of pp.{key}={spec} shortens them"

@@ -32,7 +32,7 @@ from acsgd.pp.tied.rows import TableOwner, TableUser
 from acsgd.pp.tied.ties import Ties
 from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.pp.wire.channel import Channel
-from acsgd.pp.wire.coder import CodecChoice, ExactFirst, TensorSpec
+from acsgd.pp.wire.coder import CodecChoice, CodecIndices, TensorSpec
 from acsgd.pp.wire.frame import MessageKind
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.run.plan.job import Job
@@ -185,11 +185,12 @@ def _link_factory(job: Job, groups: Groups, cache_plan: CachePlan | None) -> Lin
         groups.waits,
         job.streams,
         job.shapes.boundaries,
-        [job.plugins.forward],
-        [job.plugins.backward],
+        job.plugins.forward,
+        job.plugins.backward,
         Meter(),
         Meter(),
         cache_plan,
+        caches_all=job.plugins.ladder is None,
         frozen=sum(spec.first <= job.model.description.first_trained for spec in job.layout.specs[1:]),
     )
 
@@ -320,8 +321,12 @@ def _open_ties(job: Job, stages: dict[int, Stage], owned: OwnedWeights, factory:
 
 
 def _codec_choice(job: Job) -> CodecChoice:
-    """Return what chooses the codecs of each step."""
-    return ExactFirst(job.config.pp.num_exact_steps, job.config.pp.exact_eval)
+    """Return the choice of codecs at the start: with pp.compress, none where none is given."""
+    pp, ladder, links = job.config.pp, job.plugins.ladder, range(len(job.layout.specs) - 1)
+    forward, backward = (ladder.fixed_forward, ladder.fixed_backward) if ladder else ({}, {})
+    first = 0 if ladder else 1
+    in_use = CodecIndices([forward.get(each, first) for each in links], [backward.get(each, first) for each in links])
+    return CodecChoice(in_use, pp.num_exact_steps, pp.exact_eval)
 
 
 def _micro_groups(job: Job, route: RowRoute) -> Callable[[int], MicroGroups]:

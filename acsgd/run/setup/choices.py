@@ -20,7 +20,6 @@ from acsgd.optim.muon import Muon
 from acsgd.optim.schedule import learning_rate
 from acsgd.pp.schedules.schedules import GPipe
 from acsgd.pp.tied.plan import TiedRows
-from acsgd.pp.wire.delta import Delta
 from acsgd.run.plan.job import Job
 from acsgd.run.plan.transports import sums_gradients
 
@@ -71,6 +70,12 @@ CHOICES = (
         "pp.backward",
         lambda job: 0 < job.topology.stages - 1 == job.programs.first_backward,
         "all trained parameters are in the last stage, so that no gradient is sent",
+    ),
+    without_effect(
+        "pp.compress",
+        lambda job: job.topology.stages == 1,
+        "there is one stage, so there are no links to choose codecs for",
+        "give --pp.stages 2, or ",
     ),
     without_effect("pp.transport", lambda job: job.topology.stages == 1, "there is one stage"),
     without_effect("dp.transport", lambda job: _is_alone(job), "there is one replica"),
@@ -309,11 +314,11 @@ def _sends_codes(job: Job) -> bool:
     """Return whether a codec between ranks is other than none: of activations, gradients or rows of tied weights."""
     pp, rows = job.config.pp, job.plugins.tied
     has_rows = bool(job.tied) and isinstance(rows, TiedRows) and rows != TiedRows()
-    return job.topology.stages > 1 and ((pp.forward, pp.backward) != ("none", "none") or has_rows)
+    return job.topology.stages > 1 and ((pp.forward, pp.backward, pp.compress) != ("none", "none", None) or has_rows)
 
 
 def _has_caches(job: Job) -> bool:
-    return isinstance(job.plugins.forward, Delta) and job.topology.stages > 1
+    return job.plugins.ladder is None and job.plugins.delta is not None and job.topology.stages > 1
 
 
 def _has_dropout(job: Job) -> bool:

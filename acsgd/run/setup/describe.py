@@ -15,7 +15,6 @@ from acsgd.layers.masks import DOCUMENTS, PREFIXES
 from acsgd.layers.padding import depends_on_length
 from acsgd.pp.micro_shapes import MicroShapes
 from acsgd.pp.tied.plan import TiedRows, TiedWeight
-from acsgd.pp.wire.delta import Delta
 from acsgd.run.plan.job import Job
 
 OF_TOKENS = (BATCH, "sequence")
@@ -41,7 +40,7 @@ def has_padding(job: Job) -> bool:
 def reason_for_padding(job: Job) -> str | None:
     """Return why micro-batches of padded rows must not be cut, as a clause; None if they may be."""
     model = job.model
-    if isinstance(job.plugins.forward, Delta):
+    if job.plugins.delta is not None:
         return "pp.forward=delta caches activations by sample and position"
     if job.config.model.dropout_mask == "sample":
         return "model.dropout_mask=sample draws the masks of a sample for all of its positions"

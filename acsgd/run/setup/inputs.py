@@ -20,7 +20,6 @@ from acsgd.io.data.rows.ul2r import UL2R
 from acsgd.io.files.read_ahead import read_ahead
 from acsgd.layers.verify import PACKED, PREFIXED
 from acsgd.pp.wire.cache_plan import CachePlan, plan_caches
-from acsgd.pp.wire.delta import Delta
 from acsgd.run.initial_weights import check_base_of, checksum_of, open_weight_source
 from acsgd.run.plan.job import Job
 from acsgd.run.session import Session
@@ -179,8 +178,8 @@ def plan_activation_caches(
     samples: number of training samples; run_id, fresh: see CachePlan; are_kept: see `plan_caches`. Raises ValueError
     if they do not fit.
     """
-    delta = job.plugins.forward
-    if not isinstance(delta, Delta) or job.topology.stages == 1:
+    delta = job.plugins.delta
+    if delta is None or job.topology.stages == 1:
         return None
     try:
         return plan_caches(
@@ -200,6 +199,8 @@ def plan_activation_caches(
             are_kept=are_kept,
         )
     except ValueError as error:
+        if job.plugins.ladder is not None:
+            raise ValueError(f"pp.compress: {error}; or --pp.compress auto:delta=false") from None
         raise ValueError(f'pp.forward="{job.config.pp.forward}": {error}') from None
 
 

@@ -25,6 +25,7 @@ from acsgd.run.setup.inputs import RunInputs
 from acsgd.run.setup.resume import Start
 from acsgd.run.step.checkpointing import Checkpointing
 from acsgd.run.step.hooks import LoopState, StepHook, StepHooks
+from acsgd.run.step.link_codecs import LinkCodecs, has_revisits
 from acsgd.run.step.pace import Pace
 from acsgd.run.step.spikes import SpikeGuard
 from acsgd.run.step.tracing import StepTrace
@@ -236,6 +237,9 @@ def open_run(
             hooks.append(Evaluations(session, inputs.held_out, metrics.note, signals, stops))
         batches = NextBatch(session, inputs.reader, pace.micros, signals, stops, metrics.note)
         hooks += [checkpointing, pace, batches]
+        if session.job.plugins.ladder is not None and session.job.topology.stages > 1:
+            epochs = max(inputs.reader.sampler.epochs(session.job.config.optim.num_steps))
+            hooks.append(LinkCodecs(session, metrics.event, state, has_revisits=has_revisits(session.job, epochs)))
         yield TrainingRun(session, inputs, state, StepHooks(hooks, metrics), checkpointing, batches)
 
 

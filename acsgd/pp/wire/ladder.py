@@ -1,0 +1,199 @@
+"""The codecs among which pp.compress=auto chooses, with what each costs in loss, in bytes and in time."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+import torch
+
+from acsgd.codecs import CODECS
+from acsgd.codecs.base import Codec, pack, unpack, wire_bytes
+from acsgd.codecs.lossless import compress_
+from acsgd.config.ranges import Range
+from acsgd.config.spec import from_spec
+from acsgd.pp.wire.cache import ActivationCache, HostMemoryStore
+from acsgd.pp.wire.coder import Coder, StatelessCoder, TensorSpec, TransferInfo
+from acsgd.pp.wire.delta import Delta, DeltaCoder
+from acsgd.pp.wire.frame import HEADER_BYTES
+from acsgd.streams import Streams
+
+SPECS: Mapping[str, type[Codec | Delta]] = {**CODECS, "delta": Delta}
+
+
+class Rung(NamedTuple):
+    """A codec of one direction of a link."""
+
+    spec: str
+    loss_cost: float
+    """Train loss above that of an uncompressed run, where it is the codec of one link."""
+    bits: float | None = None
+    """Mean bits per element after entropy coding; None = as many as the codec declares."""
+
+    @property
+    def codec(self) -> Codec | Delta:
+        """The codec itself."""
+        codec: Codec | Delta = from_spec(self.spec, SPECS, key="codec")
+        return codec
+
+    def message_bytes(self, specs: Sequence[TensorSpec]) -> float:
+        """Return the size of a message with these tensors, of cache hits if it is a delta."""
+        codec = self.codec.codec if isinstance(self.codec, Delta) else self.codec
+        if self.bits is not None:
+            return sum(HEADER_BYTES + self.bits / 8 * math.prod(spec.shape) for spec in specs)
+        return sum(HEADER_BYTES + float(wire_bytes(codec.wire(spec.shape, spec.dtype))) for spec in specs)
+
+
+NONE = Rung("none", 0.0)
+FORWARD = (
+    NONE,
+    Rung("none:dtype=bf16", 0.0002),
+    Rung("fixpoint:bits=8", 0.0002),
+    Rung("delta:bits=4,first_bits=8", 0.0003),
+    Rung("delta:step=1.5,first_bits=8", 0.0050, 1.65),
+    Rung("delta:step=2.5,first_bits=8", 0.0227, 1.05),
+)
+"""Of activations, by loss cost. The costs are in docs/measurements/stages.md, with what they are measured from."""
+BACKWARD = (NONE, Rung("none:dtype=bf16", 0.0003), Rung("fixpoint:bits=8", 0.0003), Rung("fixpoint:bits=4", 0.0027))
+"""Of activation gradients."""
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Measure each link and choose, for each direction, the codec that costs the least loss among those that are fast.
+
+    A codec is fast if the step takes no longer than with any other, as the simulator of the schedule predicts from
+    measured rates, delays and computing times. A change of a rate changes the codecs.
+    """
+
+    max_loss_cost: Annotated[float, Range(0, 10, above=True)] = 0.005
+    """Largest sum of the loss costs of all links and directions of a pipeline, in the unit of the loss."""
+    delta: bool = True
+    """Whether `delta` is among the codecs of activations. It keeps those of all sequences in host memory."""
+
+
+COMPRESS: Mapping[str, type[Auto]] = {"auto": Auto}
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The codecs of each direction of all links of a run: index 0 is the lossless one."""
+
+    max_loss_cost: float
+    forward: tuple[Rung, ...]
+    backward: tuple[Rung, ...]
+    fixed_forward: Mapping[int, int]
+    """By boundary, index of a codec that is not chosen but given."""
+    fixed_backward: Mapping[int, int]
+
+    @classmethod
+    def of(cls, auto: Auto, forward: str, backward: str, *, links: int, has_delta: bool) -> Ladder:
+        """Return the ladder of pp.compress, with the codecs that pp.forward and pp.backward give for single links.
+
+        links: number of a pipeline. Raises ValueError if a link or codec does not exist, or no codec costs so little.
+        """
+        ups = [each for each in FORWARD if has_delta or not each.spec.startswith("delta")]
+        cheapest = min((rung for rung in (*ups[1:], *BACKWARD[1:])), key=lambda rung: rung.loss_cost)
+        if auto.max_loss_cost < cheapest.loss_cost:
+            raise ValueError(
+                f"pp.compress: max_loss_cost={auto.max_loss_cost:g} allows no codec: the one that costs least, "
+                f'"{cheapest.spec}", costs {cheapest.loss_cost:g}; give max_loss_cost={cheapest.loss_cost:g} or more, '
+                "or remove pp.compress"
+            )
+        up, fixed_up = _with_fixed(ups, _given("pp.forward", forward, links), SPECS)
+        down, fixed_down = _with_fixed(BACKWARD, _given("pp.backward", backward, links), CODECS)
+        return cls(auto.max_loss_cost, up, down, fixed_up, fixed_down)
+
+
+def codecs_of_links(text: str) -> dict[int, str] | None:
+    """Parse "0=none 2=fixpoint:bits=8", codecs by boundary; None for the codec of all links."""
+    if not re.match(r"\d+=", text):
+        return None
+    return {int(number): spec for number, _, spec in (each.partition("=") for each in text.split())}
+
+
+def _given(key: str, text: str, links: int) -> dict[str, tuple[int, str]]:
+    """Return the codecs that an option gives for single links, as boundary and spec by the name of their option."""
+    if text == "none":
+        return {}
+    given = codecs_of_links(text)
+    if given is None:
+        raise ValueError(
+            f'{key}="{text}": pp.compress=auto chooses the codecs; give that of one link, {key}.0="{text}", or remove '
+            "one of both"
+        )
+    if absent := [number for number in given if number >= links]:
+        has = (
+            "there are no links"
+            if not links
+            else f"the links are 0 to {links - 1}"
+            if links > 1
+            else "link 0 is the only one"
+        )
+        raise ValueError(f"{key}.{absent[0]}: there is no link {absent[0]}: {has}; link 0 is behind the first stage")
+    return {f"{key}.{number}": (number, spec) for number, spec in given.items()}
+
+
+def _with_fixed(
+    rungs: Sequence[Rung], given: Mapping[str, tuple[int, str]], table: Mapping[str, type]
+) -> tuple[tuple[Rung, ...], dict[int, int]]:
+    """Return rungs with those of given codecs, and the index of the codec of each link that has a given one."""
+    found, fixed = [*rungs], dict[int, int]()
+    for key, (number, spec) in given.items():
+        codec = from_spec(spec, table, key=key)
+        if isinstance(codec, Delta) and (codec.cache, codec.cache_bits, codec.cache_gib) != ("ram", 16, 0.0):
+            raise ValueError(f'{key}="{spec}": with pp.compress=auto all caches are alike; remove cache options')
+        same = next((index for index, rung in enumerate(found) if rung.codec == codec), None)
+        if same is None:
+            found.append(Rung(spec, math.inf))  # never chosen
+        fixed[number] = len(found) - 1 if same is None else same
+    return tuple(found), fixed
+
+
+class CodecTime(NamedTuple):
+    """Time of a codec on this device for one message, seconds."""
+
+    encode_s: float
+    decode_s: float
+
+
+VISITS = 3
+"""Number of times that a message is encoded and decoded to measure its time, after a first one that is not counted."""
+
+
+def measure_codec(codec: Codec | Delta, specs: Sequence[TensorSpec], streams: Streams) -> CodecTime:
+    """Measure the time of a codec for the floating-point tensors of a message; that of a delta for cache hits."""
+    times = [_measure(codec, spec, streams) for spec in specs if spec.dtype.is_floating_point]
+    return CodecTime(sum(each.encode_s for each in times), sum(each.decode_s for each in times))
+
+
+def _measure(codec: Codec | Delta, spec: TensorSpec, streams: Streams) -> CodecTime:
+    ends = [_coder(codec, spec, streams) for _ in range(2)]
+    x, times = torch.randn(spec.shape).to(spec.dtype).to(streams.device), []
+    for visit in range(1 + VISITS):
+        info = TransferInfo(visit, 0, samples=tuple(range(spec.shape[0])))
+        x = x + 0.05 * x.flip(0)
+        wire, entropy_coding = ends[0].wire(info), ends[0].uses_entropy_coding(info)
+        buffer = streams.host_buffer(wire_bytes(wire))
+        streams.record_event().synchronize()
+        begun = time.perf_counter()
+        pack(ends[0].encode(x, info), buffer)
+        streams.record_event().synchronize()
+        if entropy_coding:
+            compress_(buffer.clone())
+        encoded = time.perf_counter()
+        ends[1].decode(tuple(field.to(streams.device) for field in unpack(buffer, wire)), info)
+        streams.record_event().synchronize()
+        times.append(CodecTime(encoded - begun, time.perf_counter() - encoded))
+    return CodecTime(*(min(each) for each in zip(*times[1:], strict=True)))
+
+
+def _coder(codec: Codec | Delta, spec: TensorSpec, streams: Streams) -> Coder:
+    if not isinstance(codec, Delta):
+        return StatelessCoder([codec], spec)
+    store = HostMemoryStore(codec.entry_bytes(spec), streams)
+    return DeltaCoder([codec], spec, ActivationCache(spec.shape[0], store), streams)

@@ -1,0 +1,415 @@
+"""pp.compress: choose the codec of each link and direction from what is measured, again when the link changes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
+
+from acsgd.io.telemetry.record import RunEvent
+from acsgd.pp.schedules.actions import ACTIVATION, GRADIENT, Program, Route
+from acsgd.pp.schedules.dependencies import Dependencies
+from acsgd.pp.schedules.simulate import Cost, simulate
+from acsgd.pp.wire.coder import CodecIndices
+from acsgd.pp.wire.delta import Delta
+from acsgd.pp.wire.ladder import CodecTime, measure_codec
+from acsgd.pp.wire.link import Link
+from acsgd.pp.wire.probe import Probed, probe
+from acsgd.run.plan.job import Job
+from acsgd.run.report import COMPUTE_S, MICROS, Numbers, Report, StepField, in_grid
+from acsgd.run.session import Session
+from acsgd.run.step.hooks import LoopState, StepHook
+
+TOLERANCE = 0.02
+"""Fraction by which a step may be longer than with the fastest codecs, for a lower loss cost; twice that, before other
+codecs take the place of the present ones."""
+BAND = 1.4
+"""Factor by which links must be faster than a codec needs before one with more bytes takes its place, so that
+measurements that vary do not change it back and forth."""
+SAME = 1.15
+"""Ratio of two measurements up to which the choice is not made anew."""
+NEGLIGIBLE = 0.02
+"""Times below this fraction of the time of a micro-batch count as 0."""
+GRID = 1.1
+"""Ratio of neighbouring values that times are rounded to, so that the same measurement, nearly, is simulated once."""
+MAX_MICROS = 32
+"""Number of micro-batches that are simulated at most."""
+
+Choice = tuple[int, ...]
+"""Index of the codec of each direction: of activations by boundary, then of gradients by boundary."""
+
+
+class Direction(NamedTuple):
+    """One direction of a link. Sequences are by codec, from the lossless one to the one with the fewest bytes."""
+
+    s_per_byte: float
+    delay_s: float
+    message_bytes: tuple[float, ...]
+    loss_costs: tuple[float, ...]
+    times: tuple[CodecTime, ...]
+    usable: tuple[int, ...]
+    """Indices of the codecs that may be chosen, ascending in loss cost and descending in bytes."""
+
+    def transfer_s(self, codec: int) -> float:
+        """Return the time of a message on the wire."""
+        return self.s_per_byte * self.message_bytes[codec]
+
+    def cheapest(self, limit_s: float) -> int:
+        """Return the codec of the least loss cost whose messages take at most some time, else the fastest."""
+        return next((codec for codec in self.usable if self.transfer_s(codec) <= limit_s), self.usable[-1])
+
+
+class Measured(NamedTuple):
+    """A pipeline as measured: what the choice of its codecs depends on."""
+
+    compute_s: tuple[float, ...]
+    """Of a micro-batch, by rank, without codecs."""
+    directions: tuple[Direction, ...]
+    """In the order of `Choice`."""
+
+    def loss_cost(self, choice: Choice) -> float:
+        """Return the sum of the loss costs of all directions in which codecs are chosen."""
+        return sum(
+            each.loss_costs[codec] for each, codec in zip(self.directions, choice, strict=True) if len(each.usable) > 1
+        )
+
+    def slower(self, factor: float) -> Measured:
+        """Return the same with slower links."""
+        return self._replace(directions=tuple(d._replace(s_per_byte=d.s_per_byte * factor) for d in self.directions))
+
+    def is_near(self, other: Measured) -> bool:
+        """Return whether computing times and uncompressed transfers differ little, or count as 0 in both."""
+        least = NEGLIGIBLE * max(self.compute_s)
+        pairs = [
+            *zip(self.compute_s, other.compute_s, strict=True),
+            *((a.transfer_s(0), b.transfer_s(0)) for a, b in zip(self.directions, other.directions, strict=True)),
+            *((a.delay_s, b.delay_s) for a, b in zip(self.directions, other.directions, strict=True)),
+        ]
+        return all(max(pair) < least or max(pair) <= SAME * min(pair) for pair in pairs)
+
+    def rounded(self) -> Measured:
+        """Return the same with times in units of the longest computation, on a coarse grid."""
+        unit = max(self.compute_s)
+
+        def on_grid(seconds: float) -> float:
+            ratio = seconds / unit
+            return 0.0 if ratio < NEGLIGIBLE else GRID ** round(math.log(ratio, GRID))
+
+        directions = []
+        for each in self.directions:
+            longest = max(each.message_bytes)
+            times = tuple(CodecTime(*map(on_grid, time)) for time in each.times)
+            s_per_byte = on_grid(each.s_per_byte * longest) / longest
+            directions.append(each._replace(s_per_byte=s_per_byte, delay_s=on_grid(each.delay_s), times=times))
+        return Measured(tuple(map(on_grid, self.compute_s)), tuple(directions))
+
+
+class Chooser:
+    """Chooses the codecs of a pipeline: a pure function of what is measured and of the present choice.
+
+    program: of a step; max_loss_cost: largest sum of the loss costs of all directions.
+    """
+
+    def __init__(self, program: Program, max_loss_cost: float) -> None:
+        self._program = program
+        self.placement = Dependencies.of(program).placement
+        self._sent = {
+            (action.operation.route, action.boundary)
+            for actions in program
+            for action in actions
+            if action.operation.kind == "send" and action.operation.route in (ACTIVATION, GRADIENT)
+        }
+        self._max_loss_cost = max_loss_cost
+        self._known: dict[Measured, Choice] = {}
+
+    def choose(self, measured: Measured, present: Choice) -> Choice:
+        """Return the codecs of the next step: the present ones, unless they are slow or links leave room for others."""
+        now, allowed = self._best(measured), measured.loss_cost(present) <= self._max_loss_cost
+        if not allowed or self.step_s(measured, present) > (1 + 2 * TOLERANCE) * self.step_s(measured, now):
+            return now
+        slower = self._best(measured.slower(BAND))
+        return tuple(min(before, max(each)) for before, *each in zip(present, now, slower, strict=True))
+
+    def is_used(self, route: Route, boundary: int) -> bool:
+        """Return whether messages of a route cross a boundary; before frozen stages, no gradients do."""
+        return (route, boundary) in self._sent
+
+    def step_s(self, measured: Measured, choice: Choice) -> float:
+        """Return the time of a step with some codecs, as the simulator predicts it."""
+        ranks, stages, links = len(self._program), self.placement.stages, len(choice) // 2
+        base = [measured.compute_s[self.placement.rank_of(stage)] * ranks / stages for stage in range(stages)]
+        forward, backward = [seconds / 3 for seconds in base], [2 * seconds / 3 for seconds in base]
+        for number, (direction, codec) in enumerate(zip(measured.directions, choice, strict=True)):
+            boundary, time = number % links, direction.times[codec]
+            if number < links:
+                forward[boundary] += time.encode_s
+                forward[boundary + 1] += time.decode_s
+            else:
+                backward[boundary + 1] += time.encode_s
+                backward[boundary] += time.decode_s
+        transfers = [each.transfer_s(codec) for each, codec in zip(measured.directions, choice, strict=True)]
+        delays = [each.delay_s for each in measured.directions[:links]]
+        cost = Cost(forward, backward, transfers[:links], transfers[links:], delays)
+        return float(simulate(self._program, cost).makespan)
+
+    def _best(self, measured: Measured) -> Choice:
+        """Return the choice of the least loss cost among those whose step is nearly as short as that of any."""
+        measured = measured.rounded()
+        if measured not in self._known:
+            times = {choice: self.step_s(measured, choice) for choice in self._candidates(measured)}
+            limit = (1 + TOLERANCE) * min(times.values())
+            self._known[measured] = next(choice for choice, seconds in times.items() if seconds <= limit)
+        return self._known[measured]
+
+    def _candidates(self, measured: Measured) -> Iterator[Choice]:
+        """Yield choices from the least loss cost to the shortest messages, as far as max_loss_cost allows.
+
+        In each, every direction has the codec of the least loss cost whose messages are no longer than a common time.
+        """
+        directions = measured.directions
+        limits = {direction.transfer_s(codec) for direction in directions for codec in direction.usable}
+        for limit in (math.inf, *sorted(limits, reverse=True)):
+            choice = tuple(direction.cheapest(limit) for direction in directions)
+            if measured.loss_cost(choice) <= self._max_loss_cost:
+                yield choice
+
+
+PROBE_EVERY = 5
+"""Steps between two measurements of the links."""
+PROBES = 3
+"""Number of measurements of a link whose median counts."""
+WINDOW = 5
+"""Number of steps whose median is the computing time of a rank."""
+PROBE_S = 0.01
+"""Time for which a measurement sends data that is timed."""
+PROBE_BYTES = (2**14, 2**18)
+"""Least and largest size of these data; the largest is that of the first measurement, a quarter of it."""
+
+
+def has_revisits(job: Job, epochs: float) -> bool:
+    """Return whether activations of a sequence come again with small changes, as a delta needs. epochs: of the run."""
+    has_new_masks = job.config.model.dropout_mask == "step" and any(layer.random for layer in job.model.layers)
+    return epochs > 1 and not has_new_masks
+
+
+class LinkCodecs(StepHook):
+    """Measures the links between stages, and chooses their codecs by it. All ranks decide alike, by equal reports.
+
+    A change holds from the next step, and is part of `Progress`. Where the cache of a delta has no entry, or an older
+    one, it sends a sequence in 8 bits, or a larger difference. Create it on all ranks together. note: logs an event;
+    has_revisits: whether sequences are trained on more than once; without that, a delta has no effect.
+    """
+
+    def __init__(
+        self, session: Session, note: Callable[[RunEvent], None], state: LoopState, *, has_revisits: bool
+    ) -> None:
+        job, ladder = session.job, session.job.plugins.ladder
+        assert ladder is not None
+        self._session, self._note, self._ladder = session, note, ladder
+        micros = min(MAX_MICROS, -(-job.shapes.num_micros // job.topology.replicas))
+        self._chooser = Chooser(job.programs.program(micros), ladder.max_loss_cost)
+        self._links = len(job.layout.specs) - 1
+        self._threads = ThreadPoolExecutor(max(1, len(session.pipeline.links)), thread_name_prefix="links")
+        replicas, ranks = range(job.topology.replicas), range(job.topology.stages)
+        self._received = [self._directions_to(rank) for rank in ranks]
+        most = max(map(len, self._received))
+        self._rates = [StepField(f"link_{number}_s_per_byte", in_grid) for number in range(most)]
+        self._delays = [StepField(f"link_{number}_delay_s", in_grid) for number in range(most)]
+        self.fields = (*self._rates, *self._delays)
+        self._probed: list[Probed] = []
+        self._steps_left = 1
+        self._probes = [deque[list[Probed]](maxlen=PROBES) for _ in replicas]
+        """By replica, the last measurements of each direction."""
+        self._compute = [deque[list[float]](maxlen=WINDOW) for _ in replicas]
+        """By replica, the last computing times of each rank per micro-batch, without codecs."""
+        self._last: list[Measured | None] = [None for _ in replicas]
+        """By replica, what the present choice was made from."""
+        times, saved = self._agree(state)
+        state.progress = replace(state.progress, codecs=saved)
+        self._directions = [self._direction(number, times, has_revisits) for number in range(2 * self._links)]
+
+    def report(self, state: LoopState) -> Report:
+        numbers = dict[StepField[Numbers], float]()
+        for probed, rate, delay in zip(self._probed, self._rates, self._delays, strict=False):
+            numbers |= {rate: probed.s_per_byte, delay: probed.delay_s}
+        self._probed = []
+        return numbers
+
+    def before_step(self, state: LoopState) -> None:
+        """Use the codecs of the progress: those of the last step, of a checkpoint, or of an earlier step."""
+        chosen, codecs = self._choices(state)[self._session.job.topology.replica], self._session.pipeline.codecs
+        codecs.in_use = CodecIndices(chosen[: self._links], chosen[self._links :], codecs.in_use.tied)
+
+    def before_next(self, state: LoopState) -> None:
+        """Choose by the report of the last step, and measure the links now and then. A collective call."""
+        if state.progress.step >= self._session.job.config.optim.num_steps or state.is_paused:
+            return
+        choices = self._choices(state)
+        if self._record(state, choices):
+            chosen = [self._choose(replica, before) for replica, before in enumerate(choices)]
+            for replica, (before, after) in enumerate(zip(choices, chosen, strict=True)):
+                self._report_changes(state.progress.step, replica, before, after)
+            state.progress = replace(state.progress, codecs=tuple(map(self._specs, chosen)))
+        self._steps_left -= 1
+        if not self._steps_left:
+            self._steps_left = PROBE_EVERY
+            self._measure()
+
+    def _agree(self, state: LoopState) -> tuple[dict[str, CodecTime], tuple[tuple[str, ...], ...]]:
+        """Return the longest time of each codec on any rank, and the codecs in the progress of a rank. A collective."""
+        job, ladder = self._session.job, self._ladder
+        specs, rungs = [*job.shapes.boundaries[0].values()], {*ladder.forward, *ladder.backward}
+        own = {rung.spec: measure_codec(rung.codec, specs, job.streams) for rung in rungs}
+        groups, sent = self._session.groups, json.dumps([own, state.progress.codecs])
+        texts = groups.all_gather_text("choosing codecs", sent, timeout_s=groups.timeout_s)
+        times, codecs = zip(*map(json.loads, texts), strict=True)
+        longest = {spec: CodecTime(*map(max, *(each[spec] for each in times), own[spec])) for spec in own}
+        return longest, next((tuple(map(tuple, each)) for each in codecs if each), ())
+
+    def _direction(self, number: int, times: Mapping[str, CodecTime], has_revisits: bool) -> Direction:
+        """Return a direction whose rate is not measured yet."""
+        boundary, ladder, is_forward = number % self._links, self._ladder, number < self._links
+        rungs = ladder.forward if is_forward else ladder.backward
+        fixed = (ladder.fixed_forward if is_forward else ladder.fixed_backward).get(boundary)
+        specs = [*self._session.job.shapes.boundaries[boundary].values()]
+        sizes = [rung.message_bytes(specs) for rung in rungs]
+        usable = [0]
+        for index, rung in enumerate(rungs):
+            is_allowed = rung.loss_cost <= ladder.max_loss_cost and (has_revisits or not isinstance(rung.codec, Delta))
+            if is_allowed and sizes[index] < sizes[usable[-1]]:
+                usable.append(index)
+        if not self._chooser.is_used(ACTIVATION if is_forward else GRADIENT, boundary):
+            usable = [0]
+        return Direction(
+            0.0,
+            0.0,
+            tuple(sizes),
+            tuple(rung.loss_cost for rung in rungs),
+            tuple(times[rung.spec] for rung in rungs),
+            tuple(usable) if fixed is None else (fixed,),
+        )
+
+    def _directions_to(self, rank: int) -> list[int]:
+        """Return the directions that a rank of a pipeline receives, by boundary."""
+        rank_of, links = self._chooser.placement.rank_of, self._links
+        return [
+            boundary if rank_of(boundary + 1) == rank else links + boundary
+            for boundary in range(links)
+            if rank in (rank_of(boundary), rank_of(boundary + 1))
+        ]
+
+    def _choices(self, state: LoopState) -> list[Choice]:
+        """Return the codecs of the progress by replica; the first ones where it has none of this ladder."""
+        names = [[rung.spec for rung in rungs] for rungs in (self._ladder.forward, self._ladder.backward)]
+        first = tuple(each.usable[0] for each in self._directions)
+
+        def index(number: int, spec: str) -> int:
+            direction, known = self._directions[number], names[number >= self._links]
+            is_usable = spec in known and known.index(spec) in direction.usable
+            return known.index(spec) if is_usable else direction.usable[0]
+
+        saved, replicas = state.progress.codecs, self._session.job.topology.replicas
+        if [len(each) for each in saved] != [len(first)] * replicas:
+            return [first] * replicas
+        return [tuple(index(number, spec) for number, spec in enumerate(specs)) for specs in saved]
+
+    def _specs(self, choice: Choice) -> tuple[str, ...]:
+        """Return the spec strings of a choice."""
+        rungs = [self._ladder.forward] * self._links + [self._ladder.backward] * self._links
+        return tuple(of_direction[codec].spec for of_direction, codec in zip(rungs, choice, strict=True))
+
+    def _record(self, state: LoopState, choices: Sequence[Choice]) -> bool:
+        """Record the report of the last step; return whether it has measurements of the links."""
+        assert state.summary is not None
+        is_measured = False
+        for replica, (seconds, micros) in enumerate(zip(state.summary[COMPUTE_S], state.summary[MICROS], strict=True)):
+            if all(micros):
+                self._compute[replica].append(
+                    [
+                        max(total / count - self._codec_s(rank, choices[replica]), 0.1 * total / count)
+                        for rank, (total, count) in enumerate(zip(seconds, micros, strict=True))
+                    ]
+                )
+            probed = [Probed(0.0, 0.0)] * (2 * self._links)
+            for rank, received in enumerate(self._received):
+                for direction, rate, delay in zip(received, self._rates, self._delays, strict=False):
+                    numbers = state.summary[rate][replica][rank], state.summary[delay][replica][rank]
+                    probed[direction] = Probed(*numbers)
+            if any(each.s_per_byte for each in probed):
+                self._probes[replica].append(probed)
+                is_measured = True
+        return is_measured
+
+    def _codec_s(self, rank: int, choice: Choice) -> float:
+        """Return the time of codecs of a rank for a micro-batch."""
+        rank_of, total = self._chooser.placement.rank_of, 0.0
+        for number, (direction, codec) in enumerate(zip(self._directions, choice, strict=True)):
+            sender, receiver = number % self._links, number % self._links + 1
+            if number >= self._links:
+                sender, receiver = receiver, sender
+            total += direction.times[codec].encode_s * (rank_of(sender) == rank)
+            total += direction.times[codec].decode_s * (rank_of(receiver) == rank)
+        return total
+
+    def _measured(self, replica: int) -> list[Direction]:
+        """Return the directions of a replica with their measured rates and delays."""
+        links, probes = self._links, self._probes[replica]
+        rates = [median(each.s_per_byte for each in of_direction) for of_direction in zip(*probes, strict=True)]
+        elapsed = [median(each.delay_s for each in of_direction) for of_direction in zip(*probes, strict=True)]
+        delays = [(elapsed[link] + elapsed[links + link]) / 2 for link in range(links)] * 2
+        return [
+            direction._replace(s_per_byte=rate, delay_s=delay)
+            for direction, rate, delay in zip(self._directions, rates, delays, strict=True)
+        ]
+
+    def _choose(self, replica: int, before: Choice) -> Choice:
+        if not self._compute[replica] or not self._probes[replica]:
+            return before
+        compute = tuple(median(of_rank) for of_rank in zip(*self._compute[replica], strict=True))
+        measured, last = Measured(compute, tuple(self._measured(replica))), self._last[replica]
+        if last is not None and measured.is_near(last):
+            return before
+        self._last[replica] = measured
+        return self._chooser.choose(measured, before)
+
+    def _report_changes(self, step: int, replica: int, before: Choice, after: Choice) -> None:
+        """Log an event for each direction whose codec changes."""
+        if before == after:
+            return
+        where = f"replica {replica}, " if len(self._probes) > 1 else ""
+        names = zip(self._specs(before), self._specs(after), self._measured(replica), strict=True)
+        for number, (former, codec, measured) in enumerate(names):
+            if former != codec:
+                link, subject = number % self._links, "activations" if number < self._links else "gradients"
+                mbit = 8e-6 / measured.s_per_byte
+                text = (
+                    f"{where}link {link}, {subject}: {codec}, before {former}; the link has {mbit:.3g} Mbit/s and a "
+                    f"delay of {1e3 * measured.delay_s:.2g} ms"
+                )
+                fields = {"replica": replica, "link": link, "of": subject, "codec": codec, "mbit_per_s": round(mbit, 2)}
+                self._note(RunEvent("codec", step, text, fields))
+
+    def _measure(self) -> None:
+        """Measure all links of this rank at the same time, as its peers do: links of one host share its rate."""
+        links, replica = self._session.pipeline.links, self._session.job.topology.replica
+        rates = [each.s_per_byte for each in self._measured(replica)] if self._probes[replica] else []
+        least, most = PROBE_BYTES
+
+        def measure(boundary: int, link: Link) -> Probed:
+            forward, backward = (
+                int(min(most, max(least, PROBE_S / rates[number]))) if rates else most // 4
+                for number in (boundary, self._links + boundary)
+            )
+            sizes = (backward, forward) if link.is_downstream else (forward, backward)
+            return probe(link.activations, *sizes)
+
+        ordered = sorted(links.items())
+        if len(ordered) == 1:
+            self._probed = [measure(*ordered[0])]
+        else:
+            self._probed = [*self._threads.map(lambda each: measure(*each), ordered)]

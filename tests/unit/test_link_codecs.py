@@ -1,0 +1,220 @@
+"""pp.compress=auto: laws of the choice of codecs, its ladder, and what is refused."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from acsgd.config.options import Config
+from acsgd.config.run_file import parse, to_toml
+from acsgd.pp.schedules.lowering import lower
+from acsgd.pp.schedules.schedules import OneFOneB
+from acsgd.pp.wire.coder import TensorSpec
+from acsgd.pp.wire.ladder import BACKWARD, FORWARD, CodecTime, Rung
+from acsgd.run.plan.plugins import parse_plugins
+from acsgd.run.step.link_codecs import BAND, Choice, Chooser, Direction, Measured
+
+SPEC = TensorSpec((4, 256, 512), torch.float32)
+COMPUTE_S = 0.1
+"""Time of a micro-batch on a rank."""
+NO_TIME = CodecTime(0.0, 0.0)
+
+
+def direction(rungs: Sequence[Rung], mbit: float, *, delay_s: float = 0.0, times: CodecTime = NO_TIME) -> Direction:
+    """Return a direction of a link in which all codecs may be chosen."""
+    sizes = tuple(rung.message_bytes([SPEC]) for rung in rungs)
+    costs = tuple(rung.loss_cost for rung in rungs)
+    of_codecs = (NO_TIME, *[times] * (len(rungs) - 1))
+    return Direction(8e-6 / mbit, delay_s, sizes, costs, of_codecs, tuple(range(len(rungs))))
+
+
+def pipeline(*mbit: float, **options: float) -> Measured:
+    """Return a pipeline with links of some rates."""
+    links = [direction(rungs, rate, **options) for rungs in (FORWARD, BACKWARD) for rate in mbit]
+    return Measured((COMPUTE_S,) * (len(mbit) + 1), tuple(links))
+
+
+def chooser(ranks: int, max_loss_cost: float = 1.0, micros: int = 16) -> Chooser:
+    program = lower(OneFOneB(lead=2).program(ranks, micros))
+    return Chooser(program, max_loss_cost)
+
+
+def first(measured: Measured) -> Choice:
+    return (0,) * len(measured.directions)
+
+
+UNLIMITED, RATES = 1e6, [2.0 * 1.5**step for step in range(24)]
+
+
+def test_unlimited_links_get_no_codec_and_return_to_none() -> None:
+    choose = chooser(4).choose
+    unlimited = pipeline(UNLIMITED, UNLIMITED, UNLIMITED)
+    assert choose(unlimited, first(unlimited)) == first(unlimited)
+    assert choose(unlimited, (3,) * 6) == first(unlimited)
+
+
+def test_only_the_slow_link_gets_codecs() -> None:
+    measured = pipeline(UNLIMITED, 100, UNLIMITED)
+    chosen = chooser(4).choose(measured, first(measured))
+    assert chosen[1] > 0
+    assert chosen[4] > 0
+    assert [codec for number, codec in enumerate(chosen) if number not in (1, 4)] == [0] * 4
+
+
+def test_slower_links_get_fewer_bytes() -> None:
+    """And the step is nearly as short as with any other codecs, which are all tried.
+
+    Where a message takes about as long as a computation, a schedule may gain from one codec more.
+    """
+    of_two = chooser(2, micros=6)
+    before = (len(FORWARD), len(BACKWARD))
+    for rate in RATES[::3]:
+        measured = pipeline(rate)
+        chosen = of_two.choose(measured, first(measured))
+        assert all(codec <= former + 1 for codec, former in zip(chosen, before, strict=True)), rate
+        every = [(up, down) for up in range(len(FORWARD)) for down in range(len(BACKWARD))]
+        shortest = min(of_two.step_s(measured, each) for each in every)
+        assert of_two.step_s(measured, chosen) <= 1.06 * shortest, "times are on a coarse grid"
+        before = chosen
+
+
+@pytest.mark.parametrize("limit", [0.0002, 0.001, 0.0055, 0.02, 0.1])
+def test_the_loss_cost_is_never_exceeded(limit: float) -> None:
+    of_three, numbers, present = chooser(3, limit, micros=2), random.Random(0), (0, 0, 0, 0)
+    for _ in range(8):
+        measured = pipeline(numbers.choice(RATES), numbers.choice(RATES))
+        present = of_three.choose(measured, present)
+        assert measured.loss_cost(present) <= limit
+        rungs = [FORWARD, FORWARD, BACKWARD, BACKWARD]
+        assert sum(each[codec].loss_cost for each, codec in zip(rungs, present, strict=True)) <= limit
+
+
+def test_measurements_that_vary_do_not_change_codecs_back_and_forth() -> None:
+    of_two, numbers = chooser(2, micros=4), random.Random(0)
+    for rate in RATES[1::4]:
+        present, changes = (0, 0), 0
+        for _ in range(12):
+            noisy = pipeline(rate * numbers.uniform(0.9, 1.1))
+            noisy = noisy._replace(compute_s=tuple(COMPUTE_S * numbers.uniform(0.95, 1.05) for _ in range(2)))
+            chosen = of_two.choose(noisy, present)
+            changes += chosen != present
+            present = chosen
+        assert changes <= 3, "the first choice, and one more per direction"
+    assert BAND > 1.1 / 0.9
+
+
+def test_a_fallen_link_is_answered_and_a_recovered_one_too() -> None:
+    of_two = chooser(2, micros=4)
+    fast, slow = (pipeline(mbit)._replace(compute_s=(1.0, 1.0)) for mbit in (1000, 20))
+    assert of_two.choose(fast, (0, 0)) == (0, 0)
+    fallen = of_two.choose(slow, (0, 0))
+    assert min(fallen) > 0
+    assert of_two.choose(fast, fallen) == (0, 0)
+
+
+def test_a_codec_that_takes_longer_than_it_saves_is_not_chosen() -> None:
+    slow_codecs = pipeline(200, times=CodecTime(COMPUTE_S, COMPUTE_S))
+    assert chooser(2, micros=4).choose(slow_codecs, (0, 0)) == (0, 0)
+    assert chooser(2, micros=4).choose(pipeline(200), (0, 0)) != (0, 0)
+
+
+def test_the_loss_costs_are_those_of_the_measurements() -> None:
+    """And a codec with a higher cost has fewer bytes, else nobody would choose it."""
+    page = (Path(__file__).parents[2] / "docs/measurements/stages.md").read_text()
+    for name, rungs in (("forward", FORWARD), ("backward", BACKWARD)):
+        for rung in rungs[1:]:
+            assert re.search(rf"\| {name} \| `{re.escape(rung.spec)}` \| {rung.loss_cost:.4f} \|", page), rung
+        sizes = [rung.message_bytes([SPEC]) for rung in rungs]
+        assert sizes == sorted(sizes, reverse=True)
+        assert [rung.loss_cost for rung in rungs] == sorted(rung.loss_cost for rung in rungs)
+
+
+RUN_FILE = """
+[model]
+name = "some/model"
+[data]
+sources = "demo"
+sequence = 64
+batch = 8
+[pp]
+stages = 3
+compress = "auto"
+forward.1 = "none"
+[optim]
+lr = 1e-3
+steps = 5
+"""
+
+
+def parsed(directory: Path, flags: str) -> Config:
+    (directory / "run.toml").write_text(RUN_FILE)
+    return parse([str(directory / "run.toml"), *flags.split()])
+
+
+def test_single_links_have_given_codecs(tmp_path: Path) -> None:
+    """Flags > file, link by link; the written configuration reads back equal."""
+    config = parsed(tmp_path, "--pp.forward.0=hadamard --pp.backward.1 fixpoint:bits=8")
+    assert (config.pp.forward, config.pp.backward) == ("1=none 0=hadamard", "1=fixpoint:bits=8")
+    assert parsed(tmp_path, "--pp.forward.1 hadamard").pp.forward == "1=hadamard"
+    (tmp_path / "again.toml").write_text(to_toml(config))
+    assert parse([str(tmp_path / "again.toml")]) == config
+
+    plugins = parse_plugins(config)
+    ladder = plugins.ladder
+    assert ladder is not None
+    assert ladder.fixed_forward == {1: 0, 0: len(FORWARD)}
+    assert ladder.fixed_backward == {1: 2}
+    assert [rung.spec for rung in ladder.forward] == [*(rung.spec for rung in FORWARD), "hadamard"]
+    assert [rung.codec for rung in ladder.forward[1:]] == [*plugins.forward]
+
+
+def test_deltas_are_no_choice_where_caches_are_not_possible(tmp_path: Path) -> None:
+    everything = parse_plugins(parsed(tmp_path, ""))
+    assert everything.delta is not None
+    for flags in (
+        "--pp.compress auto:delta=false",
+        "--data.deal speed",
+        "--data.rows single",
+        "--data.sources stream:a.jsonl",
+    ):
+        without = parse_plugins(parsed(tmp_path, flags))
+        assert without.delta is None, flags
+        assert len(without.forward) == 2, flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ("--pp.forward.2 none", "pp.forward.2: there is no link 2: the links are 0 to 1"),
+        ("--pp.stages 2", "pp.forward.1: there is no link 1: link 0 is the only one"),
+        ("--pp.stages 1", "pp.forward.1: there is no link 1: there are no links"),
+        ("--pp.backward fixpoint:bits=8", "pp.compress=auto chooses the codecs; give that of one link, pp.backward.0="),
+        ("--pp.backward.0 delta", 'pp.backward.0="delta": unknown name "delta"'),
+        ("--pp.forward.0 fixpoint:bits=99", 'pp.forward.0="fixpoint:bits=99": bits=99'),
+        ("--pp.forward.0 delta:cache=disk", "all caches are alike; remove cache options"),
+        ("--pp.compress None", "pp.forward.1 is for pp.compress=auto"),
+        ("--pp.compress best", 'pp.compress="best": unknown name "best"; use "auto"'),
+        ("--pp.compress auto:max_loss_cost=0", "max_loss_cost=0.0 must be greater than 0"),
+        (
+            "--pp.compress auto:max_loss_cost=0.0001",
+            'the one that costs least, "none:dtype=bf16", costs 0.0002; give max_loss_cost=0.0002 or more',
+        ),
+        ("--pp.forward.x none", "unrecognized option: --pp.forward.x"),
+        ("--pp.forward.0", '--pp.forward.0 "" is not a codec'),
+    ],
+)
+def test_what_cannot_be_is_refused(flags: str, part: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(part)):
+        parse_plugins(parsed(tmp_path, flags))
+
+
+def test_a_table_of_links_in_a_file_has_codecs(tmp_path: Path) -> None:
+    for wrong in ("forward.first", "forward.1.a", "backward.0"):
+        (tmp_path / "run.toml").write_text(RUN_FILE.replace("forward.1", wrong).replace('"none"', "3"))
+        with pytest.raises(ValueError, match=re.escape(f"pp.{wrong[:9]}")):
+            parse([str(tmp_path / "run.toml")])
