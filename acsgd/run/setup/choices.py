@@ -162,7 +162,7 @@ CHOICES = (
         "give --model.dtype fp16, or ",
     ),
     Choice(
-        lambda job, _: 0 < job.config.optim.warmup >= job.config.optim.num_steps,
+        lambda job, _: 0 < job.config.optim.num_warmup >= job.config.optim.num_steps,
         "optim.warmup={config.optim.warmup}: the learning rate rises in all {config.optim.steps} steps and does not "
         "reach optim.lr; give a smaller --optim.warmup, or a longer run",
     ),
@@ -353,5 +353,5 @@ def _kept_interval(job: Job) -> int:
 
 def _stays_at_peak(optim: OptimConfig) -> bool:
     """Return whether a schedule other than constant leaves the learning rate of several steps at its peak."""
-    first, last = optim.warmup, optim.num_steps - 1
+    first, last = optim.num_warmup, optim.num_steps - 1
     return first < last and optim.schedule != "constant" and learning_rate(last, optim) == optim.lr
