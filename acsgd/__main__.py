@@ -1,4 +1,4 @@
-"""`torchrun ... -m acsgd RUN.toml` trains without a checkout of the project; `torchrun ... -m acsgd eval` evaluates."""
+"""`torchrun ... -m acsgd RUN.toml` trains without a checkout; `-m acsgd eval` and `-m acsgd generate` run commands."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from acsgd.failures.signals import end_with_torchrun
 from acsgd.failures.stdio import protect_streams
 from acsgd.launch import Launch, forbid_restart
 
-EVAL = "eval"
-"""Name of the command that evaluates."""
+EVAL, GENERATE = "eval", "generate"
+"""Names of the commands that run on several ranks, too."""
 
 
 def main(argv: list[str], *, prog: str) -> None:
@@ -43,32 +43,41 @@ def run(argv: list[str], *, prog: str) -> None:
 
     from acsgd.failures.report import report_startup_error
 
-    is_eval = argv[:1] == [EVAL]
-    if is_eval:
-        argv, prog = argv[1:], f"{prog} {EVAL}"
+    command = argv[0] if argv[:1] in ([EVAL], [GENERATE]) else ""
+    if command:
+        argv, prog = argv[1:], f"{prog} {command}"
     if launch.rank == 0 and launch.is_one_host:  # torchrun then ends the other ranks
         with report_startup_error(launch):  # before the imports; the commands do it again, on all ranks of all hosts
-            _check(argv, launch, prog=prog, is_eval=is_eval)
-    if is_eval:
-        from acsgd.commands.evaluation import command as evaluation
+            _check(argv, launch, prog=prog, command=command)
+    match command:
+        case "eval":
+            from acsgd.commands.evaluation import command as evaluation
 
-        evaluation.main(argv, launch, prog=prog, end=end_process)
-    else:
-        from acsgd import main as training
+            evaluation.main(argv, launch, prog=prog, end=end_process)
+        case "generate":
+            from acsgd.commands.generation import command as generation
 
-        training.main(argv, launch, prog=prog, end=end_process)
+            generation.main(argv, launch, prog=prog, end=end_process)
+        case _:
+            from acsgd import main as training
+
+            training.main(argv, launch, prog=prog, end=end_process)
 
 
-def _check(argv: list[str], launch: Launch, *, prog: str, is_eval: bool) -> None:
-    """Raise ValueError if the options of a command are invalid."""
+def _check(argv: list[str], launch: Launch, *, prog: str, command: str) -> None:
+    """Raise ValueError if the options of a command are invalid. command: EVAL, GENERATE, or empty for training."""
     from acsgd.commands.evaluation.options import EvalOptions
+    from acsgd.commands.generation.options import GenerateOptions
     from acsgd.config.checks import check
     from acsgd.config.run_file import parse, parse_flags
 
-    if is_eval:
-        parse_flags(EvalOptions, argv, prog=prog).check(launch.world_size)
-    else:
-        check(parse(argv, prog=prog))
+    match command:
+        case "eval":
+            parse_flags(EvalOptions, argv, prog=prog).check(launch.world_size)
+        case "generate":
+            parse_flags(GenerateOptions, argv, prog=prog).check(launch.world_size)
+        case _:
+            check(parse(argv, prog=prog))
 
 
 if __name__ == "__main__":

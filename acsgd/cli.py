@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from acsgd.__main__ import EVAL, end_process
+from acsgd.__main__ import EVAL, GENERATE, end_process
 from acsgd.__main__ import main as start
 from acsgd.commands.chaos import Chaos
 from acsgd.commands.data.command import DataCommand
@@ -295,7 +295,7 @@ def main() -> None:
     if sys.argv[1:2] == ["train"]:
         start(sys.argv[2:], prog="acsgd train")
         return
-    if sys.argv[1:2] == [EVAL]:
+    if sys.argv[1:2] == [EVAL] or (sys.argv[1:2] == [GENERATE] and Launch.from_env().world_size > 1):
         start(sys.argv[1:], prog="acsgd")
         return
     protect_streams()
@@ -312,7 +312,7 @@ COMMANDS: dict[str, Any] = {
     "convert": Convert,
     "inspect": Inspect,
     "plan": PlanCommand,
-    "generate": Generate,
+    GENERATE: Generate,
     "data": DataCommand,
     "chaos": Chaos,
     "doctor": DoctorCommand,
@@ -324,7 +324,7 @@ COMMANDS: dict[str, Any] = {
     "fetch": FetchCommand,
 }
 
-ONE_PROCESS = ("convert", "generate", "data")
+ONE_PROCESS = ("convert", "data")
 """Commands that write, and whose processes would not share the work."""
 
 

@@ -76,7 +76,7 @@ class ComposedModel:
                 calls[index] = BlockCall.of(self._blocks[index], args, kwargs)
             if index == blocks[-1]:
                 raise Reached(calls[index])
-            return self._skip(index, args, kwargs)
+            return self.skip(index, args, kwargs)
 
         needs_grad = torch.is_grad_enabled() and self._has_replicated
         with torch.set_grad_enabled(needs_grad), stubbed(self._blocks, stub), contextlib.suppress(Reached):
@@ -175,7 +175,7 @@ class ComposedModel:
             is_after = index == last
             if hidden is not None and is_after:
                 torch.set_grad_enabled(is_training)
-            return self._skip(index, args, kwargs, hidden=hidden if is_after else None)
+            return self.skip(index, args, kwargs, hidden=hidden if is_after else None)
 
         modules = self._blocks if at_head is None or self._head is None else [*self._blocks, self._head]
         with torch.no_grad(), stubbed(modules, stub):
@@ -191,7 +191,7 @@ class ComposedModel:
             if position == block + 1:
                 raise Reached(BlockCall.of(self._blocks[position], args, kwargs))
             if position < block:
-                return self._skip(position, args, kwargs)
+                return self.skip(position, args, kwargs)
             torch.set_grad_enabled(is_training)
             call = BlockCall.of(self._blocks[block], args, kwargs)
             hidden = _write_hidden(call, state[HIDDEN])
@@ -220,7 +220,7 @@ class ComposedModel:
                     outputs[name] = made[name]
         return outputs
 
-    def _skip(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor | None = None) -> Any:
+    def skip(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor | None = None) -> Any:
         """Return what a block that is not run would return, with stand-ins in place of tensors except the hidden state.
 
         hidden: in place of the hidden state that enters the block.

@@ -55,7 +55,7 @@ def verify(
     division into two stages, not one. Raises LayersError that names the batch, the tensor and the difference; or if the
     logits depend on the tokens to predict; or if there is no small model.
     """
-    stages = _small_stages(build, config, inputs, layers, bounds)
+    stages = small_stages(build, config, inputs, layers, bounds)
     batches = make_batches(stages.whole, inputs)
     if predicted is not None:
         _check_causal(stages, batches["plain"], predicted)
@@ -80,10 +80,17 @@ def verify(
     )
 
 
-def _small_stages(
-    build: Build, config: PreTrainedConfig, inputs: InputSizes, layers: ModelLayers, bounds: Sequence[int]
+def small_stages(
+    build: Build,
+    config: PreTrainedConfig,
+    inputs: InputSizes,
+    layers: ModelLayers,
+    bounds: Sequence[int] = MAX_PARAMETERS,
 ) -> Stages:
-    """Return a small model that has every kind of layer of the model, with the first number of parameters possible."""
+    """Return a small model that has every kind of layer of the model, with the first number of parameters possible.
+
+    Arguments: see `verify`. Raises LayersError if there is none.
+    """
     kinds = {_kind(layer) for layer in layers.layers}
     configs = list(small_configs(config, build(config)))
     reason = f"each has more than {max(bounds):,} parameters"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import transformers
-from torch import nn
 from xxhash import xxh3_64
 
 from acsgd.commands.generation.adapter import PEFTAdapter
@@ -19,6 +20,7 @@ from acsgd.commands.generation.decode import Generator, Ids
 from acsgd.commands.generation.model import load
 from acsgd.commands.generation.options import Decoding, GenerateOptions
 from acsgd.commands.generation.prompts import Prompt, PromptEncoder
+from acsgd.commands.generation.ranks import ALONE, Ranks, Stages
 from acsgd.commands.generation.records import (
     FIELDS,
     Options,
@@ -30,38 +32,78 @@ from acsgd.commands.generation.records import (
     read_records,
 )
 from acsgd.commands.recorded import RecordedModel
+from acsgd.commands.typed import as_typed
 from acsgd.config.options import DataConfig
+from acsgd.config.run_file import parse_flags
 from acsgd.errors import RunError, is_out_of_memory
-from acsgd.failures.signals import reporting_stop
+from acsgd.failures.failures import report_failure
+from acsgd.failures.report import report_startup_error
+from acsgd.failures.signals import StopSignals, reporting_stop
+from acsgd.groups import clone_store, connect, open_store
 from acsgd.io.data.formats.formats import CHATS, read_options
+from acsgd.launch import Launch
 from acsgd.notes import print_note, report_if_slow
 from acsgd.shards.disk import FORMATS
 from acsgd.streams import open_streams
+from acsgd.topology import Topology
+
+TIMEOUT_S = 600.0
+"""Limit of a message between ranks, and for another rank to load its stage, seconds."""
 
 
-def generate(options: GenerateOptions) -> None:
-    """Run the command. Raises ValueError if the user's input is wrong, RunError if memory is short."""
+def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], None]) -> None:
+    """Generate as a command line asks, with several ranks in stages.
+
+    prog: name of the command; end: see `report_failure`. Raises ReportedError after a failure.
+    """
+    options = parse_flags(GenerateOptions, argv, prog=prog, is_main=launch.rank == 0)
+    options.check(launch.world_size)
+    if launch.world_size == 1:
+        with report_startup_error(launch), reporting_stop(), as_typed(GenerateOptions):
+            generate(options)
+        return
+    with report_startup_error(launch):
+        store = open_store(launch)
+        store_of_failures = clone_store(store, launch)
+    with contextlib.ExitStack() as stack, report_failure(store_of_failures, launch, end) as context:
+        context.signals = stack.enter_context(StopSignals(end))
+        context.timeout_s = TIMEOUT_S
+        topology = Topology.of(launch.rank, launch.world_size, launch.world_size)
+        groups = stack.enter_context(connect(topology, timeout=timedelta(seconds=TIMEOUT_S), store=store))
+        with as_typed(GenerateOptions):
+            generate(options, Stages(groups, launch, stack, timeout_s=TIMEOUT_S), on_start=context.start_training)
+
+
+def generate(options: GenerateOptions, ranks: Ranks = ALONE, *, on_start: Callable[[], None] = lambda: None) -> None:
+    """Run the command. on_start: called when the model is loaded.
+
+    Raises ValueError if the user's input is wrong, RunError if memory is short.
+    """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     records: Sequence[PromptRecord] = ()
     if options.file is not None and options.out is not None:
         check_output_path(options.out, options.file)
         records = read_records(options.file)
-    generator = _open_model(options)
+    generator = _open_model(options, ranks)
     reader = _prompt_reader(options, generator, records)
+    on_start()
     with _short_memory():
         if options.file is not None and options.out is not None:
             _generate_file(generator, options.out, records, reader)
         elif options.prompt is not None:
-            generator.stream(generator.prompts.encode(reader.of_text(options.prompt)), index=0)
+            prompt = generator.prompts.encode(reader.of_text(options.prompt))
+            [_] = ranks.map(lambda ids: generator.stream(ids, index=0), [prompt])
         else:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             Chat(generator, reader.of_text).run()
 
 
-def _open_model(options: GenerateOptions) -> Generator:
+def _open_model(options: GenerateOptions, ranks: Ranks) -> Generator:
     adapter = PEFTAdapter.open(options.adapter) if options.adapter else None
-    return open_generator(options.model, options.decoding, dtype=options.dtype, device=options.device, adapter=adapter)
+    return open_generator(
+        options.model, options.decoding, dtype=options.dtype, device=options.device, adapter=adapter, ranks=ranks
+    )
 
 
 def _prompt_reader(options: GenerateOptions, generator: Generator, records: Sequence[PromptRecord]) -> PromptReader:
@@ -73,7 +115,7 @@ def _prompt_reader(options: GenerateOptions, generator: Generator, records: Sequ
     model = RecordedModel.of(str(generator.loaded.tokenizer_directory))
     used = model.data_options(given, given)
     if note := model.describe(given, used):
-        print_note(note)
+        generator.ranks.note(note)
     config = DataConfig(sources="", sequence=1, batch=1, **used)
     reading, *others = read_options(config, has_labels=config.format == "label")
     if others:
@@ -85,41 +127,52 @@ def _prompt_reader(options: GenerateOptions, generator: Generator, records: Sequ
     are_texts = not records or any(name in records[0].fields for name in FIELDS)
     is_chat = options.chat
     if learned and learned <= {*CHATS} and are_texts and not is_chat and not any(given.values()):
-        print_note("as in the run: a text is the message of a user, in the chat template; --format text for plain ones")
+        generator.ranks.note(
+            "as in the run: a text is the message of a user, in the chat template; --format text for plain ones"
+        )
         is_chat = True
     return PromptReader(reading, generator.loaded.tokenizer, field=options.field, is_chat=is_chat)
 
 
 def open_generator(
-    model: str, decoding: Decoding, *, dtype: str | None, device: str, adapter: PEFTAdapter | None = None
+    model: str,
+    decoding: Decoding,
+    *,
+    dtype: str | None,
+    device: str,
+    adapter: PEFTAdapter | None = None,
+    ranks: Ranks = ALONE,
 ) -> Generator:
     """Load a model; print what it is, how it decodes and which special tokens it uses.
 
     model, dtype, device: see GenerateOptions. Raises ValueError, or RunError if memory is short.
     """
-    with _short_memory(), report_if_slow(print_note, lambda: f"loading {model}"):
+    with _short_memory(), report_if_slow(print_note, lambda: f"loading {model}", enabled=ranks.is_main):
         of_parameters = getattr(torch, dtype) if dtype else None
-        loaded = load(model, dtype=of_parameters, device=_device(device), adapter=adapter)
+        where = _device(device, ranks.local_rank)
+        loaded = load(model, dtype=of_parameters, device=where, adapter=adapter, place=ranks.place)
+        ranks.take(loaded)
     prompts = PromptEncoder.of(loaded)
-    print_note(loaded.describe())
-    print_note(f"{decoding.describe()}, at most {decoding.max_new_tokens} new tokens")
-    print_note(prompts.describe())
-    return Generator(loaded, prompts, decoding)
+    ranks.note(loaded.describe())
+    ranks.note(f"{decoding.describe()}, at most {decoding.max_new_tokens} new tokens")
+    ranks.note(prompts.describe())
+    return Generator(loaded, prompts, decoding, ranks)
 
 
-def _device(name: str) -> torch.device:
-    device = torch.device("cpu") if name == "cpu" else open_streams("auto", 0).device
+def _device(name: str, local_rank: int) -> torch.device:
+    device = torch.device("cpu") if name == "cpu" else open_streams("auto", local_rank).device
     if name == "cuda" and device.type != "cuda":
         raise ValueError("--device cuda: this host has no GPU that torch can use; give --device cpu")
     return device
 
 
 def _generate_file(generator: Generator, out: Path, records: Sequence[PromptRecord], reader: PromptReader) -> None:
-    """Write each record with the text after its prompt to `out`; resume if the file exists."""
+    """Write each record with the text after its prompt to `out`, on the main rank; resume if the file exists."""
+    ranks = generator.ranks
     prompts = [reader.of_record(record) for record in records]
     limits, digest = _check_prompts(generator, records, prompts)
-    if generator.decoding.batch > 1 and not generator.pads_exactly():
-        print_note("padding changes the results of this model: prompts are run one at a time, as with --batch 1")
+    if generator.decoding.batch > 1 and not _pads_exactly(generator):
+        ranks.note("padding changes the results of this model: prompts are run one at a time, as with --batch 1")
         decoding = dataclasses.replace(generator.decoding, batch=1)
         generator = dataclasses.replace(generator, decoding=decoding)
     model = generator.loaded.model
@@ -128,22 +181,57 @@ def _generate_file(generator: Generator, out: Path, records: Sequence[PromptReco
         "field": reader.field,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
-        "weights": _weights_digest(model),
+        "weights": _weights_digest(generator),
         "prompts": digest,
     }
+    if len({*ranks.gather("comparing prompts", json.dumps(about))}) > 1:
+        raise RunError("the ranks have different prompts or options: give all hosts the same files and packages")
+    with _open_on_main(ranks, out, records, about) as output:
+        finished = int(ranks.gather("resuming", str(output.finished if output else 0))[0])
+        if finished:
+            ranks.note(f"{out} holds {finished} of {len(records)} records; resuming after them")
+        rest = [batch for batch in batches(limits, generator.decoding.batch) if batch.stop > finished]
+        texts = ranks.map(lambda batch: _generate_batch(generator, prompts, batch), rest)
+        if output is None:
+            for _ in texts:
+                pass
+        else:
+            _write(texts, rest, records, output)
+
+
+@contextlib.contextmanager
+def _open_on_main(
+    ranks: Ranks, out: Path, records: Sequence[PromptRecord], about: Options
+) -> Iterator[OutputFile | None]:
+    """Open the output file on the main rank; yield None on others. Arguments and errors: see `open_output`."""
+    if not ranks.is_main:
+        yield None
+        return
     with open_output(out, records, about) as output:
-        if output.finished:
-            print_note(f"{out} holds {output.finished} of {len(records)} records; resuming after them")
-        progress = report_if_slow(print_note, lambda: f"generated {output.finished} of {len(records)} records")
+        yield output
 
-        def outcome() -> str:
-            return f"{out} holds {output.finished} of {len(records)} records; the same command resumes"
 
-        with reporting_stop(outcome), progress:
-            for batch in batches(limits, generator.decoding.batch):
-                if batch.stop > output.finished:
-                    _generate_batch(generator, records, prompts, batch, output)
-        print_note(f"{out}: {len(records)} records")
+def _write(
+    texts: Iterable[list[str]], rest: Iterable[range], records: Sequence[PromptRecord], output: OutputFile
+) -> None:
+    """Append the records of some batches with their texts, but those that the output has already."""
+
+    def outcome() -> str:
+        return f"{output.path} holds {output.finished} of {len(records)} records; the same command resumes"
+
+    progress = report_if_slow(print_note, lambda: f"generated {output.finished} of {len(records)} records")
+    with reporting_stop(outcome), progress:
+        for batch, generated in zip(rest, texts, strict=True):
+            for index, text in zip(batch, generated, strict=True):
+                if index >= output.finished:
+                    output.append(records[index], text)
+    print_note(f"{output.path}: {len(records)} records")
+
+
+def _pads_exactly(generator: Generator) -> bool:
+    """Return whether padding changes nothing, as the last rank finds, which has the logits."""
+    [found] = generator.ranks.map(lambda _: generator.pads_exactly(), [None])
+    return generator.ranks.gather("trying padding", str(found))[-1] == str(True)
 
 
 def _check_prompts(
@@ -178,26 +266,21 @@ def batches(limits: Sequence[int], size: int) -> Iterator[range]:
             start = stop
 
 
-def _generate_batch(
-    generator: Generator,
-    records: Sequence[PromptRecord],
-    prompts: Sequence[Prompt],
-    batch: range,
-    output: OutputFile,
-) -> None:
-    """Generate the texts of a batch and append those that the output lacks."""
+def _generate_batch(generator: Generator, prompts: Sequence[Prompt], batch: range) -> list[str]:
+    """Return the texts of a batch."""
     ids: list[Ids] = [generator.prompts.encode(prompts[index]) for index in batch]
-    for index, text in zip(batch, generator.generate(ids, index=batch.start), strict=True):
-        if index >= output.finished:
-            output.append(records[index], text)
+    return generator.generate(ids, index=batch.start)
 
 
-def _weights_digest(model: nn.Module) -> str:
-    """Return a checksum of all parameters."""
-    digest = xxh3_64()
-    for param in model.parameters():
-        digest.update(param.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def _weights_digest(generator: Generator) -> str:
+    """Return a checksum of all parameters, equal for any number of ranks."""
+    digests = {}
+    for name, param in generator.loaded.own_parameters():
+        values = param.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        digests[name] = xxh3_64(values).hexdigest()
+    for text in generator.ranks.gather("comparing weights", json.dumps(digests)):
+        digests |= json.loads(text)
+    return xxh3_64(repr(sorted(digests.items())).encode()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 from acsgd.commands.generation.model import LoadedModel
 from acsgd.commands.generation.options import Decoding
 from acsgd.commands.generation.prompts import PromptEncoder
+from acsgd.commands.generation.ranks import ALONE, Ranks
 from acsgd.streams import mix_seed, seed_generators
 
 Ids = list[int]
@@ -25,6 +26,8 @@ class Generator:
     loaded: LoadedModel
     prompts: PromptEncoder
     decoding: Decoding
+    ranks: Ranks = ALONE
+    """Which generate together: all call the same methods, within `Ranks.map`."""
 
     def limit(self, prompt: Ids) -> int:
         """Return the maximum number of new tokens after a prompt."""
@@ -44,12 +47,12 @@ class Generator:
         is_stopped: called after each token; ends the text.
         """
         streamer = None
-        if self.decoding.num_beams == 1:
+        if self.decoding.num_beams == 1 and self.ranks.is_main:
             streamer = TextStreamer(self.loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
         criteria = StoppingCriteriaList([_StopCriterion(is_stopped)])
         output = self._generate([prompt], self.limit(prompt), index, streamer=streamer, stopping_criteria=criteria)
         text = self.prompts.decode(output[0])
-        if streamer is None:
+        if streamer is None and self.ranks.is_main:
             print(text, flush=True)
         return text
 
@@ -71,6 +74,8 @@ class Generator:
         for one, two in zip(alone.logits, padded.logits, strict=True):
             one, two = one[0], two[0]
             finite = one.isfinite()  # some models give -inf to ids without a token
+            if not finite.any():  # this rank has no head; its answer does not count
+                return False
             if (one - two)[finite].abs().max() > tolerance * one[finite].abs().max():
                 return False
             if one.argmax() != two.argmax():  # equal up to rounding; later tokens may differ
@@ -104,6 +109,8 @@ class Generator:
         ids, mask = pad(prompts, self.prompts.padding, on_left=not self.prompts.is_encoder_decoder)
         model = self.loaded.model
         generate: Any = model.generate
+        for name, value in self.ranks.arguments().items():
+            options[name] = [*options.get(name, ()), *value] if isinstance(value, list) else value
         try:
             return generate(
                 input_ids=ids.to(model.device),

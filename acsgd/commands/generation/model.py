@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +18,18 @@ from acsgd.adapters.initial import BaseChecksum
 from acsgd.adapters.inject import build_adapted
 from acsgd.codecs.identity import DTYPES
 from acsgd.commands.generation.adapter import PEFTAdapter, is_adapter
+from acsgd.commands.generation.stages import StageModel, divide
+from acsgd.commands.generation.trial import find_difference
 from acsgd.commands.recorded import RecordedModel
 from acsgd.config.adapters import Adapter, VirtualTokens, parse_adapter
 from acsgd.errors import CorruptFileError, RunError
 from acsgd.io.checkpoint.directory import checkpoints_of
-from acsgd.layers.skeleton import set_buffer, set_tied_parameter
+from acsgd.layers.description import ModelLayers
+from acsgd.layers.skeleton import fill_with_stand_ins, move_buffers, parameter_names, set_buffer, set_tied_parameter
 from acsgd.model_classes import MODEL_CLASSES, ModelClass
 from acsgd.notes import print_note
 from acsgd.shards.check import first_names
-from acsgd.shards.config import CONFIG, read_config
+from acsgd.shards.config import CONFIG, derive_layers, read_config
 from acsgd.shards.disk import ShardDirectory, model_files
 from acsgd.shards.files import read_json_object
 from acsgd.shards.generation import GENERATION_CONFIG, read_generation_config
@@ -51,6 +55,8 @@ class LoadedModel:
     """Directory of the tokenizer, and of what else belongs to the texts of the model."""
     adapter: PEFTAdapter | None = None
     """Adapter directory of PEFT that is part of the model."""
+    stage: LoadedStage | None = None
+    """None if the whole model is loaded."""
 
     def describe(self) -> str:
         """Return a sentence on the model."""
@@ -58,24 +64,62 @@ class LoadedModel:
         millions = sum(param.numel() for param in model.parameters()) / 1e6
         dtype = str(model.dtype).removeprefix("torch.")
         kind = f"{type(model).__name__}, {millions:,.1f} M parameters, {dtype} on {model.device.type}"
-        return f"{self.directory}: {kind}{f', {self.adapter.describe()}' if self.adapter else ''}"
+        parts = [kind, self.adapter.describe() if self.adapter else "", self.stage.division if self.stage else ""]
+        return f"{self.directory}: {', '.join(filter(None, parts))}"
+
+    def own_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters that are loaded, by the first of their names."""
+        for key, names in parameter_names(self.model).items():
+            if self.stage is None or key in self.stage.names:
+                yield key, self.model.get_parameter(names[0])
+
+
+class StagePlace(NamedTuple):
+    """Which stage of a model is meant."""
+
+    number: int
+    """0 = first."""
+    stages: int
+
+
+class LoadedStage(NamedTuple):
+    """A stage that was loaded in place of the whole model."""
+
+    model: StageModel
+    names: frozenset[str]
+    """Its parameters and stored buffers, by the first of their names in the model."""
+    division: str
+    """Clause on the layers of each stage."""
+    find_difference: Callable[[], str]
+    """See `trial.find_difference`."""
 
 
 def load(
-    path: str, *, dtype: torch.dtype | None, device: torch.device, adapter: PEFTAdapter | None = None
+    path: str,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    adapter: PEFTAdapter | None = None,
+    place: StagePlace | None = None,
 ) -> LoadedModel:
     """Load the model at a path, or of a Hugging Face id; of a run directory, its newest valid checkpoint.
 
     Of an adapter directory of PEFT, it is the model that the adapter names, with it.
 
     dtype: of the parameters; None = that of the run that trained them, else of config.json; adapter: to put into the
-    model. Raises ValueError if there is no model, if it is not one that generates text, or not the one that the adapter
-    was trained on; CorruptFileError if a file is not as it was written.
+    model; place: of the stage to load, with stand-ins in place of other parameters outside of blocks; None = all of
+    them. Raises ValueError if there is no model, if it is not one that generates text, or not the one that the adapter
+    was trained on, or if it cannot be divided; CorruptFileError if a file is not as it was written.
     """
+    if place is not None and (adapter is not None or is_adapter(Path(path))):
+        raise ValueError(
+            "an adapter directory of PEFT is put into a model by one process; make a model of both: "
+            "acsgd convert merge ADAPTER TARGET, and give that to several"
+        )
     if adapter is None and is_adapter(Path(path)):
         adapter = PEFTAdapter.open(Path(path))
         path = adapter.find_base(f"MODEL --adapter {path}")
-    load_from = functools.partial(_load, dtype=dtype, device=device, peft=adapter)
+    load_from = functools.partial(_load, dtype=dtype, device=device, peft=adapter, place=place)
     if checkpoints := checkpoints_of(Path(path)):
         return _load_newest(checkpoints[::-1], load_from)
     return load_from(find_model(path, option="model"))
@@ -95,18 +139,28 @@ def _load_newest(paths: list[Path], load_from: Callable[[Path], LoadedModel]) ->
     raise RunError(f"no checkpoint is valid: {'; '.join(reasons)}")
 
 
-def _load(directory: Path, *, dtype: torch.dtype | None, device: torch.device, peft: PEFTAdapter | None) -> LoadedModel:
-    task, config, adapter, read = _open(directory)
+def _load(
+    directory: Path,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    peft: PEFTAdapter | None,
+    place: StagePlace | None,
+) -> LoadedModel:
+    opened = _open(directory)
+    adapter = opened.adapter
     of_run = RecordedModel.of(str(directory)).options.get("model.dtype")
-    own = DTYPES[of_run] if of_run else (peft and peft.dtype) or dtype_of(config)
-    model = build_adapted(task, config, adapter, dtype or own)
+    own = DTYPES[of_run] if of_run else (peft and peft.dtype) or dtype_of(opened.config)
+    model = build_adapted(opened.model_class, opened.config, adapter, dtype or own)
     if not model.can_generate():
         raise ValueError(f"{directory} holds a {type(model).__name__}, which does not generate text")
     if peft is not None and adapter is not None:
         raise ValueError(f"{directory} holds a model with an adapter already; give its base model, or no --adapter")
+    stage = None if place is None else _find_stage(opened, model, place)
+    names = frozenset(names_of(model)) if stage is None else stage.names
     checksum, of_base = BaseChecksum(), peft.base_parameters(model) if peft else frozenset[str]()
-    _fill(model, checksum.adding(read(model), of_base), device)
-    if missing := [name for name, param in model.named_parameters() if param.is_meta]:
+    _fill(model, checksum.adding(opened.read(model, names), of_base), device)
+    if missing := [name for name in parameter_names(model) if name in names and model.get_parameter(name).is_meta]:
         raise ValueError(f"{directory} lacks parameters of the model: {first_names(missing)}")
     if peft is not None:
         peft.check_base(directory, checksum)
@@ -119,9 +173,33 @@ def _load(directory: Path, *, dtype: torch.dtype | None, device: torch.device, p
         peft = PEFTAdapter.of_virtual_tokens(directory, model, adapter)
     if peft is not None:
         model = peft.apply(model)
-    module: nn.Module = model  # the type of PreTrainedModel.to is that of a decorator
-    module.to(device).eval()
-    return LoadedModel(directory, model, tokenizer, files, peft)
+    if stage is None:
+        module: nn.Module = model  # the type of PreTrainedModel.to is that of a decorator
+        module.to(device)
+    else:
+        fill_with_stand_ins(model, opened.layers().blocks, device, model.dtype)
+        move_buffers(model, device)
+    model.eval()
+    return LoadedModel(directory, model, tokenizer, files, peft, stage)
+
+
+def _find_stage(opened: _Opened, model: PreTrainedModel, place: StagePlace) -> LoadedStage:
+    """Divide a model, whose parameters are not loaded, and return a stage. Raises ValueError."""
+    if opened.model_class.name != "lm":
+        raise ValueError("encoder-decoders generate in one process; start it without torchrun")
+    if isinstance(opened.adapter, VirtualTokens):
+        raise ValueError("models with virtual tokens generate in one process; start it without torchrun")
+    layers = opened.layers()
+    specs = divide(model, layers, place.stages)
+    spec = specs[place.number]
+    own = layers.layers[slice(*spec)]
+    # buffers of the last layer: those outside of blocks are among them
+    buffers = {name for layer in (*own, layers.layers[-1]) for name in layer.buffers}
+    names = frozenset(buffers.union(*(layer.parameters for layer in own)))
+    spans = (f"{layers.layers[first].name} .. {layers.layers[last - 1].name}" for first, last in specs)
+    division = f"in {place.stages} stages: {' | '.join(spans)}"
+    find = functools.partial(find_difference, opened.model_class, opened.config, layers)
+    return LoadedStage(StageModel(model, layers, spec), names, division, find)
 
 
 def dtype_of(config: PreTrainedConfig) -> torch.dtype:
@@ -145,38 +223,53 @@ def _tokenizer_directory(directory: Path, adapter: PEFTAdapter | None, config: P
     return adapter.directory
 
 
-def _open(
-    directory: Path,
-) -> tuple[ModelClass, PreTrainedConfig, Adapter | None, Callable[[PreTrainedModel], NamedTensors]]:
-    """Open a model directory; return task, config and adapter, and a function that yields the tensors of the model."""
+class _Opened(NamedTuple):
+    """A model directory whose description was read."""
+
+    model_class: ModelClass
+    config: PreTrainedConfig
+    adapter: Adapter | None
+    layers: Callable[[], ModelLayers]
+    """Returns the layers of the model. Raises LayersError."""
+    read: Callable[[PreTrainedModel, Collection[str]], NamedTensors]
+    """Yields parameters and stored buffers of the model, those with one of the names. Raises CorruptFileError."""
+
+
+def _open(directory: Path) -> _Opened:
+    """Open a model directory."""
     if os.path.lexists(directory / MANIFEST):
         shards = ShardDirectory(directory)
         shards.verify_model_files()
         model_files(directory)
-        task = shards.manifest.task
+        task, description = shards.manifest.task, shards.manifest.model
         is_verified = shards.verified_layers is not None
         config = read_config(directory, task, is_valid=lambda config: is_verified)
         adapter = parse_adapter(shards.manifest.adapter)
-        return MODEL_CLASSES[task], config, adapter, functools.partial(_shard_tensors, shards)
+        read = functools.partial(_shard_tensors, shards)
+        return _Opened(MODEL_CLASSES[task], config, adapter, lambda: description, read)
     task = "seq2seq" if read_json_object(directory / CONFIG).get("is_encoder_decoder") else "lm"
     opened = open_hf(directory, task)
-    return MODEL_CLASSES[task], opened.config, None, functools.partial(_hf_tensors, opened)
+    layers = functools.cache(functools.partial(derive_layers, directory, opened.config, task))
+    return _Opened(MODEL_CLASSES[task], opened.config, None, layers, functools.partial(_hf_tensors, opened))
 
 
-def _shard_tensors(shards: ShardDirectory, model: PreTrainedModel) -> NamedTensors:
+def _shard_tensors(shards: ShardDirectory, model: PreTrainedModel, names: Collection[str]) -> NamedTensors:
     """Yield parameters and stored buffers of layer shards by name; optimizer state is passed over.
 
     Raises CorruptFileError if a file is corrupt, or if its tensors are not those of the model.
     """
     description = shards.manifest.model
     for layer in description.layers:
-        yield from shards.tensors(layer.name, layer_tensors(model, description, layer.index)).items()
+        if not {*names}.isdisjoint(description.stored()[layer.name]):
+            tensors = shards.tensors(layer.name, layer_tensors(model, description, layer.index))
+            yield from ((name, tensor) for name, tensor in tensors.items() if name in names)
 
 
-def _hf_tensors(opened: HFModel, model: PreTrainedModel) -> NamedTensors:
+def _hf_tensors(opened: HFModel, model: PreTrainedModel, names: Collection[str]) -> NamedTensors:
     """Yield parameters and stored buffers of a Hugging Face directory by name, one at a time."""
     for name in names_of(model):
-        yield from opened.read([name]).items()
+        if name in names:
+            yield from opened.read([name]).items()
 
 
 def _fill(model: PreTrainedModel, tensors: NamedTensors, device: torch.device) -> None:

@@ -87,9 +87,14 @@ class GenerateOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device: "auto" = a GPU if the host has one, else the CPU."""
 
-    def check(self) -> None:
-        """Raise ValueError for the first invalid option."""
+    def check(self, world_size: int = 1) -> None:
+        """Raise ValueError for the first invalid option. world_size: number of processes."""
         self.decoding.check()
+        if world_size > 1 and (self.decoding.num_beams > 1 or self.adapter is not None):
+            option = "--adapter" if self.adapter else "--num-beams"
+            raise ValueError(f"{option} needs the whole model in one process; start acsgd generate without torchrun")
+        if world_size > 1 and self.prompt is None and self.file is None:
+            raise ValueError("a chat runs in one process; give --prompt or --file, or start it without torchrun")
         if self.prompt is not None and self.file is not None:
             raise ValueError("--prompt and --file exclude each other; give one of them")
         if (self.file is None) != (self.out is None):

@@ -1,0 +1,110 @@
+"""Laws of `acsgd generate` on several ranks: the texts are those of one process, whatever the number of stages."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from lib.commands import acsgd
+from lib.model_types import CAUSAL, small_config
+from lib.models import blocks_of
+from lib.ranks import on_ranks
+from lib.saved import small_run, train_alone
+from transformers import RwkvConfig
+
+from acsgd import __main__ as entry
+from acsgd.commands.generation.options import GenerateOptions
+from acsgd.commands.generation.trial import find_difference
+from acsgd.config.options import AdapterConfig
+from acsgd.config.run_file import parse_flags
+from acsgd.model_classes import MODEL_CLASSES
+
+pytestmark = pytest.mark.usefixtures("known_models")
+
+TinyModel = Callable[..., Path]
+TEXTS = ["The", "The statement of the list", "x =", "A class definition is an executable", "for", "and so on: 1, 2, 3"]
+
+
+def generate_on_rank(rank: int, world_size: int, ports: Sequence[int], commands: Sequence[Sequence[str]]) -> None:
+    """Run commands of `python -m acsgd`, one after another, as torchrun starts them. ports: of the store of each."""
+    for port, arguments in zip(ports, commands, strict=True):
+        os.environ |= {
+            **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            **{"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"},
+        }
+        entry.main(["generate", *arguments], prog="python -m acsgd")
+
+
+def begin(whole: Path, target: Path, *, records: int) -> None:
+    """Write the first records of an output file, as if its process had been killed after them."""
+    target.write_text("".join(whole.read_text().splitlines(keepends=True)[:records]))
+    shutil.copy(f"{whole}.options.json", f"{target}.options.json")
+
+
+def test_texts_of_stages_are_those_of_one_process(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """A tied table, sliding windows and a checkpoint with LoRA; greedy and sampled, more batches than are on their way;
+    and a file that one process has begun."""
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(f"{json.dumps({'prompt': text})}\n" for text in TEXTS * 2))
+    tied = tiny_model("gpt2", tie_word_embeddings=True, **blocks_of("gpt2", 4))
+    windows = tiny_model("mistral", **blocks_of("mistral", 4))
+    adapted = train_alone(replace(small_run(tied, tmp_path / "run"), adapter=AdapterConfig("lora:r=2")))
+    commands = {
+        "greedy": [str(tied), "--batch", "2"],
+        "sampled": [str(windows), "--batch", "3", "--temperature", "1.5", "--dtype", "bfloat16"],
+        "adapter": [str(adapted), "--batch", "4"],
+    }
+    together = []
+    for name, arguments in commands.items():
+        arguments += ["--file", str(source), "--max-new-tokens", "12"]
+        code, printed = acsgd("generate", *arguments, "--out", tmp_path / f"{name}-alone")
+        assert code == 0, printed
+        together.append([*arguments, "--out", str(tmp_path / name)])
+    begin(tmp_path / "greedy-alone", tmp_path / "greedy", records=3)
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in together]
+    on_ranks(3, generate_on_rank, [store.port for store in stores], together)
+    for name in commands:
+        assert (tmp_path / name).read_text() == (tmp_path / f"{name}-alone").read_text()
+        assert len({*(tmp_path / name).read_text().splitlines()}) > 4, "a test that can fail"
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(name, marks=[] if name in ("gpt_neo", "bloom", "deepseek_v3") else pytest.mark.soak)
+        for name in CAUSAL
+    ],
+)
+def test_a_trial_finds_no_difference_for_any_type(model_type: str) -> None:
+    """Each stage takes positions, windows and biases from its own cache."""
+    config = small_config(model_type)
+    model_class = MODEL_CLASSES["lm"]
+    assert find_difference(model_class, config, model_class.layers(config)) == ""
+
+
+def test_a_model_that_does_not_generate_in_stages_is_refused() -> None:
+    """A recurrent state is not a list of keys."""
+    model_class, config = MODEL_CLASSES["lm"], RwkvConfig(hidden_size=32, num_hidden_layers=2, vocab_size=96)
+    assert "start it without torchrun" in find_difference(model_class, config, model_class.layers(config))
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--num-beams", "2", "--prompt", "x"], "--num-beams needs the whole model"),
+        (["--adapter", "adapter", "--prompt", "x"], "--adapter needs the whole model"),
+        ([], "a chat runs in one process"),
+    ],
+)
+def test_what_needs_one_process_is_refused_under_torchrun(words: Sequence[str], reason: str) -> None:
+    options = parse_flags(GenerateOptions, ["model", *words], prog="acsgd generate")
+    options.check()
+    with pytest.raises(ValueError, match=reason):
+        options.check(world_size=2)
