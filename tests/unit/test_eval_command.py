@@ -219,6 +219,7 @@ REFUSED = [
     ("--data a.txt --stages 0", 1, "--stages=0 must be at least 1, at most 65536"),
     ("--data a.txt --timeout nan", 1, "--timeout=nan must be at least 0.1, at most 1000000"),
     ("--data a.txt --top-k 5", 1, "--top-k applies to sampling; add, for example, --temperature 1"),
+    ("--data a.txt --generate --seed 1", 1, "--seed applies to sampling; add, for example, --temperature 1"),
 ]
 """Flags, number of processes, and the message."""
 
@@ -228,6 +229,21 @@ def test_invalid_options_are_refused(flags: str, processes: int, message: str) -
     with pytest.raises(ValueError) as refused:
         parse_flags(EvalOptions, ["model", *flags.split()], prog="acsgd eval").check(processes)
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--data a.txt --sequence 8 --rows pack --long skip --micro 2 --stages 2 --metrics accuracy --json", None),
+        ("--data a.txt --generate --max-new-tokens 8 --format io --on-error skip --json", None),
+        ("--data a.txt --max-new-tokens 8", "--max-new-tokens has no effect on the loss; add --generate, or remove it"),
+        ("--generate --sequence 8 --micro 2", "--sequence, --micro have no effect on generated answers; remove them"),
+        ("--lm-eval x --json --rows pack", "--rows, --json have no effect on tasks of lm-eval; remove them"),
+    ],
+)
+def test_options_without_effect_on_what_is_evaluated_are_reported(flags: str, sentence: str | None) -> None:
+    options = parse_flags(EvalOptions, ["model", *flags.split()], prog="acsgd eval")
+    assert options.describe_unread() == ([sentence] if sentence else [])
 
 
 def test_a_model_that_does_not_fit_the_command_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:

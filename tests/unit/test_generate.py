@@ -381,6 +381,7 @@ def test_a_wrong_record_is_named_before_any_work(
         (("--prompt", "a", "--file", "b"), "--prompt and --file exclude each other; give one of them"),
         (("--file", "b"), "--file and --out belong together; give both, or --prompt"),
         (("--prompt", "a", "--field", "b"), "--field names a field of --file; give --file, too"),
+        (("--prompt", "a", "--batch", "4"), "--batch is a number of prompts of --file; give --file, too"),
         (("--prompt", "a", "--top-k", 5), "--top-k applies to sampling; add, for example, --temperature 1"),
         (("--prompt", "a", "--top-p", 0), "--top-p=0.0 must be greater than 0, at most 1"),
         (("--prompt", "a", "--max-new-tokens", 0), "--max-new-tokens=0 must be at least 1, at most 1048576"),

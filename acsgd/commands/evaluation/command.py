@@ -82,6 +82,9 @@ def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], Non
     """
     options = parse_flags(EvalOptions, argv, prog=prog, is_main=launch.rank == 0)
     options.check(launch.world_size)
+    if launch.rank == 0:
+        for note in options.describe_unread():
+            print_note(note)
     if options.generate or options.lm_eval is not None:
         with report_startup_error(launch), reporting_stop():
             _run_alone(options, launch)

@@ -15,6 +15,10 @@ from acsgd.config.ranges import Range, out_of_range
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Types of parameters by their names in options of a run -> names in torch."""
+OF_LOSS = ("metrics", "sequence", "rows", "long", "targets", "stages", "micro", "timeout")
+"""Options without effect on generated answers."""
+OF_RECORDS = ("task", "format", "fields", "input_format", "output_format", "split_special_tokens", "on_error", "json")
+"""Further options without effect on tasks of lm-eval."""
 
 
 @dataclass(frozen=True)
@@ -99,3 +103,16 @@ class EvalOptions:
         if world_size > 1 and (self.generate or self.lm_eval is not None):
             option = "--generate" if self.generate else "--lm-eval"
             raise ValueError(f"{option} runs in one process; start acsgd eval without torchrun")
+
+    def describe_unread(self) -> list[str]:
+        """Return a sentence on the options that are given but have no effect on what is evaluated, if there are any."""
+        unread = [*OF_LOSS] if self.generate else [*OF_LOSS, *OF_RECORDS] if self.lm_eval is not None else []
+        given = [name for name in unread if getattr(self, name) != getattr(EvalOptions, name)]
+        if not self.generate:
+            given += [name for name, value in vars(self.decoding).items() if value != getattr(Decoding, name)]
+        if not given:
+            return []
+        what = "generated answers" if self.generate else "tasks of lm-eval" if self.lm_eval is not None else "the loss"
+        flags, many = ", ".join(f"--{name.replace('_', '-')}" for name in given), len(given) > 1
+        add = "add --generate, or " if what == "the loss" else ""
+        return [f"{flags} {'have' if many else 'has'} no effect on {what}; {add}remove {'them' if many else 'it'}"]

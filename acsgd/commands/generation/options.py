@@ -37,8 +37,10 @@ class Decoding:
         for error in out_of_range(self):
             name, _, rest = error.partition("=")
             raise ValueError(f"--{name.replace('_', '-')}={rest}")
-        if not self.temperature and (self.top_k or self.top_p < 1):
-            option = "--top-k" if self.top_k else "--top-p"
+        of_sampling = {"--top-k": self.top_k > 0, "--top-p": self.top_p < 1, "--seed": self.seed > 0}
+        if not self.temperature and (
+            option := next((name for name, is_given in of_sampling.items() if is_given), None)
+        ):
             raise ValueError(f"{option} applies to sampling; add, for example, --temperature 1")
 
     def describe(self) -> str:
@@ -101,3 +103,5 @@ class GenerateOptions:
             raise ValueError("--file and --out belong together; give both, or --prompt")
         if self.field is not None and self.file is None:
             raise ValueError("--field names a field of --file; give --file, too")
+        if self.decoding.batch != Decoding.batch and self.file is None:
+            raise ValueError("--batch is a number of prompts of --file; give --file, too")
