@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from lib.saved import SMALL, small_run, train_alone
@@ -419,17 +420,24 @@ def test_a_batch_that_exceeds_the_memory_of_the_host_is_refused(
     )
 
 
-@pytest.mark.parametrize("key", ["log.dir", "checkpoint.dir"])
+@pytest.mark.parametrize(
+    ("key", "flags", "reason"),
+    [
+        ("log.dir", 0, "no permission to write to"),
+        ("checkpoint.dir", os.ST_RDONLY, "no writing to the read-only file system of"),
+    ],
+)
 def test_a_directory_without_write_permission_is_refused(
-    key: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    key: str, flags: int, reason: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Root can write anywhere, so the answer of the system is replaced."""
     locked = tmp_path / "locked"
     locked.mkdir()
     may = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: not Path(path).is_relative_to(locked) and may(path, mode))
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=flags))
     message = refuse(tmp_path, f"--model.name {tiny_model()} --{key} locked/run")
-    assert message == f"{key}=locked/run: no permission to write to {locked}; give another directory"
+    assert message == f"{key}=locked/run: {reason} {locked}; give another directory"
 
 
 def test_a_file_of_the_run_directory_of_another_type_is_refused_at_once(tiny_model: TinyModel, tmp_path: Path) -> None:

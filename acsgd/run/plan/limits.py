@@ -174,7 +174,9 @@ def _check_writable(key: str, directory: str) -> None:
     if not existing.is_dir():
         raise ValueError(f"{key}={directory}: {existing} is a file; give a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"{key}={directory}: no permission to write to {existing}; give another directory")
+        is_read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
+        reason = "no writing to the read-only file system of" if is_read_only else "no permission to write to"
+        raise ValueError(f"{key}={directory}: {reason} {existing}; give another directory")
 
 
 def _check_run_files(log: LogConfig, rank: int) -> None:
