@@ -15,7 +15,7 @@ import pytest
 import torch
 from lib.models import save_tiny_model
 from lib.patience import TEST_S, stretched
-from lib.shared import DIRECTORY, remember_layers, share_caches
+from lib.shared import DIRECTORY, share_caches, use_own_caches
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -108,9 +108,9 @@ def selected(request: pytest.FixtureRequest) -> Callable[[str], set[Any]]:
 
 
 @pytest.fixture
-def known_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Examine the config of a model once for all tests that use this, not once per command."""
-    remember_layers(monkeypatch)
+def own_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examine models as outside of tests, where that is what is tested."""
+    use_own_caches(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="session")

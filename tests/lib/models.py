@@ -42,16 +42,9 @@ DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 """Options of a GPT-2 with dropout."""
 
 
-_derived: dict[str, ModelLayers] = {}
-"""Layers by task and config."""
-
-
 def layers_of(config: PreTrainedConfig, task: str = "lm") -> ModelLayers:
-    """Return the layers of a model, derived once per config and task."""
-    key = task + config.to_json_string(use_diff=False)
-    if key not in _derived:
-        _derived[key] = MODEL_CLASSES[task].layers(config)
-    return _derived[key]
+    """Return the layers of a model."""
+    return MODEL_CLASSES[task].layers(config)
 
 
 def first_modules(model: PreTrainedModel) -> list[torch.nn.Module]:

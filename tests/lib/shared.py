@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import hashlib
+import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
 from transformers import PreTrainedConfig
 
 from acsgd.config.options import Config
@@ -18,7 +21,8 @@ from acsgd.io.data.row_spec import RowSpec
 from acsgd.io.data.sources.base import Source
 from acsgd.io.data.sources.sources import Demo
 from acsgd.io.data.tokens.corpus import Corpus
-from acsgd.layers.description import ModelLayers
+from acsgd.io.files.fields import from_json
+from acsgd.layers.description import ModelLayers, Verification
 from acsgd.model_classes import ModelClass
 from acsgd.run.plan import model
 from acsgd.run.plan.layers_cache import LayersCache
@@ -28,28 +32,69 @@ from acsgd.tasks import find_task
 
 DIRECTORY = "ACSGD_TEST_SHARED"
 """Environment variable with the directory of the caches, for the server that processes are forked from."""
-LAYERS, TOKENS = "layers", "tokens"
+LAYERS, TOKENS, EXAMINED = "layers", "tokens", "examined"
 """Caches in the directory."""
 
 _own_cache, _own_tokens = model.layers_cache, rows.open_tokens
+_own_examinations = (ModelClass.layers, ModelClass.verify, configs._run_one_block)
 
 
 def share_caches() -> None:
     """Let runs of this process, and of those forked from it, use the directory instead of a cache beside each run.
 
-    For layers, and for the tokens of the demo texts, which take half a second to make.
+    For layers, and for the tokens of the demo texts, which take half a second to make. Commands, too, examine a config
+    only if no process has done so before: derive the layers, compare them with the model, and run one block.
     """
     if DIRECTORY in os.environ:
         rows.open_tokens = _shared_tokens
         for module in _modules_with(_own_cache):
             module.layers_cache = _shared_cache  # type: ignore[attr-defined]
+        layers, verify, run_one_block = _own_examinations
+        _examine(_once(layers, ModelLayers), _once(verify, Verification), _once(run_one_block, None))
 
 
-def use_own_caches(patch: Callable[[object, str, object], None] = setattr) -> None:
-    """Let the runs of this process use the cache beside each run, as outside of tests.
+def _examine(layers: Any, verify: Any, run_one_block: Any, patch: Callable[[Any, str, Any], None] = setattr) -> None:
+    patch(ModelClass, "layers", layers)
+    patch(ModelClass, "verify", verify)
+    patch(configs, "_run_one_block", run_one_block)
+
+
+def _once(function: Callable[..., Any], result_type: Any) -> Callable[..., Any]:
+    """Return a function that examines a config once for all processes. What raises an error is run again."""
+    known: dict[str, Any] = {}
+
+    def once(*args: Any) -> Any:
+        name = hashlib.sha256(repr((function.__qualname__, *map(_identity, args))).encode()).hexdigest()[:32]
+        path = Path(os.environ[DIRECTORY]) / EXAMINED / f"{name}.json"
+        if name not in known and path.exists():
+            known[name] = from_json(result_type, json.loads(path.read_text())) if result_type else None
+        if name not in known:
+            known[name] = function(*args)
+            with contextlib.suppress(OSError):  # a test has limited the size of files
+                path.parent.mkdir(parents=True, exist_ok=True)
+                unfinished = path.with_suffix(f".{os.getpid()}")
+                unfinished.write_text(json.dumps(asdict(known[name]) if result_type else None))
+                unfinished.rename(path)
+        return known[name]
+
+    return once
+
+
+def _identity(argument: Any) -> object:
+    """Return what an examination depends on, with the same text in all processes."""
+    if isinstance(argument, PreTrainedConfig):
+        return argument.to_json_string(use_diff=False)
+    if isinstance(argument, ModelClass):
+        return type(argument).__qualname__, argument.name, argument.auto_name, argument.inputs
+    return argument
+
+
+def use_own_caches(patch: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Let the runs of this process use the cache beside each run, and examine each config, as outside of tests.
 
     patch: what sets an attribute; that of monkeypatch, in a process of several tests.
     """
+    _examine(*_own_examinations, patch)
     patch(rows, "open_tokens", _own_tokens)
     for module in _modules_with(_shared_cache):
         patch(module, "layers_cache", _own_cache)
@@ -80,27 +125,3 @@ def _shared_tokens(source: Source, spec: RowSpec, tokenizer: Any, cache_dir: Pat
     if isinstance(source, Demo):
         cache_dir, kwargs["reports_wait"] = Path(os.environ[DIRECTORY]) / TOKENS, False
     return _own_tokens(source, spec, tokenizer, cache_dir, *args, **kwargs)
-
-
-_derived: dict[tuple[str, str], ModelLayers] = {}
-_run: set[tuple[str, str]] = set()
-
-
-def remember_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let commands in this process derive the layers of a config once, and run one block of it once, for all tests."""
-    derive, run_one_block = ModelClass.layers, configs._run_one_block
-
-    def layers(task: ModelClass, config: PreTrainedConfig) -> ModelLayers:
-        key = (task.name, config.to_json_string(use_diff=False))
-        if key not in _derived:
-            _derived[key] = derive(task, config)
-        return _derived[key]
-
-    def run_once(config: PreTrainedConfig, task: ModelClass) -> None:
-        key = (task.name, config.to_json_string(use_diff=False))
-        if key not in _run:
-            run_one_block(config, task)
-            _run.add(key)
-
-    monkeypatch.setattr(ModelClass, "layers", layers)
-    monkeypatch.setattr(configs, "_run_one_block", run_once)

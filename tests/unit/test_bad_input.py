@@ -24,8 +24,6 @@ from acsgd.shards.config import longest_sequence
 from acsgd.shards.convert import from_hf
 from acsgd.shards.manifest import MANIFEST, VERSION, Manifest
 
-pytestmark = pytest.mark.usefixtures("known_models")
-
 TinyModel = Callable[..., Path]
 
 

@@ -30,8 +30,6 @@ from acsgd.shards.export import to_hf
 from acsgd.shards.legacy.convert import from_legacy, to_legacy
 from acsgd.shards.manifest import StoredFile
 
-pytestmark = pytest.mark.usefixtures("known_models")
-
 TinyModel = Callable[..., Path]
 
 

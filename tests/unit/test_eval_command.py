@@ -34,8 +34,6 @@ from acsgd.run.plan.job import prepare
 from acsgd.run.setup.data import held_out_records, open_data, open_held_out
 from acsgd.streams import Streams
 
-pytestmark = pytest.mark.usefixtures("known_models")
-
 TinyModel = Callable[..., Path]
 
 

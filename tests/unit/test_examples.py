@@ -19,8 +19,6 @@ from acsgd.model_classes import MODEL_CLASSES
 from acsgd.run.plan.plugins import check_capabilities, parse_plugins
 from acsgd.tasks import check_options
 
-pytestmark = pytest.mark.usefixtures("known_models")
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEOX = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
 OPT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "ffn_dim": 48, "word_embed_proj_dim": 32}

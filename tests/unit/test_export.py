@@ -13,8 +13,6 @@ from lib.saved import SMALL, small_run, train_alone
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-pytestmark = pytest.mark.usefixtures("known_models")
-
 TinyModel = Callable[..., Path]
 
 

@@ -44,8 +44,6 @@ from acsgd.config.run_file import parse_flags
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.data.formats.formats import read_options
 
-pytestmark = pytest.mark.usefixtures("known_models")
-
 TinyModel = Callable[..., Path]
 
 TEXTS = ["The", "The statement of the list", "x =", "A class definition is an executable", "for", "and so on: 1, 2, 3"]

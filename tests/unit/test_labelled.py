@@ -32,8 +32,6 @@ from acsgd.run.setup.data import open_data
 from acsgd.run.setup.inputs import open_inputs
 from acsgd.tasks import check_options
 
-pytestmark = pytest.mark.usefixtures("known_models")
-
 SENTENCES = ["One two three.", "No", "A sentence that is longer than all the others here, by far.", "What? This!"]
 LABELS = [1, 0, 2, 1]
 T = 12

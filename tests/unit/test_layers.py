@@ -32,6 +32,8 @@ from acsgd.layers.verify import (
 )
 from acsgd.model_classes import MODEL_CLASSES
 
+pytestmark = pytest.mark.usefixtures("own_caches")
+
 Change = Callable[[ModelLayers], ModelLayers]
 
 

@@ -15,8 +15,6 @@ from lib.legacy import OLD, old_deberta, old_model, save_deberta, save_layers, s
 from lib.saved import SMALL, assert_describes_its_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-pytestmark = pytest.mark.usefixtures("known_models")
-
 TYPES = sorted(OLD)
 BUFFERS = ("attn.bias", "attention.bias", "masked_bias", "inv_freq")
 """Ends of the names of buffers."""

@@ -37,8 +37,6 @@ from acsgd.shards.generation import as_field, read_generation_config, set_specia
 from acsgd.shards.hub import open_model
 from acsgd.shards.tokenizer import load_tokenizer
 
-pytestmark = pytest.mark.usefixtures("known_models")
-
 TinyModel = Callable[..., Path]
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%064d\nsize 1000\n" % 0
 
