@@ -12,7 +12,7 @@ import transformers
 from acsgd.config.options import Config
 from acsgd.elastic.membership.messages import Setup, SharedFiles
 from acsgd.io.data.sources.sources import files_of
-from acsgd.pp.schedules.actions import Placement
+from acsgd.pp.schedules.programs import RankPrograms
 from acsgd.run.initial_weights import base_checksums, base_directory
 from acsgd.run.plan.job import Job
 from acsgd.run.plan.layout import Cut, divide, layers_by_rank
@@ -103,7 +103,7 @@ def _cut_of(job: Job, ranks: int) -> Cut:
     """Return the layers of each position of a pipeline of fewer ranks, as `prepare` divides them."""
     stages = ranks * job.plugins.schedule.chunks
     specs = divide(job.config, job.model, stages, None if stages == 1 else job.layout.costs)
-    return layers_by_rank(Placement(ranks, stages), specs)
+    return layers_by_rank(RankPrograms(job.plugins.schedule, ranks, 0).placement, specs)
 
 
 def with_stages(config: Config, stages: int) -> Config:

@@ -286,9 +286,7 @@ class Stage:
         for layer in self.layers:
             if self.graph_per_layer and graphs is not None and layer is not self.layers[0]:
                 graphs.append(_Graph(entering, state))
-                state = entering = {
-                    name: x.detach().requires_grad_(requires_grad=x.requires_grad) for name, x in state.items()
-                }
+                state = entering = {name: x.detach().requires_grad_(x.requires_grad) for name, x in state.items()}
             run = self._layer(layer.spec, micro, inputs, context, labels)
             if self._recompute:
                 state = checkpoint(run, state, use_reentrant=False, preserve_rng_state=False)

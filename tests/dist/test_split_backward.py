@@ -34,7 +34,7 @@ def train_on_rank(rank: int, world_size: int, store: Path, configs: Sequence[Con
 @pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_training_in_two_parts_is_that_of_whole_backwards(tiny_model: TinyModel, tmp_path: Path, stages: int) -> None:
     """With dropout, masks per sample, copies and rows of a tied head, codecs, 16 bits, and adapters."""
-    tied, untied = tiny_model(**DROPOUT, n_layer=4), tiny_model("llama", num_hidden_layers=4)
+    tied, untied = tiny_model(**DROPOUT, n_layer=2 * stages), tiny_model("llama", num_hidden_layers=2 * stages)
     whole = [
         make_config(tied, tmp_path, stages=stages, **QUANTIZED),
         make_config(tied, tmp_path, stages=stages, tied="dense", dropout_mask="sample"),
@@ -42,5 +42,12 @@ def test_training_in_two_parts_is_that_of_whole_backwards(tiny_model: TinyModel,
     ]
     whole.append(replace(whole[-1], adapter=AdapterConfig(spec="lora")))
     split = [replace(config, pp=replace(config.pp, schedule="zb")) for config in whole]
-    for trained in on_ranks(stages, train_on_rank, tmp_path / "store", [*whole, *split]):
-        assert trained[: len(whole)] == trained[len(whole) :]
+    folded = [replace(config, pp=replace(config.pp, schedule="zbv")) for config in whole]
+    by_rank = on_ranks(stages, train_on_rank, tmp_path / "store", [*whole, *split, *folded])
+    for trained in by_rank:
+        assert trained[: len(whole)] == trained[len(whole) : 2 * len(whole)]
+    # of zbv, ranks have other layers, and codecs are at other boundaries
+    by_config = [[losses for losses, _ in ranks] for ranks in zip(*by_rank, strict=True)]
+    totals = [[sum(step) for step in zip(*ranks, strict=True)] for ranks in by_config]
+    assert totals[1:4] == [pytest.approx(each, rel=1e-5) for each in totals[-3:]]
+    assert totals[2] == totals[-2]

@@ -73,7 +73,13 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("flags", "world_size", "message"),
     [
-        ("--pp.schedule 1f2b", 1, 'pp.schedule="1f2b": unknown name "1f2b"; use "gpipe", "1f1b" or "interleaved"'),
+        (
+            "--pp.schedule 1f2b",
+            1,
+            'unknown name "1f2b"; use "gpipe", "1f1b", "interleaved", "zb" or "zbv"',
+        ),
+        ("--pp.schedule zb --model.recompute layers", 1, "model.recompute=layers computes them together; remove one"),
+        ("--pp.schedule zbv --model.compile", 1, "model.compile=true computes them together; remove one of both"),
         ("--pp.schedule interleaved:chunk=2", 1, 'has no option "chunk"; it takes "chunks" or "lead"'),
         ("--pp.forward fixpoint8", 1, 'pp.forward="fixpoint8": unknown name'),
         ("--dp.domain=", 1, "dp.domain is empty; give a name such as --dp.domain rack-1"),

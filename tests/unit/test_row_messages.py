@@ -14,7 +14,8 @@ from acsgd.pp.schedules.rows import MAX_GROUPS, Pacing, RowRoute, group_width
 from acsgd.pp.schedules.schedules import GPipe, OneFOneB
 from acsgd.pp.schedules.simulate import Cost, Timeline, main, simulate
 
-SPECS = [*SCHEDULES, "1f1b:lead=3", "interleaved:lead=1", "interleaved:chunks=3"]
+# of zbv the first rank has all layers that use the table
+SPECS = [*(name for name in SCHEDULES if name != "zbv"), "1f1b:lead=3", "interleaved:lead=1", "interleaved:chunks=3"]
 SIZES = [*itertools.product((2, 3, 4), (1, 2, 5, 8))]
 """Ranks and micro-batches."""
 

@@ -14,7 +14,7 @@ from acsgd.config.spec import from_spec, to_spec
 from acsgd.pp import SCHEDULES, Action, Op, Program, Schedule, draw, forwards, lower, parse_action, validate
 from acsgd.pp.schedules.actions import OPERATIONS, ROW_GRADIENTS, ROWS, Operation, Placement
 from acsgd.pp.schedules.dependencies import Dependencies
-from acsgd.pp.schedules.schedules import GPipe, Interleaved, OneFOneB, ZeroBubble
+from acsgd.pp.schedules.schedules import GPipe, Interleaved, OneFOneB, ZeroBubble, ZeroBubbleV
 from acsgd.pp.schedules.simulate import Cost, main, simulate
 
 SPECS = [*SCHEDULES, "1f1b:lead=2", "zb:lead=2", "interleaved:chunks=1,lead=1", "interleaved:chunks=3"]
@@ -46,7 +46,7 @@ def test_evaluations_are_the_forwards_in_order_and_never_deadlock(schedule: Sche
 @pytest.mark.parametrize("backward", [1, 2, Fraction(5, 2)])
 def test_bubble_is_exactly_the_formula(schedule: Schedule, backward: Fraction) -> None:
     """If backwards are split, that of F, I and W that take equally long."""
-    for ranks, micros in SIZES if backward == 2 or not isinstance(schedule, ZeroBubble) else ():
+    for ranks, micros in SIZES if backward == 2 or not isinstance(schedule, ZeroBubble | ZeroBubbleV) else ():
         timeline = simulate(lower(schedule.program(ranks, micros)), Cost(backward=backward))
         assert timeline.bubble == schedule.bubble(ranks, micros), (ranks, micros)
         assert timeline.busy == [schedule.chunks * micros * (1 + backward)] * ranks
@@ -56,8 +56,9 @@ def test_bubble_is_exactly_the_formula(schedule: Schedule, backward: Fraction) -
 def test_micros_and_reduces_come_in_order(schedule: Schedule) -> None:
     """Each stage runs its micro-batches in ascending order; each rank reduces its first stage last."""
     for ranks, micros in SIZES:
-        for rank, actions in enumerate(lower(schedule.program(ranks, micros))):
-            stages = Placement(ranks, ranks * schedule.chunks).stages_of(rank)
+        program = lower(schedule.program(ranks, micros))
+        for rank, actions in enumerate(program):
+            stages = Placement.of(program).stages_of(rank)
             assert [action.stage for action in actions if action.op is Op.R] == list(reversed(stages))
             for stage in stages:
                 for op in {action.op for action in actions if action.is_compute}:
@@ -102,6 +103,13 @@ def test_gradients_of_weights_fill_waits_as_in_the_paper() -> None:
             waits = (ranks - 1) * (forward + inputs) - (min(ranks, micros) - 1) * weight
             assert timeline.makespan == micros * (forward + inputs + weight) + waits
             assert timeline.peak_in_flight == [min(ranks, micros)] * ranks
+
+
+def test_zb_v_has_the_first_and_the_last_stage_on_one_rank_and_keeps_what_zb_h1_keeps() -> None:
+    for ranks, micros in SIZES:
+        program = ZeroBubbleV().program(ranks, micros)
+        assert {each.stage for each in program[0]} == {0, 2 * ranks - 1}
+        assert max(peak_in_flight(ZeroBubbleV(), ranks, micros)) == 2 * min(ranks, micros)  # of half as many layers
 
 
 def test_lead_of_split_backwards_hides_delays_but_that_of_the_first_input() -> None:

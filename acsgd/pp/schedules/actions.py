@@ -197,17 +197,27 @@ def label_ranks(lines: Sequence[str]) -> str:
 
 
 class Placement(NamedTuple):
-    """Stages dealt to the ranks of a pipeline in turn: stage s lies on rank s % ranks."""
+    """Stages dealt to the ranks of a pipeline in turn: stage s lies on rank s % ranks, or, if folded, every second turn
+    goes backwards, so that the first and the last of 2 * ranks stages share a rank."""
 
     ranks: int
     """Ranks of the pipeline."""
     stages: int
     """Stages of the model; `ranks` or a multiple of it."""
+    is_folded: bool = False
+
+    @classmethod
+    def of(cls, program: Program) -> Placement:
+        """Return the placement of a program, whose stages count from 0: folded if its last rank has two in a row."""
+        ranks = len(program)
+        stages = 1 + max((action.stage for actions in program for action in actions), default=-1)
+        return cls(ranks, stages, ranks > 1 and any(action.stage == ranks for action in program[-1]))
 
     def rank_of(self, stage: int) -> int:
         """Return the rank that holds a stage."""
-        return stage % self.ranks
+        turn, index = divmod(stage, self.ranks)
+        return self.ranks - 1 - index if self.is_folded and turn % 2 else index
 
-    def stages_of(self, rank: int) -> range:
+    def stages_of(self, rank: int) -> list[int]:
         """Return the stages that a rank holds, in ascending order."""
-        return range(rank, self.stages, self.ranks)
+        return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]

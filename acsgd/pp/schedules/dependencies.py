@@ -42,9 +42,7 @@ class Dependencies:
     @classmethod
     def of(cls, program: Program, first_backward: int = 0) -> "Dependencies":
         """Return the dependencies of a program, whose stages count from 0. first_backward: see the class."""
-        actions = [action for of_rank in program for action in of_rank]
-        stages = 1 + max((action.stage for action in actions), default=-1)
-        return cls(Placement(len(program), stages), actions, first_backward)
+        return cls(Placement.of(program), [action for of_rank in program for action in of_rank], first_backward)
 
     def source(self, compute: Action) -> Action | None:
         """Return the computation of a neighbouring stage that gives a computation its input, if there is one."""
@@ -54,12 +52,13 @@ class Dependencies:
     def messages(self, compute: Action) -> tuple[Action, ...]:
         """Return the send and the receive of a computation's output; () if it stays on its rank, or is not needed."""
         route = compute.operation.route
-        if route is None or self.placement.ranks == 1:
+        if route is None:
             return ()
         if route == GRADIENT and compute.stage <= self._first_backward:
             return ()
         send = Action(route.send, compute.stage, compute.micro)
-        return (send, send.receive) if self._exists(send.peer) else ()
+        rank_of = self.placement.rank_of
+        return (send, send.receive) if self._exists(send.peer) and rank_of(send.peer) != rank_of(send.stage) else ()
 
     def inputs(self, compute: Action) -> tuple[Action, ...]:
         """Return the computations that must have run before a computation."""

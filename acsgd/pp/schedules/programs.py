@@ -38,6 +38,11 @@ class RankPrograms:
     """Micro-batches per group of rows."""
 
     @property
+    def placement(self) -> Placement:
+        """Which rank of the pipeline holds which stages."""
+        return Placement.of(self.schedule.program(self.ranks, 1))
+
+    @property
     def splits_backward(self) -> bool:
         """Whether backwards run in two parts."""
         return any(action.op is Op.I for actions in self.schedule.program(self.ranks, 1) for action in actions)
@@ -48,7 +53,7 @@ class RankPrograms:
         Without micro-batches, they are the reductions alone.
         """
         if micros == 0:  # in the order of those of a replica with micro-batches, which ends with its first stage
-            stages = Placement(self.ranks, self.ranks * self.schedule.chunks).stages_of(self.rank)
+            stages = self.placement.stages_of(self.rank)
             trained = [stage for stage in reversed(stages) if stage >= self.first_backward]
             tables = sorted({route.owner for route in self.routes}.intersection(stages))
             reduces = [*(Action(Op.R, stage) for stage in trained), *(Action(Op.RT, stage) for stage in tables)]
@@ -61,7 +66,7 @@ class RankPrograms:
 
     def use_order(self, micros: int, stage: int) -> UseOrder:
         """Return in which order a stage of the pipeline uses the rows of its micro-batches in training."""
-        return UseOrder.of(self._all(micros)[stage % self.ranks].train, stage)
+        return UseOrder.of(self._all(micros)[self.placement.rank_of(stage)].train, stage)
 
     def _all(self, micros: int) -> tuple[StepActions, ...]:
         """Return the actions of all ranks."""

@@ -75,7 +75,7 @@ def add_rows(program: Program, routes: Sequence[RowRoute], pacing: Pacing) -> Pr
     """
     if not routes:
         return program
-    placement = Placement(len(program), 1 + max(action.stage for actions in program for action in actions))
+    placement = Placement.of(program)
     program = list(program)
     for route in routes:
         owner, user = placement.rank_of(route.owner), placement.rank_of(route.user)

@@ -9,10 +9,11 @@ are split: then it is that of F, I and W that take equally long.
 To add a schedule, write such a class and add it to SCHEDULES; the tests run over this table.
 """
 
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 from typing import ClassVar, Protocol
 
 from acsgd.pp.schedules.actions import Action, Op, Placement, Program
@@ -154,11 +155,35 @@ class ZeroBubble:
         return Fraction(idle, 3 * micros + idle)
 
 
+@dataclass(frozen=True)
+class ZeroBubbleV:
+    """ZB-V: split backwards, and two stages per rank, of which the first rank has the first and the last.
+
+    Qi et al. 2024, arXiv:2405.15362. With 2 * ranks - 1 micro-batches or more, and F, I and W that take equally long,
+    each rank waits for its first input alone. It keeps the activations of at most as many micro-batches as there are
+    ranks. Tables that the first and the last layer share do not travel.
+    """
+
+    chunks: ClassVar[int] = 2
+
+    def program(self, ranks: int, micros: int) -> Program:
+        """Return the computations of each rank, in order."""
+        # of a step with as many micro-batches as fill the pipeline, without those that are too many
+        full = max(micros, 2 * ranks - 1)
+        return [[each for each in _of_v(rank, ranks, full) if each.micro < micros] for rank in range(ranks)]
+
+    def bubble(self, ranks: int, micros: int) -> Fraction:
+        """Return the idle share of the time of all ranks."""
+        idle = max(ranks - 1, 4 * (ranks - 1) - 2 * (micros - 1))
+        return Fraction(idle, 6 * micros + idle)
+
+
 SCHEDULES: dict[str, type[Schedule]] = {
     "gpipe": GPipe,
     "1f1b": OneFOneB,
     "interleaved": Interleaved,
     "zb": ZeroBubble,
+    "zbv": ZeroBubbleV,
 }
 
 
@@ -171,6 +196,31 @@ def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> 
     warmup = min(warmup, len(forwards))
     turns = [action for turn in zip(forwards[warmup:], backwards, strict=False) for action in turn]
     return forwards[:warmup] + turns + backwards[len(backwards) - warmup :]
+
+
+def _of_v(rank: int, ranks: int, micros: int) -> Iterator[Action]:
+    """Yield the computations of a rank of ZB-V, as in torch.distributed.pipelining. micros: 2 * ranks - 1 or more."""
+    counts: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(count)
+    first, last = rank, 2 * ranks - 1 - rank
+
+    def run(stage: int, ops: str, times: int = 1) -> Iterator[Action]:
+        for op in ops * times:
+            yield Action(Op(op), stage, next(counts[stage, op]))
+
+    yield from run(first, "F", 2 * (ranks - rank) - 1)
+    for _ in range(rank):
+        yield from run(last, "F")
+        yield from run(first, "F")
+    yield from run(last, "FIW", ranks - rank)
+    for turn in range(micros - ranks):
+        yield from run(first, "FIW" if turn < micros - 2 * ranks + 1 + rank else "IW")
+        yield from run(last, "FIW")
+    for _ in range(rank):
+        yield from run(first, "I")
+        yield from run(last, "I")
+    yield from run(first, "IW", ranks - rank)
+    yield from run(last, "W", rank)
+    yield from run(first, "W", rank)
 
 
 def _add_weights(computes: list[Action], behind: int) -> list[Action]:

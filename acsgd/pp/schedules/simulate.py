@@ -199,8 +199,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "last micro-batch uses take as long as those of the first",
     )
     options = parser.parse_args(arguments)
-    if options.rows and options.ranks == 1:
-        parser.error("--rows needs at least 2 ranks: one rank sends no rows")
+    if options.rows and (options.ranks == 1 or options.schedule == "zbv"):
+        parser.error("--rows needs the first and the last stage on two ranks: one rank sends no rows")
     return options
 
 

@@ -47,7 +47,7 @@ def validate(
 
 
 def _check_placement(program: Program, placement: Placement) -> None:
-    ranks, stages = placement
+    ranks, stages, _ = placement
     if not stages or stages % ranks:
         raise ValueError(f"{stages} stages on {ranks} ranks; the number of stages must be a multiple of the ranks")
     for (rank, index), action in _positions(program):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -37,15 +38,19 @@ class StageLayout:
     costs: tuple[float, ...] | None
     """Estimated cost of each layer; None if it was not needed for `specs`."""
 
-    @property
-    def placement(self) -> Placement:
-        """Which rank of a pipeline holds which stages."""
-        return Placement(self.topology.stages, len(self.specs))
+    placement: Placement
+    """Which rank of a pipeline holds which stages."""
 
     @property
     def stages(self) -> list[int]:
         """Indices of the stages this rank holds."""
-        return list(self.placement.stages_of(self.topology.stage_rank))
+        return self.placement.stages_of(self.topology.stage_rank)
+
+    @property
+    def shared_boundaries(self) -> list[int]:
+        """Boundaries that this rank shares with another, by the stage before each."""
+        here = [stage in self.stages for stage in range(len(self.specs))]
+        return [boundary for boundary, (before, after) in enumerate(pairwise(here)) if before != after]
 
     @property
     def has_last_stage(self) -> bool:

@@ -349,10 +349,10 @@ class _RankPlan:
         delta, per_step = partition.plugins.delta, len(partition.micro_ids) * partition.config.pp.micro
         if delta is None or delta.cache != "ram":
             return 0
-        for boundary, specs in enumerate(partition.shapes.boundaries):
-            ends = sum(stage in layout.stages for stage in (boundary, boundary + 1))
+        for boundary in layout.shared_boundaries:
+            specs = partition.shapes.boundaries[boundary]
             entry = sum(delta.entry_bytes(spec) for spec in specs.values() if spec.dtype.is_floating_point)
-            total += ends * entry * plan_capacity(delta, entry, samples=sequences, per_step=per_step)
+            total += entry * plan_capacity(delta, entry, samples=sequences, per_step=per_step)
         return total
 
 

@@ -117,9 +117,9 @@ def open_grid(config: Config, launch: Launch) -> RankGrid:
     check_deal(config, plugins)
     check_shard(config, plugins, topology.replicas, is_elastic=bool(launch.daemon))
     micro_ids = _deal(config, topology)
+    check_computes(config, topology.stages * plugins.schedule.chunks, most_micros(config, micro_ids))
     if RankPrograms(plugins.schedule, topology.stages, topology.stage_rank).splits_backward:
         check_split(config)
-    check_computes(config, topology.stages * plugins.schedule.chunks, most_micros(config, micro_ids))
     return RankGrid(topology, plugins, micro_ids, launch.local_world_size)
 
 
@@ -132,7 +132,8 @@ def divide_model(config: Config, grid: RankGrid, model: RunModel, streams: Strea
     """Divide the layers of a model over the ranks of a grid. Raises ValueError if they cannot be."""
     num_stages = grid.topology.stages * grid.plugins.schedule.chunks
     costs = costs_of(config, model, num_stages, streams)
-    layout = StageLayout(grid.topology, tuple(divide(config, model, num_stages, costs)), costs)
+    placement = RankPrograms(grid.plugins.schedule, grid.topology.stages, grid.topology.stage_rank).placement
+    layout = StageLayout(grid.topology, tuple(divide(config, model, num_stages, costs)), costs, placement)
     return Partition(config, *grid, streams, model, layout)
 
 

@@ -287,13 +287,10 @@ def _placeholders(job: Job) -> Inputs:
 
 def _open_links(job: Job, factory: LinkFactory) -> dict[int, Link]:
     """Open this rank's ends of all boundaries, in the order of boundaries, as the peers do."""
-    if job.topology.stages == 1:
-        return {}
     links = {}
-    for boundary in range(len(job.layout.specs) - 1):
-        for stage, other in ((boundary, boundary + 1), (boundary + 1, boundary)):
-            if stage in job.layout.stages:
-                links[boundary] = factory.open(boundary, peer=job.layout.rank_of(other), downstream=stage == boundary)
+    for boundary in job.layout.shared_boundaries:
+        sends = boundary in job.layout.stages
+        links[boundary] = factory.open(boundary, peer=job.layout.rank_of(boundary + sends), downstream=sends)
     return links
 
 

@@ -187,9 +187,7 @@ def plan_activation_caches(
             [boundary.values() for boundary in job.shapes.boundaries],
             samples=samples,
             per_step=len(job.micro_ids) * job.config.pp.micro,
-            ends=[
-                cut for stage in job.layout.stages for cut in (stage - 1, stage) if 0 <= cut < len(job.layout.specs) - 1
-            ],
+            ends=job.layout.shared_boundaries,
             processes=job.local_world_size,
             directory=Path(job.config.log.dir) / "activation-cache",
             replica=job.topology.replica,
