@@ -11,6 +11,7 @@ import pytest
 
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.record import RunEvent
+from acsgd.pp.schedules.schedules import OneFOneB
 from acsgd.run.session import Session
 from acsgd.run.step.hooks import LoopState
 from acsgd.run.step.pace import MIN_GAIN, NORMAL, PATIENCE, SLOW, WINDOW, Dealer, Pace, SpeedChange, Stragglers
@@ -65,7 +66,7 @@ def test_replicas_that_are_ready_when_the_run_returns_to_a_step_get_micro_batche
     job = SimpleNamespace(
         topology=SimpleNamespace(replica=1, replicas=2, stages=1),
         config=SimpleNamespace(data=SimpleNamespace(deal="even")),
-        plugins=SimpleNamespace(schedule=SimpleNamespace(chunks=1)),
+        plugins=SimpleNamespace(schedule=OneFOneB()),
         shapes=SimpleNamespace(num_micros=8),
     )
     events = list[RunEvent]()
