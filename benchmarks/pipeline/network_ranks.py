@@ -191,8 +191,8 @@ def zipf_tokens(micros: int, vocabulary: int) -> torch.Tensor:
     return frequencies.multinomial(math.prod(shape), replacement=True, generator=generator).view(shape)
 
 
-def save_model(directory: Path, *, vocabulary: int, tied: bool) -> Path:
-    """Write a GPT-2 of 3 M parameters besides its embedding, with new weights, and a placeholder tokenizer.
+def save_model(directory: Path, *, vocabulary: int, tied: bool, width: int = WIDTH) -> Path:
+    """Write a GPT-2 of 4 blocks, of 3 M parameters in its usual width, with new weights, and a placeholder tokenizer.
 
     tied: whether its head is the embedding.
     """
@@ -200,7 +200,7 @@ def save_model(directory: Path, *, vocabulary: int, tied: bool) -> Path:
         vocab_size=vocabulary,
         tie_word_embeddings=tied,
         n_positions=SEQUENCE,
-        n_embd=WIDTH,
+        n_embd=width,
         n_layer=BLOCKS,
         n_head=HEADS,
         resid_pdrop=0.0,

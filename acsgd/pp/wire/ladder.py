@@ -17,7 +17,7 @@ from acsgd.codecs.lossless import compress_
 from acsgd.config.ranges import Range
 from acsgd.config.spec import from_spec
 from acsgd.pp.wire.cache import ActivationCache, HostMemoryStore
-from acsgd.pp.wire.coder import Coder, StatelessCoder, TensorSpec, TransferInfo
+from acsgd.pp.wire.coder import EXACT, Coder, StatelessCoder, TensorSpec, TransferInfo
 from acsgd.pp.wire.delta import Delta, DeltaCoder
 from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.streams import Streams
@@ -42,10 +42,15 @@ class Rung(NamedTuple):
 
     def message_bytes(self, specs: Sequence[TensorSpec]) -> float:
         """Return the size of a message with these tensors, of cache hits if it is a delta."""
-        codec = self.codec.codec if isinstance(self.codec, Delta) else self.codec
+        return sum(HEADER_BYTES + self._body_bytes(spec) for spec in specs)
+
+    def _body_bytes(self, spec: TensorSpec) -> float:
+        if not spec.dtype.is_floating_point:
+            return wire_bytes(EXACT.wire(spec.shape, spec.dtype))
         if self.bits is not None:
-            return sum(HEADER_BYTES + self.bits / 8 * math.prod(spec.shape) for spec in specs)
-        return sum(HEADER_BYTES + float(wire_bytes(codec.wire(spec.shape, spec.dtype))) for spec in specs)
+            return self.bits / 8 * math.prod(spec.shape)
+        codec = self.codec.codec if isinstance(self.codec, Delta) else self.codec
+        return wire_bytes(codec.wire(spec.shape, spec.dtype))
 
 
 NONE = Rung("none", 0.0)

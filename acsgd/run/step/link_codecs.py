@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -408,8 +408,14 @@ class LinkCodecs(StepHook):
             sizes = (backward, forward) if link.is_downstream else (forward, backward)
             return probe(link.activations, *sizes)
 
-        ordered = sorted(links.items())
-        if len(ordered) == 1:
-            self._probed = [measure(*ordered[0])]
-        else:
-            self._probed = [*self._threads.map(lambda each: measure(*each), ordered)]
+        by_peer = defaultdict[int, list[int]](list)  # several links to one peer are one link of the network
+        for boundary in sorted(links):
+            by_peer[links[boundary].activations.peer].append(boundary)
+
+        def measure_peer(boundaries: Sequence[int]) -> dict[int, Probed]:
+            return {boundary: measure(boundary, links[boundary]) for boundary in boundaries}
+
+        groups = [*by_peer.values()]
+        found = map(measure_peer, groups) if len(groups) == 1 else self._threads.map(measure_peer, groups)
+        probed = {boundary: each for of_peer in found for boundary, each in of_peer.items()}
+        self._probed = [probed[boundary] for boundary in sorted(probed)]

@@ -1,0 +1,274 @@
+"""Codecs chosen by pp.compress on links that differ and change; needs root:
+
+    .venv/bin/python -m benchmarks.pipeline.chosen [--json runs/benchmarks/chosen.json]
+
+The hosts are those of network.py: a process of one thread each. A small GPT-2 with an untied head trains on random
+tokens, one sequence per micro-batch. All steps have the same batch, so a delta sends differences from the second on.
+
+one     four stages; the last link is so slow that uncompressed messages take --ratio times the compute. Codecs given by
+        hand for that link, within the max_loss_cost of the default, and chosen ones take turns, step by step
+falls   two stages; the link has 1 Gbit/s, then --slow, then 1 Gbit/s. Each change of a codec is printed with the
+        number of steps since the link has changed
+none    two stages on an unlimited link: steps with pp.compress=auto and steps without it take turns
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig, RunConfig
+from acsgd.groups import connect
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.io.telemetry.record import RunEvent
+from acsgd.launch import Launch
+from acsgd.layers.batch import Batch
+from acsgd.pp.wire.ladder import Auto
+from acsgd.run.initial_weights import open_weight_source
+from acsgd.run.plan.job import prepare
+from acsgd.run.session import Session
+from acsgd.run.setup.build import build_session
+from acsgd.run.setup.inputs import plan_activation_caches
+from acsgd.run.step.hooks import LoopState
+from acsgd.run.step.link_codecs import LinkCodecs
+from acsgd.train import train_step
+from benchmarks.common import netlab
+from benchmarks.pipeline.network_ranks import (
+    BLOCKS,
+    TIMEOUT_S,
+    on_hosts,
+    request_all,
+    save_model,
+    zipf_tokens,
+)
+
+SEQUENCE, WIDTH = 128, 64
+CHOSEN, PLAIN = "chosen", "none/none"
+BY_HAND = (
+    PLAIN,
+    "none:dtype=bf16/none:dtype=bf16",
+    "fixpoint:bits=8/fixpoint:bits=8",
+    "delta:bits=4,first_bits=8/fixpoint:bits=8",
+    "delta:bits=4,first_bits=8/fixpoint:bits=4",
+)
+"""Codecs of activations and gradients of the slow link."""
+SETTLE = 30
+"""Steps of the chosen form before anything is compared: six measurements."""
+FAST = 1000.0
+"""Rate before the link falls and after it recovers, Mbit/s."""
+ANSWER = 50
+"""Goal for the number of steps after which a changed link has other codecs."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Options of a pipeline, sent to every rank."""
+
+    model: Path
+    stages: int
+    micros: int
+    forms: tuple[str, ...]
+    schedule: str = "1f1b:lead=2"
+    vocabulary: int = 512
+
+    def config(self, form: str) -> Config:
+        """Return the configuration in which the last link has codecs given by hand, or all have chosen ones."""
+        pipeline = PipelineConfig(self.stages, 1, self.schedule, layers=(BLOCKS // self.stages,) * self.stages)
+        if form == CHOSEN:
+            pipeline = replace(pipeline, compress="auto")
+        elif form != PLAIN:
+            others = "".join(f"{link}=none " for link in range(self.stages - 2))
+            forward, backward = (f"{others}{self.stages - 2}={codec}" for codec in form.split("/"))
+            pipeline = replace(pipeline, compress="auto", forward=forward, backward=backward)
+        return Config(
+            model=ModelConfig(str(self.model)),
+            data=DataConfig(sources="demo", sequence=SEQUENCE, batch=self.micros),
+            optim=OptimConfig(lr=1e-4, steps=10**9),
+            pp=pipeline,
+            log=LogConfig(dir=str(self.model.parent / "run")),
+            run=RunConfig(timeout=TIMEOUT_S),
+        )
+
+
+class Step(NamedTuple):
+    """One optimizer step, with what lies between it and the next one."""
+
+    seconds: float
+    changes: list[str]
+    """Sentences on the codecs that have changed after it."""
+
+
+class Run:
+    """A run on one rank. Codecs given by hand change nothing, so nothing is measured between its steps."""
+
+    def __init__(self, session: Session, form: str) -> None:
+        self._session, self._state, self._changes = session, LoopState(Progress()), list[str]()
+        self._hook = LinkCodecs(session, self._note, self._state, has_revisits=True) if form == CHOSEN else None
+
+    def _note(self, event: RunEvent) -> None:
+        self._changes.append(event.text)
+
+    def step(self, batch: Batch) -> Step:
+        """Run one step, together with the other ranks."""
+        hook, state, votes = self._hook, self._state, {}
+        dist.barrier()
+        start = time.perf_counter()
+        if hook is not None:
+            hook.before_step(state)
+            reported = hook.report(state)
+            votes = {field: reported.get(field, 0.0) for field in hook.fields}
+        train_step(self._session, batch, state.progress, votes, state=state)
+        if hook is not None:
+            hook.before_next(state)
+        changes, self._changes = self._changes, []
+        return Step(time.perf_counter() - start, changes)
+
+
+def be_rank(rank: int, setting: Setting, store: str, pipe: Connection) -> None:
+    """Run one rank: one step of the requested form for each request, until the pipe is closed."""
+    jobs = [prepare(setting.config(form), Launch(rank, 0, setting.stages)) for form in setting.forms]
+    batch = make_batch(rank, setting)
+    files = dist.FileStore(store, setting.stages)
+    opened = connect(jobs[0].topology, timeout=timedelta(seconds=TIMEOUT_S), store=files)
+    with contextlib.suppress(EOFError), opened as groups:
+        runs = {}
+        for form, job in zip(setting.forms, jobs, strict=True):
+            plan = plan_activation_caches(job, setting.micros, run_id="", fresh=True)
+            runs[form] = Run(build_session(job, open_weight_source(job), groups, plan), form)
+        while True:
+            pipe.send(runs[pipe.recv()].step(batch))
+
+
+def make_batch(rank: int, setting: Setting) -> Batch:
+    """Return the batch of every step."""
+    tokens = zipf_tokens(setting.micros, setting.vocabulary)[:, None, : SEQUENCE + 1]
+    batch = Batch(
+        {"input_ids": tokens[..., :-1]} if rank == 0 else None,
+        tokens[..., 1:] if rank == setting.stages - 1 else None,
+        sample_ids=torch.arange(setting.micros).view(-1, 1),
+        micro_ids=range(setting.micros),
+    )
+    return replace(batch, upcoming=batch)
+
+
+@contextlib.contextmanager
+def running(setting: Setting, network: netlab.Lab) -> Iterator[list[Connection]]:
+    """Start the ranks of a pipeline."""
+    with on_hosts(network, be_rank, setting) as pipes:
+        yield pipes
+
+
+def run_step(pipes: Sequence[Connection], form: str) -> Step:
+    """Run one step on all ranks; its time is that of the slowest."""
+    steps: list[Step] = request_all(pipes, form)
+    return Step(max(step.seconds for step in steps), steps[0].changes)
+
+
+def measure_one(model: Path, options: argparse.Namespace, console: Console) -> dict[str, object]:
+    """Compare chosen codecs with those by hand, where one link of three is slow."""
+    setting = Setting(model, 4, options.micros, (*BY_HAND, CHOSEN))
+    seconds: dict[str, list[float]] = {form: [] for form in setting.forms}
+    with netlab.lab(hosts=4) as network, running(setting, network) as pipes:
+        compute_s = statistics.median(run_step(pipes, PLAIN).seconds for _ in range(3))
+        mbit = options.micros * SEQUENCE * WIDTH * 4 * 8e-6 / (options.ratio * compute_s)
+        network.limit(mbit, 3)
+        console.print(f"compute {compute_s:.2f} s, the last link has {mbit:.2f} Mbit/s")
+        changes = [text for _ in range(SETTLE) for text in run_step(pipes, CHOSEN).changes]
+        console.print(*changes, sep="\n")
+        for form in setting.forms:
+            run_step(pipes, form)
+        for _ in range(options.rounds):
+            for form in setting.forms:
+                step = run_step(pipes, form)
+                seconds[form].append(step.seconds)
+                changes += step.changes
+    times = {form: statistics.median(of_form) for form, of_form in seconds.items()}
+    best = min(times[form] for form in BY_HAND)
+    shown = Table(title=f"One slow link of three, {options.micros} micro-batches")
+    for name in ("codecs of the slow link", "step, s", "of the best by hand"):
+        shown.add_column(name)
+    for form, time_s in times.items():
+        shown.add_row(form, f"{time_s:.2f}", f"{time_s / best:.3f}")
+    console.print(shown)
+    return {"compute_s": compute_s, "mbit": mbit, "seconds": seconds, "changes": changes}
+
+
+def measure_falls(model: Path, options: argparse.Namespace, console: Console) -> dict[str, object]:
+    """Let a link fall and recover; print after how many steps the codecs change."""
+    setting, log = Setting(model, 2, options.micros, (CHOSEN,)), list[dict[str, object]]()
+    with netlab.lab(hosts=2) as network, running(setting, network) as pipes:
+        for mbit in (FAST, options.slow, FAST):
+            network.limit(mbit)
+            times = list[float]()
+            for number in range(1, options.steps + 1):
+                step = run_step(pipes, CHOSEN)
+                times.append(step.seconds)
+                for text in step.changes:
+                    console.print(f"{mbit:g} Mbit/s, after {number} steps: {text}", highlight=False)
+                    log.append({"mbit": mbit, "steps": number, "text": text})
+            console.print(
+                f"{mbit:g} Mbit/s: first step {times[0]:.2f} s, last five {statistics.median(times[-5:]):.2f} s"
+            )
+            log.append({"mbit": mbit, "seconds": times})
+    return {"falls": log}
+
+
+def measure_none(model: Path, options: argparse.Namespace, console: Console) -> dict[str, object]:
+    """Compare chosen codecs with none on an unlimited link."""
+    setting, ratios = Setting(model, 2, options.micros, (PLAIN, CHOSEN)), list[float]()
+    with netlab.lab(hosts=2) as network, running(setting, network) as pipes:
+        changes = [text for _ in range(SETTLE) for text in run_step(pipes, CHOSEN).changes]
+        for number in range(options.rounds):
+            seconds = dict.fromkeys(setting.forms, 0.0)
+            for _ in range(5):  # of which one measures the link
+                for form in setting.forms[:: -1 if number % 2 else 1]:
+                    step = run_step(pipes, form)
+                    seconds[form] += step.seconds
+                    changes += step.changes
+            ratios.append(seconds[CHOSEN] / seconds[PLAIN])
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    console.print(f"unlimited: {middle:.3f} times the time of steps without (quartiles {low:.3f} to {high:.3f})")
+    console.print(f"{len(changes)} changes: {'; '.join(changes)}")
+    return {"ratios": ratios, "none_changes": changes}
+
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/chosen.json"), help="where the numbers go")
+    parser.add_argument("--parts", nargs="+", default=["one", "falls", "none"], choices=["one", "falls", "none"])
+    parser.add_argument("--micros", type=int, default=8, help="micro-batches per step")
+    parser.add_argument("--ratio", type=float, default=4.0, help="uncompressed transfer over compute")
+    parser.add_argument("--slow", type=float, default=20.0, help="rate to which the link falls, Mbit/s")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=ANSWER, help="steps between two changes of the link")
+    options, console = parser.parse_args(), Console(width=160)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    measures = {"one": measure_one, "falls": measure_falls, "none": measure_none}
+    results: dict[str, object] = {"max_loss_cost": asdict(Auto())["max_loss_cost"]}
+    with tempfile.TemporaryDirectory() as directory:
+        model = save_model(Path(directory) / "model", vocabulary=Setting.vocabulary, tied=False, width=WIDTH)
+        for part in options.parts:
+            results |= measures[part](model, options, console)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
