@@ -34,7 +34,7 @@ from acsgd.io.files.cache import TIMEOUT_S
 from acsgd.launch import Launch, set_nccl_variables
 from acsgd.notes import print_note
 from acsgd.run.lock.lock import RunLock, leases_of
-from acsgd.run.plan.job import prepare
+from acsgd.run.plan.job import prepare, with_local_checkpoint
 from acsgd.run.setup.build import open_transports
 from acsgd.run.setup.directories import check_room, find_run_disks, open_disks
 from acsgd.run.setup.inputs import open_inputs
@@ -62,7 +62,8 @@ def _run_elastic(argv: list[str], launch: Launch, prog: str, end: Callable[[int]
     """Run a training job of which hosts may join and leave: to failure reports, this process is alone."""
     alone = replace(launch, rank=0, world_size=1)
     with report_failure(dist.HashStore(), alone, end) as context:
-        run_elastic(parse(argv, prog=prog, is_main=launch.local_rank == 0), launch, context, end)
+        config = with_local_checkpoint(parse(argv, prog=prog, is_main=launch.local_rank == 0))
+        run_elastic(config, launch, context, end)
     sys.stdout.flush()
     end(0)  # threads that were left behind in interrupted waits would abort an orderly end
 
@@ -81,7 +82,7 @@ def run(
     """
     context.run_dir = Path(config.log.dir)
     signals = context.signals = stack.enter_context(StopSignals(end))
-    job = prepare(config, launch)
+    job = prepare(with_local_checkpoint(config), launch)
     context.timeout_s = config.run.timeout
     timeout, several = timedelta(seconds=config.run.timeout), not launch.is_one_host
     groups = stack.enter_context(

@@ -47,7 +47,8 @@ class ModelConfig:
     """The model, its initial weights and its precision."""
 
     name: str
-    """Hugging Face id, Hugging Face model directory, or layer-shard directory."""
+    """Hugging Face id, Hugging Face model directory, layer-shard directory, or an address of one of them, such as
+    s3://bucket/run, where the newest checkpoint counts."""
     tokenizer: str | None = None
     """Hugging Face id or directory of the tokenizer, which checkpoints and exports carry. Default: that of the
     model."""
@@ -308,12 +309,17 @@ class CheckpointConfig:
     "best" points to that checkpoint. Default: none."""
     resume: str = "auto"
     """Checkpoint to resume from: "auto" = the newest valid one in the directory, if any; "never" moves those that are
-    there into a directory of their own, and starts a new run; or a path."""
+    there into a directory of their own, and starts a new run; or a path, or an address as of checkpoint.upload."""
     copies: Annotated[int, COUNT] = 2
     """Number of hosts that hold each file of a checkpoint, if the hosts do not share the directory. Any copies - 1 of
     them may be lost with their disks."""
     rate: Annotated[float, Range(0, 10**6, above=True)] | None = None
     """Maximum rate at which a host sends files of checkpoints to others, MB/s. Default: no limit."""
+    upload: str | None = None
+    """Address to which checkpoints are uploaded in the background, "s3://bucket/run", "gs://...", "hf://owner/name",
+    "sftp://host/path" or "file:///path"; nothing is removed there. Default: none."""
+    upload_rate: Annotated[float, Range(0, 10**6, above=True)] | None = None
+    """Maximum rate of uploads of a host, MB/s. Default: no limit."""
     on_error: Literal["stop", "continue"] = "stop"
     """What a failed save (such as a full disk) does to the run. Earlier checkpoints are not affected."""
 

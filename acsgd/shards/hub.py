@@ -1,9 +1,11 @@
-"""Find the directory of a model, downloading it from the Hugging Face Hub if needed."""
+"""Find the directory of a model or checkpoint, copying it from the Hugging Face Hub or another address if needed."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +14,9 @@ from transformers import PreTrainedConfig
 
 from acsgd.config.options import ModelConfig
 from acsgd.errors import missing, nearest_path
+from acsgd.io.files.remote import RemoteDirectory, check_address, explain_remote, fetch_directory, is_address
 from acsgd.layers.description import ModelLayers
+from acsgd.notes import print_note
 from acsgd.shards.config import CONFIG, parameter_count, read_config
 from acsgd.shards.disk import model_files
 from acsgd.shards.files import ADAPTER_CONFIG
@@ -72,11 +76,13 @@ def open_model(
 
 
 def find_model(name: str, *, option: str, weights: bool = True, config_only: bool = False) -> Path:
-    """Return the local directory of a model; download it if its name is a Hugging Face id.
+    """Return the local directory of a model; copy it if its name is a Hugging Face id or an address.
 
     option: name of the option for messages; weights: whether a download includes them; config_only: whether it is of
     nothing but config.json. Raises ValueError.
     """
+    if is_address(name):
+        return find_remote(name, option=option, weights=weights, config_only=config_only)
     path = Path(name)
     try:
         is_directory = path.is_dir()
@@ -100,6 +106,49 @@ def find_model(name: str, *, option: str, weights: bool = True, config_only: boo
         raise ValueError(f"{option}={name} {missing(path)}; give a directory or a Hugging Face id, owner/name")
     patterns = [CONFIG] if config_only else [*MODEL_FILES, *([_weights_pattern(name)] if weights else [])]
     return find_model(_download(name, patterns, option=option), option=option)
+
+
+def find_remote(address: str, *, option: str, weights: bool = True, config_only: bool = False) -> Path:
+    """Return a local copy of the model or checkpoint at an address; of several checkpoints there, of the newest.
+
+    See `find_model`. Raises ValueError.
+    """
+    from huggingface_hub.constants import HF_HOME
+
+    with _opened(address, option) as remote:
+        names = remote.list()
+        if CONFIG not in names and (steps := _complete_steps(remote)):
+            remote = remote.of(steps[max(steps)])
+            names = remote.list()
+        if CONFIG not in names:
+            raise FileNotFoundError(f"it has no {CONFIG}, and no checkpoint that is complete")
+        found = next((pattern for pattern in WEIGHTS if any(fnmatch(name, pattern) for name in names)), WEIGHTS[0])
+        patterns = ["[!.]*"] if MANIFEST in names else [*MODEL_FILES, *([found] if weights else [])]
+        patterns = [CONFIG] if config_only else patterns
+        return fetch_directory(remote, Path(HF_HOME) / "acsgd", patterns, note=print_note)
+
+
+def uploaded_steps(address: str, *, option: str) -> dict[int, str]:
+    """Return the complete checkpoints at an address, by step. Raises ValueError."""
+    with _opened(address, option) as remote:
+        return _complete_steps(remote)
+
+
+def _complete_steps(remote: RemoteDirectory) -> dict[int, str]:
+    steps = {int(name[5:]): name for name in remote.list() if re.fullmatch(r"step-\d{8,}", name)}
+    return {step: name for step, name in steps.items() if MANIFEST in remote.of(name).list()}
+
+
+@contextlib.contextmanager
+def _opened(address: str, option: str) -> Iterator[RemoteDirectory]:
+    """Open an address. Raises ValueError if that, or what is done with it, fails."""
+    check_address(address, option)
+    try:
+        yield RemoteDirectory.open(address)
+    except Exception as error:  # packages of protocols raise errors of many classes
+        raise ValueError(
+            f"{option}={address} cannot be read: {explain_remote(error)}; check the address and its credentials"
+        ) from None
 
 
 def find_tokenizer(name: str) -> Path:

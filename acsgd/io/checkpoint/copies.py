@@ -101,6 +101,19 @@ def plan_transfers(
     return transfers
 
 
+class RateLimit:
+    """A limit of what one thread sends. bytes_per_s: None = no limit."""
+
+    def __init__(self, bytes_per_s: float | None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_at = 0.0
+
+    def wait(self, size: int) -> None:
+        """Wait until some bytes may be sent."""
+        time.sleep(max(0.0, self._free_at - time.monotonic()))
+        self._free_at = time.monotonic() + (size / self._bytes_per_s if self._bytes_per_s else 0.0)
+
+
 @dataclass(frozen=True)
 class FileExchange:
     """Sends files from disk to disk, while their ranks train or wait."""
@@ -142,7 +155,7 @@ class FileExchange:
         return next(iter(problems), "")
 
     def _send_all(self, transfers: Sequence[FileTransfer], directory: Path) -> Iterator[str]:
-        free_at = 0.0
+        limit = RateLimit(self.rate)
         for file, source, target in transfers:
             if source != self._disk:
                 continue
@@ -155,8 +168,7 @@ class FileExchange:
                         part = content.read(size) if content else b""
                     # the receiver waits for as many bytes as the manifest says, and finds out that they are others
                     tensor = torch.frombuffer(bytearray(part.ljust(size, b"\0")), dtype=torch.uint8)
-                    time.sleep(max(0.0, free_at - time.monotonic()))
-                    free_at = time.monotonic() + (size / self.rate if self.rate else 0.0)
+                    limit.wait(size)
                     with self._errors(file, rank):
                         self.groups.waits.wait(self.groups.background.isend(tensor, rank, TAG))
             yield from problems

@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -133,11 +133,20 @@ class CheckpointDirectory:
         """Remove a checkpoint. It is hidden first, so no published checkpoint is ever incomplete."""
         shutil.rmtree(self._hide(step, "removed"), ignore_errors=True)
 
-    def prune(self, newest: int, *, keep: int, keep_every: int | None) -> None:
-        """Remove all but the `keep` newest checkpoints up to step `newest`, multiples of `keep_every`, and the best."""
+    def prune(
+        self, newest: int, *, keep: int, keep_every: int | None, is_used: Callable[[Path], bool] = lambda path: False
+    ) -> None:
+        """Remove all but the `keep` newest checkpoints up to step `newest`, multiples of `keep_every`, and the best.
+
+        is_used: returns whether one must not be removed now.
+        """
         older = [step for step in self.steps() if step <= newest][:-keep]
         for step in older:
-            if not (keep_every and step % keep_every == 0) and self.of(step) != self.best():
+            if (
+                not (keep_every and step % keep_every == 0)
+                and self.of(step) != self.best()
+                and not is_used(self.of(step))
+            ):
                 self.remove(step)
 
     def _hide(self, step: int, suffix: str) -> Path:

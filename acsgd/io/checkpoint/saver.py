@@ -113,6 +113,8 @@ class Saver:
     """Raises RunError if another run owns the directory; called before a checkpoint is published."""
     exchange: FileExchange
     """Copies files between the disks of the run, if it has several."""
+    is_used: Callable[[Path], bool] = lambda path: False
+    """Returns whether a checkpoint must not be removed now."""
     _buffers: dict[str, Tensor] = field(default_factory=dict, init=False)
     _replica: int = field(default=0, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
@@ -388,7 +390,8 @@ class _Completion:
                 return
             if self._best:
                 directory.mark_best(self._step)
-            directory.prune(self._step, keep=config.keep, keep_every=config.keep_every)
+            is_used = self._saver.is_used
+            directory.prune(self._step, keep=config.keep, keep_every=config.keep_every, is_used=is_used)
         except OSError as error:  # this checkpoint is saved, and the next save tries again
             log.warning("old checkpoints could not be removed: %s", error)
 

@@ -24,6 +24,7 @@ from acsgd.io.data.held_out import parse_eval
 from acsgd.io.data.row_spec import RowPlacement
 from acsgd.io.data.sources.glue import Glue
 from acsgd.io.data.sources.sources import WeightedSource, check_weights, parse_sources
+from acsgd.io.files.remote import is_address
 from acsgd.io.telemetry.metrics import check_trackers
 from acsgd.launch import Launch
 from acsgd.layers.description import LayerSpec
@@ -38,6 +39,7 @@ from acsgd.run.plan.plugins import Plugins, parse_plugins
 from acsgd.run.plan.transports import check_transports, wanted_transport
 from acsgd.shards.chat_template import set_chat_template
 from acsgd.shards.generation import known_ends
+from acsgd.shards.hub import find_remote, uploaded_steps
 from acsgd.shards.plan import token_flops
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import Streams, open_streams
@@ -135,6 +137,26 @@ class Job(Partition):
     def disk_timeout_s(self) -> float:
         """Maximum time a rank waits for others that read or write files, seconds; longer than for a message."""
         return 10 * self.config.run.timeout
+
+
+def with_local_checkpoint(config: Config) -> Config:
+    """Return the options with a local copy in place of an address in checkpoint.resume.
+
+    If that is also the address of uploads, the newest checkpoint counts, there or here, and there may be none. So a run
+    that has lost its disk continues by the same line. Raises ValueError if the address cannot be read.
+    """
+    checkpoint = config.checkpoint
+    address = checkpoint.resume.rstrip("/")
+    if not is_address(address):
+        return config
+    found = None
+    if address == (checkpoint.upload or "").rstrip("/"):
+        steps = uploaded_steps(address, option="checkpoint.resume")
+        newest = max(steps, default=-1)
+        if newest <= max(RunPaths(config).checkpoints.steps(), default=-1):
+            found = "auto"
+    found = found or str(find_remote(address, option="checkpoint.resume"))
+    return replace(config, checkpoint=replace(checkpoint, resume=found))
 
 
 def prepare(config: Config, launch: Launch, *, trains: bool = True, model: RunModel | None = None) -> Job:

@@ -19,6 +19,7 @@ from acsgd.io.checkpoint.directory import CHECKPOINTS
 from acsgd.io.data.batches import reading_bytes
 from acsgd.io.data.sources.sources import WeightedSource
 from acsgd.io.data.sources.streamed import PREFIX, Streamed
+from acsgd.io.files.remote import check_address
 from acsgd.io.telemetry.json_lines import METRICS
 from acsgd.layers.quantize import is_quantized, quantized_bytes
 from acsgd.run.plan.plugins import Plugins
@@ -36,6 +37,13 @@ def check_directories(config: Config, rank: int) -> None:
     _check_writable("log.dir", config.log.dir)
     _check_writable("checkpoint.dir", config.checkpoint.dir or str(Path(config.log.dir) / CHECKPOINTS))
     _check_run_files(config.log, rank)
+    checkpoint = config.checkpoint
+    if checkpoint.upload is not None:
+        check_address(checkpoint.upload, "checkpoint.upload")
+    elif checkpoint.upload_rate is not None:
+        raise ValueError(
+            f"checkpoint.upload_rate={checkpoint.upload_rate:g} is of checkpoint.upload, which is not given; remove it"
+        )
 
 
 def check_computes(config: Config, stages: int, micros: int) -> None:

@@ -121,6 +121,10 @@ class Checkpointing(StepHook):
         """Whether a save is in progress on this rank."""
         return self._has_copy or self._saver.is_writing
 
+    def keep(self, is_used: Callable[[Path], bool]) -> None:
+        """Remove no checkpoint that is in use. is_used: called from a thread with the path of one."""
+        self._saver.is_used = is_used
+
     def request_save(self) -> None:
         """Let the run be saved after the next step."""
         self._is_requested = True

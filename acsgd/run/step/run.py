@@ -29,6 +29,7 @@ from acsgd.run.step.link_codecs import LinkCodecs, has_revisits
 from acsgd.run.step.pace import Pace
 from acsgd.run.step.spikes import SpikeGuard
 from acsgd.run.step.tracing import StepTrace
+from acsgd.run.step.upload import open_upload
 
 STOP = StepField("stop", on_any)
 """Whether this rank has received a stop signal."""
@@ -228,7 +229,10 @@ def open_run(
     checkpoint is the best. extra: returns participants before these. stops: see `StopOnSignal`.
     """
     session = begin.session
-    with Checkpointing.open(begin, inputs, lock, signals, note=metrics.note) as checkpointing:
+    with (
+        Checkpointing.open(begin, inputs, lock, signals, note=metrics.note) as checkpointing,
+        open_upload(session, inputs.disks, checkpointing, metrics.note) as uploads,
+    ):
         pace = Pace(session, metrics.event, state.idle)
         hooks: list[StepHook] = [*extra(checkpointing), StepTrace(session, metrics.note)]
         hooks.append(SpikeGuard(session, checkpointing, metrics.note))
@@ -236,7 +240,7 @@ def open_run(
         if inputs.held_out is not None:
             hooks.append(Evaluations(session, inputs.held_out, metrics.note, signals, stops))
         batches = NextBatch(session, inputs.reader, pace.micros, signals, stops, metrics.note)
-        hooks += [checkpointing, pace, batches]
+        hooks += [*uploads, checkpointing, pace, batches]
         if session.job.plugins.ladder is not None and session.job.topology.stages > 1:
             epochs = max(inputs.reader.sampler.epochs(session.job.config.optim.num_steps))
             hooks.append(LinkCodecs(session, metrics.event, state, has_revisits=has_revisits(session.job, epochs)))

@@ -1,0 +1,168 @@
+"""Uploads of checkpoints, in a thread that training never waits for.
+
+An upload is complete when its manifest is at the target, which is written last. Until then a file there lists what was
+sent and verified, so that an upload that was cut continues. Of hosts with disks of their own, each sends the files that
+were written on it; the first one waits for the others, and writes the manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from acsgd.io.checkpoint.copies import Disks, RateLimit
+from acsgd.io.files.remote import RemoteDirectory, explain_remote
+from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
+
+SENT = ".sent-{}.json"
+"""Name of the list of files that a disk has sent."""
+POLL_S = 2.0
+"""Seconds between two looks at what other hosts have sent."""
+OTHERS_S = 600.0
+"""Time without a new file of another host after which it counts as failed, seconds."""
+SUPERSEDED_S = 60.0
+"""The same if there is a newer checkpoint to send."""
+
+
+class _EndedError(Exception):
+    """The upload is closed."""
+
+
+class Uploader:
+    """Sends the newest checkpoint of a run to an address. A context manager: leaving it ends the upload in progress.
+
+    disk: number of this disk; bytes_per_s: maximum rate; None = no limit. note: called from the thread with one
+    sentence per upload, or failure.
+    """
+
+    def __init__(
+        self, address: str, disks: Disks, disk: int, *, bytes_per_s: float | None, note: Callable[[str], None]
+    ) -> None:
+        self._address, self._disks, self._disk = address, disks, disk
+        self._limit = RateLimit(bytes_per_s)
+        self._note = note
+        self._next: Path | None = None
+        self._current: Path | None = None
+        self._has_ended = False
+        self._sent_bytes = 0
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="upload", daemon=True)
+
+    def __enter__(self) -> Uploader:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+
+    def submit(self, checkpoint: Path) -> None:
+        """Send a checkpoint, the newest one, once the upload in progress has ended."""
+        with self._changed:
+            self._next = checkpoint
+            self._changed.notify_all()
+
+    def is_reading(self, checkpoint: Path) -> bool:
+        """Return whether a checkpoint is being sent, and must not be removed."""
+        return self._current == checkpoint
+
+    def wait(self, within_s: float) -> bool:
+        """Wait for the end of all uploads; return False if they have not ended in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._next is None and self._current is None, within_s)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Number of bytes sent so far."""
+        return self._sent_bytes
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._current = None
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._next is not None or self._has_ended)
+                if self._has_ended:
+                    return
+                self._current, self._next = self._next, None
+            assert self._current is not None
+            try:
+                self._upload(self._current)
+            except _EndedError:
+                return
+            except Exception as error:  # packages of protocols raise errors of many classes
+                if not self._current.is_dir():
+                    self._note(f"{self._current.name} was removed before it was uploaded")
+                    continue
+                self._note(
+                    f"{self._current.name} could not be uploaded to {self._address}: {explain_remote(error)}; "
+                    "training continues, and the next save tries again"
+                )
+
+    def _upload(self, checkpoint: Path) -> None:
+        started, before = time.monotonic(), self._sent_bytes
+        remote = RemoteDirectory.open(self._address).of(checkpoint.name)
+        manifest, content = Manifest.read(checkpoint), (checkpoint / MANIFEST).read_bytes()
+        if remote.read(MANIFEST) == content:
+            return
+        sent = self._sent(remote, self._disk)
+        for file in manifest.files:
+            if self._disk_of(manifest, file) == self._disk and sent.get(file.file) != file.checksum:
+                size, checksum = remote.send(checkpoint / file.file, self._paced)
+                if (size, checksum) != (file.bytes, file.checksum):
+                    raise OSError(f"{file.file} is not there as its manifest says")
+                sent[file.file] = checksum
+                remote.write(SENT.format(self._disk), json.dumps(sent).encode())
+        if self._disk > 0:
+            return
+        others = sorted({self._disk_of(manifest, file) for file in manifest.files} - {self._disk})
+        self._wait_for(manifest, remote, others)
+        remote.write(MANIFEST, content)
+        for disk in (self._disk, *others):
+            if SENT.format(disk) in remote.list():
+                remote.files.rm_file(f"{remote.path}/{SENT.format(disk)}")
+        mb, seconds = (self._sent_bytes - before) / 1e6, time.monotonic() - started
+        self._note(f"uploaded {checkpoint.name} to {remote.address}, {mb:,.1f} MB in {seconds:.1f} s")
+
+    def _sent(self, remote: RemoteDirectory, disk: int) -> dict[str, str]:
+        """Return the checksums of the files that a disk has sent, by name, of those whose size is still as it was."""
+        sent: dict[str, str] = json.loads(remote.read(SENT.format(disk)) or b"{}")
+        return {name: checksum for name, checksum in sent.items() if name in remote.list()}
+
+    def _disk_of(self, manifest: Manifest, file: StoredFile) -> int:
+        """Return the disk that sends a file: the one on which it was written."""
+        hosts = manifest.hosts.get(file.file)
+        return self._disks.names.index(hosts[0]) if hosts and hosts[0] in self._disks.names else 0
+
+    def _wait_for(self, manifest: Manifest, remote: RemoteDirectory, others: list[int]) -> None:
+        """Wait until other hosts have sent their files. Raises OSError if they send nothing more."""
+        known, changed_at = -1, time.monotonic()
+        while True:
+            sent = {name: sum_ for disk in others for name, sum_ in self._sent(remote, disk).items()}
+            missing = [
+                file.file
+                for file in manifest.files
+                if self._disk_of(manifest, file) in others and sent.get(file.file) != file.checksum
+            ]
+            if not missing:
+                return
+            if len(sent) != known:
+                known, changed_at = len(sent), time.monotonic()
+            with self._changed:
+                limit_s = SUPERSEDED_S if self._next is not None else OTHERS_S
+                self._changed.wait_for(lambda: self._has_ended, POLL_S)
+                if self._has_ended:
+                    raise _EndedError
+            if time.monotonic() - changed_at > limit_s:
+                hosts = ", ".join(sorted({self._disks.names[disk] for disk in others}))
+                raise OSError(f"{len(missing)} files of {hosts} have not come, {missing[0]} first")
+
+    def _paced(self, size: int) -> None:
+        if self._has_ended:
+            raise _EndedError
+        self._limit.wait(size)
+        self._sent_bytes += size

@@ -1,0 +1,174 @@
+"""Directories at the addresses of fsspec, such as s3://bucket/run or file:///mnt/run: listed, read and written.
+
+No message holds a credential: those are read by the package of each protocol, from its own files and variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from acsgd.io.files.cache import open_cached
+from acsgd.io.files.checksum import new_file_checksum
+
+PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "sftp": "paramiko", "ssh": "paramiko"}
+"""Package that a protocol needs, if it is not one of acsgd's own."""
+WITH_DIRECTORIES = ("file", "local", "sftp", "ssh")
+"""Protocols in which a file needs a directory that exists."""
+PART_BYTES = 1 << 24
+"""Size of the parts in which a file is sent to a store of objects."""
+CHUNK_BYTES = 1 << 20
+"""Size of a read from disk or network."""
+
+
+def is_address(text: str) -> bool:
+    """Return whether a text is an address, not a path or a Hugging Face id."""
+    return re.match(r"[a-z][a-z0-9+.-]*://", text, re.IGNORECASE) is not None
+
+
+def check_address(address: str, option: str) -> None:
+    """Raise ValueError for an address that cannot be opened here, or that holds a password. Uses no network."""
+    from fsspec import get_filesystem_class  # imports packages of the protocol
+
+    protocol, _, rest = address.partition("://")
+    if re.match(r"[^/]*:[^/]*@", rest):
+        raise ValueError(
+            f"{option} holds a password, which would be recorded with the run; remove it, and give it as the "
+            f"documentation of {PACKAGES.get(protocol, protocol)} says"
+        )
+    if not is_address(address) or not rest.strip("/"):
+        raise ValueError(f"{option}={address} must be an address, such as s3://bucket/run or file:///mnt/run")
+    try:
+        get_filesystem_class(protocol)
+    except ImportError:
+        package = PACKAGES.get(protocol, f"the package of fsspec for {protocol}")
+        raise ValueError(f"{option}={address} needs {package}, which is not installed; pip install {package}") from None
+    except ValueError:
+        known = "s3, gs, hf, sftp or file"
+        raise ValueError(f"{option}={address} has a protocol that fsspec does not know; use {known}") from None
+
+
+def explain_remote(error: BaseException) -> str:
+    """Return one line on an error of a remote file system, without the signature of an address."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = re.sub(r"(https?://[^\s?'\"]+)\?[^\s'\"]*", r"\1", text)
+    return text[:300] if isinstance(error, OSError) else f"{type(error).__name__}: {text[:300]}"
+
+
+@dataclass(frozen=True)
+class RemoteDirectory:
+    """A directory of a remote file system. Its methods raise errors of many classes; see `explain_remote`."""
+
+    address: str
+    files: Any
+    """File system of fsspec."""
+    path: str
+
+    @classmethod
+    def open(cls, address: str) -> RemoteDirectory:
+        """Open a directory, which need not exist."""
+        from fsspec.core import url_to_fs
+
+        files, path = url_to_fs(address, skip_instance_cache=True)
+        return cls(address.rstrip("/"), files, path.rstrip("/"))
+
+    def of(self, name: str) -> RemoteDirectory:
+        """Return a directory in this one."""
+        return RemoteDirectory(f"{self.address}/{name}", self.files, f"{self.path}/{name}")
+
+    def list(self) -> dict[str, dict[str, Any]]:
+        """Return what fsspec knows of each file and directory in this one, by name; empty if it does not exist."""
+        self.files.invalidate_cache()
+        try:
+            entries = self.files.ls(self.path, detail=True)
+        except FileNotFoundError:
+            return {}
+        return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in entries}
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a small file; empty if it does not exist."""
+        self.files.invalidate_cache()
+        try:
+            content: bytes = self.files.cat_file(f"{self.path}/{name}")
+        except FileNotFoundError:
+            return b""
+        return content
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file."""
+        self.make()
+        self.files.pipe_file(f"{self.path}/{name}", content)
+
+    def make(self) -> None:
+        """Make the directory, where files need one."""
+        protocols = self.files.protocol
+        if any(each in WITH_DIRECTORIES for each in ([protocols] if isinstance(protocols, str) else protocols)):
+            self.files.makedirs(self.path, exist_ok=True)
+
+    def send(self, source: Path, paced: Callable[[int], None]) -> tuple[int, str]:
+        """Send a file; return the size that it has at the target, and the checksum of what was sent.
+
+        paced: called before each chunk with its size; may raise.
+        """
+        self.make()
+        target, digest = f"{self.path}/{source.name}", new_file_checksum()
+        with source.open("rb") as content:
+            remote = self.files.open(target, "wb", block_size=PART_BYTES)
+            try:
+                while chunk := content.read(CHUNK_BYTES):
+                    paced(len(chunk))
+                    digest.update(chunk)
+                    remote.write(chunk)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    remote.discard()  # closing it would complete the object
+                remote.closed = True
+                raise
+            remote.close()
+        self.files.invalidate_cache()
+        return self.files.info(target)["size"], digest.hexdigest()
+
+    def get(self, name: str, target: Path) -> None:
+        """Copy a file into a directory, where it is complete or absent."""
+        partial = target / f".{name}.partial"
+        with self.files.open(f"{self.path}/{name}", "rb") as content, partial.open("wb") as file:
+            while chunk := content.read(PART_BYTES):
+                file.write(chunk)
+        partial.replace(target / name)
+
+
+def fetch_directory(
+    remote: RemoteDirectory, cache: Path, patterns: Collection[str], *, note: Callable[[str], None]
+) -> Path:
+    """Return a local copy of the files of a remote directory whose names match patterns; copies it at most once.
+
+    A copy that was interrupted continues. Once a file of the directory has changed, it is copied again. cache: of this
+    user.
+    """
+    entries = {name: entry for name, entry in remote.list().items() if entry.get("type") == "file"}
+    chosen = {name: entry for name, entry in entries.items() if any(fnmatch(name, each) for each in patterns)}
+    if not chosen:
+        raise FileNotFoundError(f"{remote.address} holds no files" + (" of a model" if entries else ""))
+    versions = [[entry.get(key) for key in ("size", "ETag", "etag", "mtime")] for entry in chosen.values()]
+    key = hashlib.sha256(repr((remote.address, [*chosen], versions)).encode()).hexdigest()[:32]
+
+    def build(directory: Path) -> None:
+        directory.mkdir(exist_ok=True)
+        total = sum(entry["size"] for entry in chosen.values())
+        note(f"copying {len(chosen)} files of {remote.address}, {total / 1e6:,.1f} MB, to {target}")
+        for name, entry in chosen.items():
+            if not (directory / name).is_file():
+                remote.get(name, directory)
+            if (size := (directory / name).stat().st_size) != entry["size"]:
+                (directory / name).unlink()
+                raise OSError(f"{name} has {entry['size']} bytes there, of which {size} were received")
+
+    target = cache / key / remote.address.rpartition("/")[2]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return open_cached(target, build, lambda path: path, resumable=True)

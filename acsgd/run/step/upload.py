@@ -1,0 +1,91 @@
+"""Uploads of a run's checkpoints, as a participant of the step boundary: what is sent when, what the end waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from acsgd.io.checkpoint.upload import Uploader
+from acsgd.notes import print_note
+from acsgd.run.session import Session
+from acsgd.run.setup.directories import RunDisks
+from acsgd.run.step.checkpointing import Checkpointing
+from acsgd.run.step.hooks import LoopState, StepHook
+
+STALL_S = 300.0
+"""Time without a byte sent after which the end of a run no longer waits for the last upload, seconds."""
+
+
+class Upload(StepHook):
+    """Sends each checkpoint that is complete to checkpoint.upload. uploader: None on ranks that send nothing."""
+
+    def __init__(
+        self, session: Session, uploader: Uploader | None, checkpointing: Checkpointing, note: Callable[[str], None]
+    ) -> None:
+        self._session = session
+        self._uploader = uploader
+        self._checkpointing = checkpointing
+        self._note = note
+        self._submitted: Path | None = None
+
+    def before_step(self, state: LoopState) -> None:
+        """Submit the newest checkpoint, at the start also that of an earlier run, which may not have sent all of it."""
+        self._submit()
+
+    def _submit(self) -> None:
+        newest = self._checkpointing.newest
+        if self._uploader is not None and newest is not None and newest != self._submitted:
+            self._uploader.submit(newest)
+            self._submitted = newest
+
+    def at_end(self, state: LoopState) -> None:
+        """Wait for the last upload, unless a signal has ended the run: then the next start continues it."""
+        self._submit()
+        waits = not state.is_stopped or state.ended_because is not None
+        if self._uploader is not None and not self._uploader.wait(0.0):
+            if waits:
+                self._note("waiting for the last upload; Ctrl-C ends this, and the next start continues it")
+                self._wait(self._uploader)
+            else:
+                self._note("the upload of the last checkpoint is not complete; the next start continues it")
+        self._session.groups.all_gather_text("uploading the last checkpoint", "", timeout_s=math.inf)
+
+    def _wait(self, uploader: Uploader) -> None:
+        sent, changed_at = -1, time.monotonic()
+
+        def has_ended(within_s: float) -> bool:
+            nonlocal sent, changed_at
+            if uploader.sent_bytes != sent:
+                sent, changed_at = uploader.sent_bytes, time.monotonic()
+            return uploader.wait(within_s) or time.monotonic() - changed_at > STALL_S
+
+        self._session.groups.waits.poll(has_ended, math.inf)
+        if not uploader.wait(0.0):
+            self._note(f"the last upload has sent nothing for {STALL_S:g} s; the next start continues it")
+
+
+@contextlib.contextmanager
+def open_upload(
+    session: Session, disks: RunDisks, checkpointing: Checkpointing, note: Callable[[str], None]
+) -> Iterator[list[StepHook]]:
+    """Open the uploads of a run; none without checkpoint.upload. note: prints a sentence for the user, on rank 0."""
+    config, rank = session.job.config.checkpoint, session.job.topology.rank
+    if config.upload is None:
+        yield []
+        return
+    if not disks.checkpoints.is_leader(rank):
+        yield [Upload(session, None, checkpointing, note)]
+        return
+    if rank != 0:
+        host = socket.gethostname()
+        note = lambda text: print_note(f"{host}: {text}")  # noqa: E731
+    limit = None if config.upload_rate is None else config.upload_rate * 1e6
+    with Uploader(
+        config.upload, disks.checkpoints, disks.checkpoints.of(rank), bytes_per_s=limit, note=note
+    ) as uploader:
+        checkpointing.keep(uploader.is_reading)
+        yield [Upload(session, uploader, checkpointing, note)]

@@ -1,0 +1,295 @@
+"""Uploads of checkpoints: complete or absent at the target, continued where they were cut, and read again by a run."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lib.models import NO_LAYERS
+from lib.saved import small_run, train_alone
+
+from acsgd.io.checkpoint import upload
+from acsgd.io.checkpoint.copies import SHARED, Disks
+from acsgd.io.checkpoint.directory import CheckpointDirectory
+from acsgd.io.checkpoint.upload import Uploader
+from acsgd.io.files import remote as remote_files
+from acsgd.io.files.checksum import file_checksum
+from acsgd.io.files.remote import CHUNK_BYTES, RemoteDirectory, check_address, explain_remote, fetch_directory
+from acsgd.run.plan.job import with_local_checkpoint
+from acsgd.run.plan.limits import check_directories
+from acsgd.shards.disk import ShardDirectory
+from acsgd.shards.hub import find_model
+from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
+
+LIMIT_S = 30.0
+NAMES = ("a", "b", "c")
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The directory in which local copies are kept."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture(params=["file", "memory"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"file://{tmp_path}/target dir" if request.param == "file" else f"memory://{uuid.uuid4()}"
+
+
+def checkpoint(directory: Path, step: int, *, size: int = 1000, hosts: dict[str, list[str]] | None = None) -> Path:
+    path = CheckpointDirectory(directory).of(step)
+    path.mkdir(parents=True)
+    files = []
+    for name in NAMES:
+        (path / name).write_bytes(f"{name}{step}".encode() * size)
+        files.append(StoredFile(name, (path / name).stat().st_size, file_checksum(path / name)))
+    Manifest(
+        step=step, task="lm", model=NO_LAYERS, layers={}, replicas={}, model_files=files, run=None, hosts=hosts or {}
+    ).write(path)
+    return path
+
+
+class Uploads:
+    """An uploader and what it notes."""
+
+    def __init__(self, address: str, disks: Disks = SHARED, disk: int = 0, rate: float | None = None) -> None:
+        self.notes: list[str] = []
+        self.uploader = Uploader(address, disks, disk, bytes_per_s=rate, note=self.notes.append)
+
+    def send(self, *paths: Path) -> list[str]:
+        with self.uploader:
+            for path in paths:
+                self.uploader.submit(path)
+                assert self.uploader.wait(LIMIT_S)
+        return self.notes
+
+
+def content(address: str, name: str) -> dict[str, bytes]:
+    remote = RemoteDirectory.open(address).of(name)
+    return {each: remote.read(each) for each in remote.list()}
+
+
+def test_an_upload_is_the_checkpoint(address: str, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "checkpoints", 7)
+    (note,) = Uploads(address).send(path)
+    assert note.startswith(f"uploaded step-00000007 to {address}/step-00000007, 0.0 MB")
+    assert content(address, path.name) == {each.name: each.read_bytes() for each in path.iterdir()}
+    assert Uploads(address).send(path) == [], "it is complete already"
+
+
+def test_an_upload_that_was_cut_continues(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a file: what is there without being listed is sent again, what is listed is not."""
+    path, sent = checkpoint(tmp_path / "checkpoints", 7, size=CHUNK_BYTES), list[str]()
+    send = RemoteDirectory.send
+
+    def cut(self: RemoteDirectory, source: Path, paced: Callable[[int], None]) -> tuple[int, str]:
+        sent.append(source.name)
+        if source.name == "b" and sent.count("b") == 1:
+            calls = iter(range(1))
+            return send(self, source, lambda size: next(calls) and None)  # StopIteration in the second chunk
+        return send(self, source, paced)
+
+    monkeypatch.setattr(RemoteDirectory, "send", cut)
+    first, second = Uploads(address).send(path, path)
+    assert "step-00000007 could not be uploaded" in first
+    assert "training continues, and the next save tries again" in first
+    assert second.startswith("uploaded step-00000007")
+    assert sent == ["a", "b", "b", "c"]
+    assert content(address, path.name) == {each.name: each.read_bytes() for each in path.iterdir()}
+
+
+def test_no_manifest_is_there_before_all_files_are(address: str, tmp_path: Path, monkeypatch: Any) -> None:
+    path = checkpoint(tmp_path / "checkpoints", 7)
+    (path / "c").write_bytes(b"damaged since")
+    (note,) = Uploads(address).send(path)
+    assert "c is not there as its manifest says" in note
+    assert MANIFEST not in content(address, path.name)
+
+
+def test_a_failure_is_one_sentence_and_the_next_checkpoint_is_sent(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [checkpoint(tmp_path / "checkpoints", step) for step in (1, 2)]
+    write, fails = RemoteDirectory.write, iter([True, False])
+
+    def full(self: RemoteDirectory, name: str, raw: bytes) -> None:
+        if name == MANIFEST and next(fails):
+            raise OSError(28, "No space left on device")
+        write(self, name, raw)
+
+    monkeypatch.setattr(RemoteDirectory, "write", full)
+    first, second = Uploads(address).send(*paths)
+    assert "No space left on device" in first
+    assert second.startswith("uploaded step-00000002")
+
+
+def test_a_checkpoint_that_is_sent_is_not_removed(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path / "checkpoints")
+    paths = [checkpoint(directory.path, step) for step in (1, 2, 3)]
+    directory.prune(3, keep=1, keep_every=None, is_used=paths[1].__eq__)
+    assert directory.steps() == [2, 3]
+
+
+def test_a_checkpoint_that_was_removed_is_passed_over(address: str, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "checkpoints", 1)
+    shutil.rmtree(path)
+    assert Uploads(address).send(path) == ["step-00000001 was removed before it was uploaded"]
+
+
+def test_the_rate_is_bounded(address: str, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "checkpoints", 1, size=50_000)  # 3 files of 100 kB
+    started = time.monotonic()
+    Uploads(address, rate=1e6).send(path)
+    assert time.monotonic() - started >= 0.2, "after the first file, those before it have to be paid for"
+
+
+def test_an_end_does_not_wait_for_the_rest_of_an_upload(address: str, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "checkpoints", 1)
+    uploads = Uploads(address, rate=1.0)
+    with uploads.uploader:
+        uploads.uploader.submit(path)
+        assert not uploads.uploader.wait(0.05)
+        assert uploads.uploader.is_reading(path)
+    assert uploads.notes == []
+
+
+def test_each_host_sends_what_was_written_there(address: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """The first host writes the manifest, once the others have sent their files."""
+    monkeypatch.setattr(upload, "POLL_S", 0.01)
+    hosts = {"a": ["one", "two"], "b": ["two", "one"], "c": ["one", "two"]}
+    disks = Disks(((0,), (1,)), ("one", "two"))
+    paths = [checkpoint(tmp_path / host, 1, hosts=hosts) for host in disks.names]
+    (paths[0] / "b").unlink()
+    (paths[1] / "a").unlink()
+    first, second = Uploads(address, disks, 0), Uploads(address, disks, 1)
+    thread = threading.Thread(target=first.send, args=[paths[0]])
+    thread.start()
+    assert second.send(paths[1]) == []
+    thread.join(LIMIT_S)
+    assert first.notes[0].startswith("uploaded")
+    assert {*content(address, "step-00000001")} == {*NAMES, MANIFEST}
+
+
+def test_a_host_that_sends_nothing_is_named(address: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(upload, "POLL_S", 0.01)
+    monkeypatch.setattr(upload, "OTHERS_S", 0.05)
+    hosts = {name: ["two" if name == "b" else "one"] for name in NAMES}
+    path = checkpoint(tmp_path / "one", 1, hosts=hosts)
+    (note,) = Uploads(address, Disks(((0,), (1,)), ("one", "two"))).send(path)
+    assert "1 files of two have not come, b first" in note
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("sftp://me:secret@host/run", "holds a password"),
+        ("s3://key:secret@bucket/run", "holds a password"),
+        ("bucket/run", "must be an address"),
+        ("s3://", "must be an address"),
+        ("nosuch://a/b", "a protocol that fsspec does not know"),
+    ],
+)
+def test_an_address_that_cannot_be_is_refused_before_the_run(text: str, expected: str, tmp_path: Path) -> None:
+    config = small_run(tmp_path, tmp_path / "run", upload=text)
+    with pytest.raises(ValueError) as caught:
+        check_directories(config, 0)
+    assert expected in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(protocol: str) -> None:
+        raise ImportError("install s3fs")
+
+    monkeypatch.setattr("fsspec.get_filesystem_class", missing)
+    with pytest.raises(ValueError, match="needs s3fs, which is not installed; pip install s3fs"):
+        check_address("s3://bucket/run", "checkpoint.upload")
+
+
+def test_a_rate_without_an_address_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"checkpoint.upload_rate=3 is of checkpoint.upload"):
+        check_directories(small_run(tmp_path, tmp_path / "run", upload_rate=3.0), 0)
+
+
+def test_no_message_holds_the_signature_of_an_address() -> None:
+    error = OSError("403 for https://host/key?X-Amz-Credential=AKIA&X-Amz-Signature=abc\nand more")
+    assert explain_remote(error) == "403 for https://host/key and more"
+
+
+def test_a_run_uploads_and_continues_from_there_without_its_disk(
+    tiny_model: Callable[..., Path], tmp_path: Path, home: Path
+) -> None:
+    """Also a model for another run; a newer checkpoint on the disk counts more than an older one there."""
+    target = f"file://{tmp_path}/target"
+    config = small_run(tiny_model(n_layer=1), tmp_path / "run", upload=target, resume=target)
+    assert with_local_checkpoint(config).checkpoint.resume == "auto", "nothing is there yet"
+    train_alone(with_local_checkpoint(config))
+    saved = CheckpointDirectory(tmp_path / "run/checkpoints")
+    newest = saved.of(saved.steps()[-1])
+    uploaded = tmp_path / "target" / newest.name
+    assert {each.name: each.read_bytes() for each in uploaded.iterdir()} == {
+        each.name: each.read_bytes() for each in newest.iterdir()
+    }
+    assert with_local_checkpoint(config).checkpoint.resume == "auto", "it is here, too"
+    shutil.rmtree(tmp_path / "run")
+    resumed = Path(with_local_checkpoint(config).checkpoint.resume)
+    assert resumed.is_relative_to(home)
+    assert not list(ShardDirectory(resumed).corrupt_files())
+    assert ShardDirectory(resumed).step == 2
+    model = find_model(target, option="model.name")
+    assert model == resumed
+    with pytest.raises(ValueError, match=r"model.name=file:.* cannot be read: it has no config.json"):
+        find_model(f"file://{tmp_path}/home", option="model.name")
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A server that speaks S3, with a bucket "bucket"."""
+    for module in ("s3fs", "moto", "flask"):
+        pytest.importorskip(module)
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    values = {"ENDPOINT_URL": f"http://{host}:{port}", "ACCESS_KEY_ID": "AKIAKEY", "SECRET_ACCESS_KEY": "hush"}
+    for name, value in {**values, "DEFAULT_REGION": "us-east-1"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    import s3fs
+
+    s3fs.S3FileSystem(skip_instance_cache=True).mkdir("bucket")
+    yield server
+    server.stop()
+
+
+@pytest.mark.soak
+def test_uploads_to_s3(s3: Any, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several parts; cut; to a bucket that is not there; with a server that is gone; read by a run."""
+    monkeypatch.setattr(remote_files, "PART_BYTES", 5 << 20)  # the least that S3 takes
+    path, address = checkpoint(tmp_path / "checkpoints", 7, size=6 << 20), "s3://bucket/my run"
+    (missing,) = Uploads("s3://nosuchbucket/run").send(path)
+    assert "could not be uploaded to s3://nosuchbucket/run" in missing
+    send, cuts = RemoteDirectory.send, iter([True, False, False])
+
+    def cut(self: RemoteDirectory, source: Path, paced: Callable[[int], None]) -> tuple[int, str]:
+        sizes = iter(range(7 if source.name == "b" and next(cuts) else 10**6))
+        return send(self, source, lambda size: next(sizes) and None)
+
+    monkeypatch.setattr(RemoteDirectory, "send", cut)
+    first, second = Uploads(address).send(path, path)
+    assert "could not be uploaded" in first
+    assert second.startswith("uploaded")
+    assert content(address, path.name) == {each.name: each.read_bytes() for each in path.iterdir()}
+    copy = fetch_directory(RemoteDirectory.open(f"{address}/{path.name}"), home, ["*"], note=print)
+    assert {each.name: each.read_bytes() for each in copy.iterdir()} == content(address, path.name)
+    s3.stop()
+    (gone,) = Uploads(address).send(path)
+    assert "could not be uploaded" in gone
+    assert "hush" not in missing + first + gone
