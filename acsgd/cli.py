@@ -114,21 +114,28 @@ class ToHF:
     """Maximum size of a file: "500MB", "5GB"."""
     best: bool = False
     """Convert the best checkpoint of a run with checkpoint.best, not its newest."""
+    push: str | None = None
+    """Repository of the Hugging Face Hub to which the directory is uploaded, with its model card: hf://owner/name. A
+    new one is private. Default: none."""
 
     def run(self) -> None:
         """Run the conversion."""
         from acsgd.io.checkpoint.directory import best_checkpoint
         from acsgd.shards.convert import describe_hf
         from acsgd.shards.export import to_hf
+        from acsgd.shards.hub import create_repository, push
 
         limit = parse_size(self.shard_size, option="--shard-size", example='"5GB" or "500MB"')
         source = best_checkpoint(self.source) if self.best else _checkpoint(self.source)
+        repository = None if self.push is None else create_repository(self.push)  # before work that takes long
         with progress_bar() as report:
             _create(
                 self.target,
                 lambda path: to_hf(source, path, dtype=self.dtype, shard_bytes=limit, report=report),
             )
         print(describe_hf(source, self.target))
+        if repository is not None:
+            print(f"pushed to {push(repository, self.target)}")
 
 
 @dataclass(frozen=True)

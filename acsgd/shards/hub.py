@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -157,6 +158,38 @@ def find_tokenizer(name: str) -> Path:
     Raises ValueError.
     """
     return Path(name) if has_tokenizer(Path(name)) else find_model(name, option="model.tokenizer", weights=False)
+
+
+def create_repository(address: str) -> str:
+    """Create the repository of an address hf://owner/name, a private one if it is new; return its id.
+
+    Raises ValueError if that is no address of one, or if this user may not write to it.
+    """
+    from huggingface_hub import HfApi
+
+    name = address.removeprefix("hf://")
+    if not re.fullmatch(r"hf://[\w.-]+(/[\w.-]+)?", address):
+        raise ValueError(f"--push={address} must be a repository of the Hugging Face Hub, as hf://owner/name")
+    try:
+        return HfApi().create_repo(name, private=True, exist_ok=True).repo_id
+    except Exception as error:  # errors of its HTTP library, too
+        raise ValueError(
+            f"--push={address} cannot be written: {explain_remote(error)}; log in with hf auth login, or set HF_TOKEN"
+        ) from None
+
+
+def push(repository: str, directory: Path) -> str:
+    """Upload a directory to a repository; return its address. Raises ValueError that says how to continue."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().upload_folder(repo_id=repository, folder_path=directory)
+    except Exception as error:  # errors of its HTTP library, too
+        again = shlex.join(["hf", "upload", repository, str(directory)])
+        raise ValueError(
+            f"{directory} is complete, but could not be pushed: {explain_remote(error)}; continue with {again}"
+        ) from None
+    return f"https://huggingface.co/{repository}"
 
 
 def _download(name: str, patterns: Sequence[str], *, option: str) -> str:

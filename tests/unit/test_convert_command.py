@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -335,3 +336,46 @@ def test_an_adapter_of_one_of_two_tied_tables_is_not_merged(tiny_model: TinyMode
     code, printed = acsgd("convert", "merge", tmp_path / "peft", tmp_path / "merged")
     assert code == 2
     assert f"error: {tmp_path / 'peft'} changes transformer.wte, but not lm_head.weight, to which its" in printed
+
+
+@pytest.mark.parametrize(
+    ("address", "fails", "expected"),
+    [
+        ("hf://me/model", "", ""),
+        ("me/model", "", "error: --push=me/model must be a repository of the Hugging Face Hub, as hf://owner/name"),
+        ("hf://me/model", "create_repo", "error: --push=hf://me/model cannot be written: 401 Unauthorized; log in"),
+        ("hf://me/model", "upload_folder", "hf is complete, but could not be pushed: 401 Unauthorized; continue with"),
+    ],
+)
+def test_a_model_is_pushed_with_its_card(
+    address: str, fails: str, expected: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be written is found before the conversion."""
+    shards, calls = tmp_path / "shards", list[tuple[str, object]]()
+    shards.mkdir()
+    from_hf(tiny_model(n_layer=1), shards)
+
+    class Hub:
+        def _call(self, name: str, **arguments: object) -> None:
+            if name == fails:
+                raise OSError("401 Unauthorized")
+            calls.append((name, arguments))
+
+        def create_repo(self, name: str, *, private: bool, exist_ok: bool) -> SimpleNamespace:
+            self._call("create_repo", private=private, exist_ok=exist_ok)
+            return SimpleNamespace(repo_id=name)
+
+        def upload_folder(self, *, repo_id: str, folder_path: Path) -> None:
+            files = sorted(path.name for path in folder_path.iterdir())
+            self._call("upload_folder", repo_id=repo_id, files=files)
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    code, printed = acsgd("convert", "to-hf", shards, tmp_path / "hf", "--push", address)
+    assert expected in printed
+    assert (code == 0) == (not expected)
+    assert (tmp_path / "hf").exists() == (not expected or fails == "upload_folder")
+    if code == 0:
+        (_, created), (_, uploaded) = calls
+        assert created == {"private": True, "exist_ok": True}
+        assert isinstance(uploaded, dict)
+        assert {"README.md", "config.json", "model.safetensors"} <= {*uploaded["files"]}
