@@ -7,12 +7,13 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import tyro
 
-from acsgd.config.options import Config
+from acsgd.config.options import Config, ShardKind
 from acsgd.config.ranges import COUNT, out_of_range, parse_size
 from acsgd.config.run_file import parse, with_run_options
 from acsgd.launch import Launch
@@ -134,13 +135,14 @@ class MemoryPlanner:
     def _variants(self) -> Iterator[tuple[tuple[str, ...], Config]]:
         """Yield runs that need less memory, nearest first, with the flags that make them."""
         config, world = self._config, self._world
+        shards: Sequence[ShardKind] = ("none", "optimizer") if config.dp.shard == "none" else (config.dp.shard,)
         more = [n for n in range(config.pp.stages, world + 1) if world % n == 0 and n % config.pp.stages == 0]
         micros = [config.pp.micro]
         while micros[-1] > 1:
             micros.append(max(n for n in range(1, micros[-1] // 2 + 1) if config.data.batch % n == 0))
         for stages in more:
             for micro in micros:
-                for recompute in dict.fromkeys((config.model.recompute, "layers")):
+                for recompute, shard in product(dict.fromkeys((config.model.recompute, "layers")), shards):
                     changed = replace(
                         config,
                         model=replace(config.model, recompute=recompute),
@@ -150,6 +152,7 @@ class MemoryPlanner:
                             micro=micro,
                             layers=config.pp.layers if stages == config.pp.stages else None,
                         ),
+                        dp=replace(config.dp, shard=shard),
                     )
                     yield _flags(config, changed), changed
 
@@ -161,6 +164,7 @@ def _flags(config: Config, changed: Config) -> tuple[str, ...]:
         "--pp.layers": (config.pp.layers, changed.pp.layers),
         "--pp.micro": (config.pp.micro, changed.pp.micro),
         "--model.recompute": (config.model.recompute, changed.model.recompute),
+        "--dp.shard": (config.dp.shard, changed.dp.shard),
     }
     return tuple(f"{flag} {after}" for flag, (before, after) in pairs.items() if before != after)
 

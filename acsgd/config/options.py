@@ -40,6 +40,7 @@ def in_steps(given: int | str, steps_of: Callable[[float], int]) -> str:
 
 TransportName = Literal["auto", "gloo", "nccl"]
 OwnTransport = Literal["run", "auto", "gloo", "nccl"]
+ShardKind = Literal["none", "optimizer", "gradients"]
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,7 @@ class ReplicaConfig:
     local: Literal["auto", "none"] = "auto"
     """Replicas of one domain: "auto" = if there are several domains, they sum their gradients exactly and act as one
     replica towards other domains; "none" = each exchanges with all others."""
-    shard: Literal["none", "optimizer", "gradients"] = "none"
+    shard: ShardKind = "none"
     """What each of R replicas holds 1 / R of, with "allreduce": "optimizer" = fp32 masters and optimizer state (ZeRO
     stage 1); "gradients" = these and fp32 gradients, which are then summed after each micro-batch (ZeRO stage 2)."""
     domain: str | None = None

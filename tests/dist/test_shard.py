@@ -59,11 +59,18 @@ def tensors(config: Config, step: int = STEPS) -> dict[str, dict[str, Tensor]]:
         pytest.param("adamw", "fp32", 2, 3, {}, marks=SOAK),
         pytest.param("adamw", "fp16", 1, 2, {"clip": 0.5}, marks=SOAK),
         pytest.param("adamw", "bf16", 1, 2, {"adapter": "lora:r=4"}, marks=SOAK),
-        pytest.param("adamw", "bf16", 1, 2, {"adapter": "lora:r=4", "quantize": "nf4"}, marks=[SOAK, NEEDS_8BIT]),
+        pytest.param(
+            "adamw",
+            "bf16",
+            1,
+            2,
+            {"model": "llama", "adapter": "lora:r=4", "quantize": "nf4"},
+            marks=[SOAK, NEEDS_8BIT],
+        ),
         pytest.param("muon", "fp32", 1, 2, {"clip": 0.5}, marks=SOAK),
         pytest.param("muon", "bf16", 2, 2, {"tied": "dense"}, marks=SOAK),
         pytest.param("adafactor", "bf16", 2, 2, {}, marks=SOAK),
-        pytest.param("lion", "bf16", 2, 2, {"schedule": "zb"}, marks=SOAK),
+        pytest.param("lion", "bf16", 2, 2, {"schedule": "interleaved:chunks=2"}, marks=SOAK),
         pytest.param("sgd", "fp32", 1, 3, {}, marks=SOAK),
         pytest.param("adamw8bit", "bf16", 1, 2, {}, marks=[SOAK, NEEDS_8BIT]),
     ],
@@ -77,10 +84,15 @@ def test_a_sharded_run_has_the_losses_and_the_files_of_one_that_is_not(
     tiny_model: TinyModel,
     tmp_path: Path,
 ) -> None:
-    """Bit for bit with sums in the same order, hence with "optimizer", and without clipping by a norm."""
+    """Bit for bit with sums in the same order, hence with "optimizer", and without clipping by a norm.
+
+    And where parts are multiples of the vectors of a CPU, since torch's fused AdamW rounds the rest in another way.
+    """
     directory, tied = tmp_path / "run", options.get("tied", "rows")
+    wide = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 192}  # as 4 bits need
+    layers = wide if "model" in options else {"n_layer": 2}
     config = make_replica_config(
-        tiny_model("gpt2", n_layer=2), directory, "sharded_ps", dtype, stages=stages, tied=tied
+        tiny_model(options.get("model", "gpt2"), **layers), directory, "sharded_ps", dtype, stages=stages, tied=tied
     )
     config = dataclasses.replace(
         config,
@@ -101,7 +113,7 @@ def test_a_sharded_run_has_the_losses_and_the_files_of_one_that_is_not(
             assert saved[file].keys() == of_file.keys()
             for key, tensor in of_file.items():
                 assert saved[file][key].shape == tensor.shape
-                if run.dp.shard == "optimizer" and "clip" not in options:
+                if run.dp.shard == "optimizer" and replicas == 2 and "clip" not in options:
                     assert torch.equal(saved[file][key], tensor), key
 
 

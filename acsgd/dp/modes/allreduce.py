@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from acsgd.config.options import ShardKind
 from acsgd.dp.exchange.buckets import AllReduceSync, BucketOptions, Dtype, make_buckets
 from acsgd.dp.exchange.sharded import ShardedSync
 from acsgd.dp.peers import Peers
@@ -27,7 +28,9 @@ class AllReduce(BucketOptions):
         return AllReduceSync(make_buckets(weights, self.bucket_mb), peers, self.dtype)
 
 
-def open_sync(mode: Mode, weights: Sequence[Weight], owned: OwnedWeights, peers: Peers, *, shard: str) -> GradSync:
+def open_sync(
+    mode: Mode, weights: Sequence[Weight], owned: OwnedWeights, peers: Peers, *, shard: ShardKind
+) -> GradSync:
     """Return the synchronization of one stage's weights with the other replicas, which may own parts of them."""
     if not owned.ownership.parts:
         return mode.open(weights, peers)

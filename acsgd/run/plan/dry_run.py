@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 
 from acsgd.comm.process_groups import Group
 from acsgd.comm.waits import DirectWaits, Meter
-from acsgd.config.options import OptimConfig
+from acsgd.config.options import OptimConfig, ShardKind
 from acsgd.dp.modes.allreduce import open_sync
 from acsgd.dp.peers import AsyncResult, Peers
 from acsgd.dp.sync import Mode
@@ -103,7 +103,7 @@ def dry_run(
     replicas: int,
     members: int = 1,
     ownership: Ownership | None = None,
-    shard: str = "none",
+    shard: ShardKind = "none",
 ) -> UpdateMemory:
     """Make a step with the weights of some stages, on the meta device, of one of several replicas.
 

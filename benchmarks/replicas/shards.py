@@ -1,0 +1,173 @@
+"""What a replica holds, sends and takes per step with each value of dp.shard; needs root:
+
+    .venv/bin/python -m benchmarks.replicas.shards [--json runs/benchmarks/replica_shards.json]
+
+Each replica is a host, a network namespace (netlab.py). A GPT-2 of 3 M parameters trains with AdamW. Bytes are those
+that the network interface of a host has sent, with all headers. Memory is that of the tensors after a step, by kind.
+Steps of all values take turns; a step is the median of the turns. The losses must agree to 1e-5 in fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+from acsgd.config.options import ReplicaConfig
+from acsgd.groups import connect
+from acsgd.io.checkpoint.progress import Progress
+from acsgd.launch import Launch
+from acsgd.run.initial_weights import open_weight_source
+from acsgd.run.plan.job import prepare
+from acsgd.run.session import Session
+from acsgd.run.setup.build import build_session
+from acsgd.topology import Topology
+from acsgd.train import train_step
+from benchmarks.common import netlab
+from benchmarks.pipeline.network_ranks import TIMEOUT_S, on_hosts, request_all, save_model
+from benchmarks.replicas.domains import sent_bytes
+from benchmarks.replicas.network_ranks import VOCABULARY, Setting, make_batch
+
+SHARDS = ("none", "optimizer", "gradients")
+LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
+
+
+class Block(NamedTuple):
+    """Results of consecutive steps."""
+
+    seconds: float
+    """Per step."""
+    sent_bytes: float
+    """Of the host, per step."""
+    loss: float
+    """Of the last step."""
+    memory: dict[str, int]
+    """Bytes of tensors after it, by kind."""
+
+
+def be_replica(rank: int, setting: Setting, store: str, pipe: Connection) -> None:
+    """Run one replica: (dtype, shard, steps) of each request, until the pipe is closed."""
+    files, timeout = dist.FileStore(store, setting.replicas), timedelta(seconds=TIMEOUT_S)
+    topology = Topology.of(rank, setting.replicas, stages=1)
+    sessions = dict[tuple[str, str], tuple[Session, Progress]]()
+    with connect(topology, timeout=timeout, store=files) as groups, contextlib.suppress(EOFError):
+        while True:
+            dtype, shard, steps = pipe.recv()
+            if (dtype, shard) not in sessions:
+                config: Any = setting.config("allreduce")
+                config = replace(config, dp=ReplicaConfig(shard=shard), model=replace(config.model, dtype=dtype))
+                job = prepare(config, Launch(rank, 0, setting.replicas))
+                sessions[dtype, shard] = build_session(job, open_weight_source(job), groups), Progress()
+            session, progress = sessions[dtype, shard]
+            batch = make_batch(session.job, setting)
+            dist.barrier()
+            before, started = sent_bytes(), time.perf_counter()
+            for _ in range(steps):
+                result = train_step(session, batch, progress)
+                progress = result.progress
+            dist.barrier()
+            seconds, sessions[dtype, shard] = time.perf_counter() - started, (session, progress)
+            pipe.send(Block(seconds / steps, (sent_bytes() - before) / steps, result.loss, memory_of(session)))
+
+
+def memory_of(session: Session) -> dict[str, int]:
+    """Return the bytes of the tensors of a session by kind."""
+    owned = session.owned.of(session.weights)
+    masters = [each.master for each in (*owned, *session.weights) if each.master is not each.param]
+    gradients = [each.master.grad for each in (*owned, *session.weights) if each.master.grad is not None]
+    moments = session.owned.state_of(session.optimizer, session.weights)
+    return {
+        "weights": nbytes([weight.param for weight in session.weights]),
+        "masters": nbytes(masters),
+        "gradients": nbytes(gradients),
+        "moments": nbytes(x for by_key in moments.values() for x in by_key.values()),
+    }
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Return the size of the memory of tensors, which may share some."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def measure(setting: Setting, mbit: float, turns: int, steps: int) -> dict[str, dict[str, Block]]:
+    """Return the median steps of the first host, by dtype and dp.shard. turns: of as many steps each."""
+    found: dict[str, dict[str, Block]] = {}
+    with netlab.lab(hosts=setting.replicas) as network:
+        network.limit(mbit)
+        with on_hosts(network, be_replica, setting) as pipes:
+            for dtype, tolerance in LOSS_TOLERANCE.items():
+                blocks: dict[str, list[Block]] = {shard: [] for shard in SHARDS}
+                for turn in range(turns + 1):
+                    for shard in SHARDS:
+                        of_hosts: list[Block] = request_all(pipes, (dtype, shard, steps))
+                        slowest = max(block.seconds for block in of_hosts)
+                        if turn:  # the first one opens the run
+                            blocks[shard].append(of_hosts[0]._replace(seconds=slowest))
+                found[dtype] = {
+                    shard: each[-1]._replace(seconds=statistics.median(block.seconds for block in each))
+                    for shard, each in blocks.items()
+                }
+                losses = {shard: block.loss for shard, block in found[dtype].items()}
+                if any(abs(loss / losses["none"] - 1) > tolerance for loss in losses.values()):
+                    raise RuntimeError(f"{dtype}: losses differ: {losses}")
+    return found
+
+
+def table(found: dict[str, dict[str, Block]], title: str) -> Table:
+    """Return the table of bytes, step times and memory."""
+    shown = Table("dtype", "dp.shard", title=title)
+    for name in ("MB sent per step", "step, s", "MB: weights", "masters", "gradients", "moments"):
+        shown.add_column(name, justify="right")
+    for dtype, by_shard in found.items():
+        for shard, block in by_shard.items():
+            memory = (f"{size / 1e6:.2f}" for size in block.memory.values())
+            shown.add_row(dtype, shard, f"{block.sent_bytes / 1e6:.2f}", f"{block.seconds:.3f}", *memory)
+    return shown
+
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--micros", type=int, default=1, help="micro-batches of a replica per step")
+    parser.add_argument("--rate", type=float, default=1000.0, help="Mbit/s of each host")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="steps of a turn")
+    path = Path("runs/benchmarks/replica_shards.json")
+    parser.add_argument("--json", type=Path, default=path, help="path of the results")
+    options = parser.parse_args()
+    try:
+        netlab.check(needs_tun=False)
+    except RuntimeError as error:
+        sys.exit(f"benchmarks/replicas/shards.py: {error}")
+    transformers_logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as directory:
+        model = save_model(Path(directory) / "model", vocabulary=VOCABULARY, tied=False)
+        setting = Setting(model, options.replicas, options.micros, ("allreduce",))
+        found = measure(setting, options.rate, options.turns, options.steps)
+    title = f"{options.replicas} replicas, {options.micros} micro-batches each, {options.rate:g} Mbit/s"
+    Console(width=140).print(table(found, title))
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    results = {dtype: {shard: block._asdict() for shard, block in each.items()} for dtype, each in found.items()}
+    options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
