@@ -77,20 +77,21 @@ class Ownership:
     """Index of this replica."""
     replicas: int
     """Number of replicas."""
-    parts: tuple[Part, ...] = ()
-    """Parts of all weights that are divided, in the order of their rows; the same on all replicas of a stage.
+    parts: tuple[Part, ...] | None = None
+    """Parts of the weights of this rank that are divided, in the order of their rows; the same on all replicas of a
+    stage. None = no rank's are; empty = those of other ranks may be.
     Snapshots and the plans of elastic runs know whole weights only."""
 
     @functools.cached_property
     def _by_weight(self) -> dict[str, list[Part]]:
         by_weight: dict[str, list[Part]] = {}
-        for part in self.parts:
+        for part in self.parts or ():
             by_weight.setdefault(part.weight, []).append(part)
         return by_weight
 
     @functools.cached_property
     def _owners(self) -> dict[str, Sequence[int]]:
-        return {part.key: part.owners for part in self.parts}
+        return {part.key: part.owners for part in self.parts or ()}
 
     def parts_of(self, weight: Weight) -> list[Part]:
         """Return the parts of a weight; none if it is not divided."""
@@ -117,7 +118,7 @@ class Ownership:
 
     def squared_norms(self, by_replica: Sequence[float]) -> list[float]:
         """Return the squared gradient norm of the model on each replica. by_replica: of `OwnedWeights.counted`."""
-        return [sum(by_replica)] * self.replicas if self.parts else [*by_replica]
+        return [*by_replica] if self.parts is None else [sum(by_replica)] * self.replicas
 
 
 class OwnedWeights:

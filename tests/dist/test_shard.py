@@ -58,6 +58,7 @@ def tensors(config: Config, step: int = STEPS) -> dict[str, dict[str, Tensor]]:
         pytest.param("adamw", "bf16", 2, 2, {"tied": "dense"}, marks=SOAK),
         pytest.param("adamw", "fp32", 2, 3, {}, marks=SOAK),
         pytest.param("adamw", "fp16", 1, 2, {"clip": 0.5}, marks=SOAK),
+        pytest.param("adamw", "bf16", 2, 2, {"clip": 0.5, "freeze": "*.h.*"}, marks=SOAK),
         pytest.param("adamw", "bf16", 1, 2, {"adapter": "lora:r=4"}, marks=SOAK),
         pytest.param(
             "adamw",
@@ -99,7 +100,7 @@ def test_a_sharded_run_has_the_losses_and_the_files_of_one_that_is_not(
         data=dataclasses.replace(config.data, batch=4 * replicas),
         optim=dataclasses.replace(config.optim, name=optimizer, clip=options.get("clip", math.inf)),
         adapter=AdapterConfig(options.get("adapter")),
-        model=dataclasses.replace(config.model, quantize=options.get("quantize", "none")),
+        model=dataclasses.replace(config.model, quantize=options.get("quantize", "none"), freeze=options.get("freeze")),
         pp=dataclasses.replace(config.pp, schedule=options.get("schedule", config.pp.schedule)),
     )
     runs = [sharded(config, shard) for shard in ("optimizer", "gradients")]
@@ -142,7 +143,7 @@ def test_memory_and_bytes_fall_as_the_number_of_replicas(shard: str, dtype: torc
             param = nn.Parameter(torch.ones(128, 64, dtype=dtype))
             master = param if dtype == torch.float32 else nn.Parameter(param.detach().float())
             weights.append(Weight(f"w{index}", param, master))
-        parts = tuple(divide(weights, replicas, by_rows=True)) if replicas > 1 else ()
+        parts = tuple(divide(weights, replicas, by_rows=True)) if replicas > 1 else None
         owned = OwnedWeights(weights, Ownership(0, replicas, parts))
         mode = from_spec(f"allreduce:bucket_mb={3 * 128 * 64 * 4 / 1e6}", MODES, key="dp.mode")
         sync = open_sync(mode, weights, owned, AbsentPeers(0, replicas), shard=shard)

@@ -54,16 +54,19 @@ def gradients(step: int) -> dict[str, Tensor]:
     return {key: torch.randn(shape, generator=generator) for key, shape in SHAPES.items()}
 
 
-def two_ranks(parts: Sequence[Part], dtype: torch.dtype = torch.float32) -> list[Rank]:
-    return [Rank(Ownership(replica, 2, tuple(parts)), dtype) for replica in range(2)]
+def two_ranks(parts: Sequence[Part] | None, dtype: torch.dtype = torch.float32) -> list[Rank]:
+    divided = None if parts is None else tuple(parts)
+    return [Rank(Ownership(replica, 2, divided), dtype) for replica in range(2)]
 
 
 def test_whole_weights_are_owned_by_all_replicas_as_they_are() -> None:
-    for rank in two_ranks(()):
+    for rank in two_ranks(None):
         owned = rank.owned.of(rank.weights)
         assert all(each is weight for each, weight in zip(owned, rank.weights, strict=True))
         assert rank.owned.counted == owned
         assert rank.owned.ownership.squared_norms([2.0, 3.0]) == [2.0, 3.0]
+    without_weights = Ownership(0, 2, ())  # all of its layers are frozen; other ranks count the same norm
+    assert without_weights.squared_norms([2.0, 3.0]) == [5.0, 5.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -134,8 +137,8 @@ def test_owners_of_parts_together_step_as_the_owner_of_the_whole(dtype: torch.dt
                 assert torch.equal(getattr(weight, kind), getattr(expected, kind))
 
 
-@pytest.mark.parametrize("parts", [(), SPLIT, (*SPLIT[:1], Part("table", 3, 5, (0, 1)))])
-def test_the_states_of_all_parts_make_that_of_the_whole(parts: tuple[Part, ...]) -> None:
+@pytest.mark.parametrize("parts", [None, SPLIT, (*SPLIT[:1], Part("table", 3, 5, (0, 1)))])
+def test_the_states_of_all_parts_make_that_of_the_whole(parts: tuple[Part, ...] | None) -> None:
     whole, ranks = Rank(Ownership(0, 1)), two_ranks(parts)
     for rank in (whole, *ranks):
         rank.set_gradients(gradients(0))
