@@ -17,9 +17,12 @@ from acsgd.pp.schedules.dependencies import Dependencies
 from acsgd.pp.schedules.schedules import GPipe, Interleaved, OneFOneB, ZeroBubble, ZeroBubbleV
 from acsgd.pp.schedules.simulate import Cost, main, simulate
 
-SPECS = [*SCHEDULES, "1f1b:lead=2", "zb:lead=2", "interleaved:chunks=1,lead=1", "interleaved:chunks=3"]
+SPECS = [*SCHEDULES, "1f1b:lead=2", "interleaved:chunks=1,lead=1", "interleaved:chunks=3"]
 # fewer micro-batches than ranks, as many, a multiple, and numbers that the ranks do not divide
 SIZES = sorted({(r, m) for r in (1, 2, 3, 4, 5, 8) for m in (1, r - 1, r, r + 1, 2 * r, 2 * r + 1, 16) if m > 0})
+
+FEWER_SIZES = [(ranks, micros) for ranks, micros in SIZES if ranks < 8]
+"""Without those that take most of the time."""
 
 every_schedule = pytest.mark.parametrize("schedule", [from_spec(spec, SCHEDULES, key="") for spec in SPECS], ids=SPECS)
 
@@ -43,7 +46,7 @@ def test_evaluations_are_the_forwards_in_order_and_never_deadlock(schedule: Sche
 
 
 @every_schedule
-@pytest.mark.parametrize("backward", [1, 2, Fraction(5, 2)])
+@pytest.mark.parametrize("backward", [2, Fraction(5, 2)])
 def test_bubble_is_exactly_the_formula(schedule: Schedule, backward: Fraction) -> None:
     """If backwards are split, that of F, I and W that take equally long."""
     for ranks, micros in SIZES if backward == 2 or not isinstance(schedule, ZeroBubble | ZeroBubbleV) else ():
@@ -96,7 +99,7 @@ def test_lead_overlaps_messages() -> None:
 
 def test_gradients_of_weights_fill_waits_as_in_the_paper() -> None:
     """ZB-H1: waits of (ranks - 1) * (F + I - W), and the micro-batches in flight of the first rank of 1F1B on all."""
-    for ranks, micros in SIZES:
+    for ranks, micros in FEWER_SIZES:
         for forward, inputs, weight in [(1, 1, 1), (2, 3, 2), (3, 2, 1), (4, 5, 3)]:
             cost = Cost(forward, inputs + weight, weight=weight)
             timeline = simulate(lower(ZeroBubble().program(ranks, micros)), cost)
@@ -149,7 +152,7 @@ def test_no_order_that_can_run_deadlocks_after_lowering(ahead: int) -> None:
 
 @every_schedule
 def test_stages_below_the_first_trained_one_run_forwards_alone(schedule: Schedule) -> None:
-    for ranks, micros in SIZES:
+    for ranks, micros in FEWER_SIZES:
         computes, stages = schedule.program(ranks, micros), ranks * schedule.chunks
         for first in {0, 1, ranks // 2, stages - 1} & {*range(stages)}:
             program = lower(computes, ahead=1 + (ranks + micros) % 3, first_backward=first)
