@@ -68,8 +68,8 @@ BY_HAND = (
     "delta:bits=4,first_bits=8/fixpoint:bits=4",
 )
 """Codecs of activations and gradients of the slow link."""
-SETTLE = 30
-"""Steps of the chosen form before anything is compared: six measurements."""
+SETTLE = 40
+"""Steps of the chosen form before anything is compared: eight measurements."""
 FAST = 1000.0
 """Rate before the link falls and after it recovers, Mbit/s."""
 ANSWER = 50
@@ -119,7 +119,7 @@ class Run:
 
     def __init__(self, session: Session, form: str) -> None:
         self._session, self._state, self._changes = session, LoopState(Progress()), list[str]()
-        self._hook = LinkCodecs(session, self._note, self._state, has_revisits=True) if form == CHOSEN else None
+        self._hook = LinkCodecs(session, self._note, has_revisits=True) if form == CHOSEN else None
 
     def _note(self, event: RunEvent) -> None:
         self._changes.append(event.text)

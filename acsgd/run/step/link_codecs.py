@@ -181,13 +181,13 @@ class Chooser:
 
 PROBE_EVERY = 5
 """Steps between two measurements of the links."""
-PROBES = 3
+PROBES = 5
 """Number of measurements of a link whose median counts."""
 WINDOW = 5
 """Number of steps whose median is the computing time of a rank."""
-PROBE_S = 0.01
+PROBE_S = 0.02
 """Time for which a measurement sends data that is timed."""
-PROBE_BYTES = (2**14, 2**18)
+PROBE_BYTES = (2**12, 2**18)
 """Least and largest size of these data; the largest is that of the first measurement, a quarter of it."""
 
 
@@ -205,9 +205,7 @@ class LinkCodecs(StepHook):
     has_revisits: whether sequences are trained on more than once; without that, a delta has no effect.
     """
 
-    def __init__(
-        self, session: Session, note: Callable[[RunEvent], None], state: LoopState, *, has_revisits: bool
-    ) -> None:
+    def __init__(self, session: Session, note: Callable[[RunEvent], None], *, has_revisits: bool) -> None:
         job, ladder = session.job, session.job.plugins.ladder
         assert ladder is not None
         self._session, self._note, self._ladder = session, note, ladder
@@ -229,8 +227,7 @@ class LinkCodecs(StepHook):
         """By replica, the last computing times of each rank per micro-batch, without codecs."""
         self._last: list[Measured | None] = [None for _ in replicas]
         """By replica, what the present choice was made from."""
-        times, saved = self._agree(state)
-        state.progress = replace(state.progress, codecs=saved)
+        times = self._codec_times()
         self._directions = [self._direction(number, times, has_revisits) for number in range(2 * self._links)]
 
     def report(self, state: LoopState) -> Report:
@@ -260,16 +257,14 @@ class LinkCodecs(StepHook):
             self._steps_left = PROBE_EVERY
             self._measure()
 
-    def _agree(self, state: LoopState) -> tuple[dict[str, CodecTime], tuple[tuple[str, ...], ...]]:
-        """Return the longest time of each codec on any rank, and the codecs in the progress of a rank. A collective."""
-        job, ladder = self._session.job, self._ladder
-        specs, rungs = [*job.shapes.boundaries[0].values()], {*ladder.forward, *ladder.backward}
+    def _codec_times(self) -> dict[str, CodecTime]:
+        """Return the longest time of each codec on any rank. A collective call."""
+        job, groups = self._session.job, self._session.groups
+        specs, rungs = [*job.shapes.boundaries[0].values()], {*self._ladder.forward, *self._ladder.backward}
         own = {rung.spec: measure_codec(rung.codec, specs, job.streams) for rung in rungs}
-        groups, sent = self._session.groups, json.dumps([own, state.progress.codecs])
-        texts = groups.all_gather_text("choosing codecs", sent, timeout_s=groups.timeout_s)
-        times, codecs = zip(*map(json.loads, texts), strict=True)
-        longest = {spec: CodecTime(*map(max, *(each[spec] for each in times), own[spec])) for spec in own}
-        return longest, next((tuple(map(tuple, each)) for each in codecs if each), ())
+        texts = groups.all_gather_text("timing codecs", json.dumps(own), timeout_s=groups.timeout_s)
+        times = [json.loads(text) for text in texts]
+        return {spec: CodecTime(*map(max, zip(*(each[spec] for each in times), strict=True))) for spec in own}
 
     def _direction(self, number: int, times: Mapping[str, CodecTime], has_revisits: bool) -> Direction:
         """Return a direction whose rate is not measured yet."""

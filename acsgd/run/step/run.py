@@ -243,7 +243,7 @@ def open_run(
         hooks += [*uploads, checkpointing, pace, batches]
         if session.job.plugins.ladder is not None and session.job.topology.stages > 1:
             epochs = max(inputs.reader.sampler.epochs(session.job.config.optim.num_steps))
-            hooks.append(LinkCodecs(session, metrics.event, state, has_revisits=has_revisits(session.job, epochs)))
+            hooks.append(LinkCodecs(session, metrics.event, has_revisits=has_revisits(session.job, epochs)))
         yield TrainingRun(session, inputs, state, StepHooks(hooks, metrics), checkpointing, batches)
 
 
