@@ -18,6 +18,7 @@ from acsgd.config.run_file import parse
 from acsgd.model_classes import MODEL_CLASSES
 from acsgd.run.plan.plugins import check_capabilities, parse_plugins
 from acsgd.tasks import check_options
+from examples.chats import chats
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEOX = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
@@ -29,6 +30,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "neox-oig": ("gpt_neox", "lm", NEOX),
     "t5-folder": ("t5", "seq2seq", T5 | {"decoder_start_token_id": 0}),
     "gpt2-delta": ("gpt2", "lm", GPT2),
+    "chat-model": ("gpt2", "lm", GPT2),
     "deberta-cola": ("deberta-v2", "classification", SIZES["deberta-v2"] | {"num_hidden_layers": 1}),
     "deberta-cola qnli": ("deberta-v2", "classification", SIZES["deberta-v2"] | {"num_hidden_layers": 1}),
 }
@@ -54,6 +56,7 @@ def write_data(directory: Path) -> dict[str, list[str]]:
             *[{"input": WORDS, "output": "positive"}, {"input": WORDS[:9], "output": "negative"}] * 20,
         )
     wiki = write("wiki.txt", *(f" = {n} = \n\n{WORDS * 4}" for n in range(20)))
+    dialogues = write("chats.jsonl", *({"messages": messages} for messages in chats(40)))
     cola = write("cola.tsv", *(f"gj04\t{n % 2}\t\t{WORDS[: 30 + n]}" for n in range(40)))
     labels = ("entailment", "not_entailment")
     qnli = write(
@@ -68,6 +71,7 @@ def write_data(directory: Path) -> dict[str, list[str]]:
         "neox-oig": ["--data.sources", f"{oig[0]}:0.7,{oig[1]}:0.3"],
         "t5-folder": ["--data.sources", str(directory / "t5/train"), "--data.eval_sources", str(directory / "t5/val")],
         "gpt2-delta": both(f"wikitext:{wiki}"),
+        "chat-model": ["--data.sources", str(dialogues)],
         "deberta-cola": both(f"glue:cola:{cola}"),
         "deberta-cola qnli": [*both(f"glue:qnli:{qnli}"), "--checkpoint.best", "accuracy"],
     }
