@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -193,14 +194,21 @@ def test_an_elastic_run_goes_on_without_a_host(ssh: Script, tmp_path: Path) -> N
 
 def test_ctrl_c_reaches_all_hosts(ssh: Script, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     waits = f'{ANSWER}; echo ready; while read line; do case "$line" in *SIGINT*) echo got SIGINT; exit 1;; esac; done'
+    logs = [tmp_path / f"logs/host-{name}.log" for name in "ab"]
+
+    def interrupt() -> None:
+        while not all(log.read_text() for log in logs):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
     with launched(tmp_path, ssh(a=waits, b=waits), "a", "b") as launch:
         launch.connect()
-        threading.Timer(0.3, os.kill, args=[os.getpid(), signal.SIGINT]).start()
+        threading.Thread(target=interrupt, daemon=True).start()
         with pytest.raises(ReportedError) as caught:
             launch.run(jobs(2))
     assert caught.value.exit_code == 130
     assert capfd.readouterr().out.splitlines() == ["ready", "got SIGINT"]
-    assert (tmp_path / "logs/host-b.log").read_text().splitlines() == ["ready", "got SIGINT"]
+    assert logs[1].read_text().splitlines() == ["ready", "got SIGINT"]
 
 
 @pytest.mark.parametrize(("ignores", "code"), [(False, 3), (True, 137)])

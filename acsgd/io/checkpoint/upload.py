@@ -67,8 +67,8 @@ class Uploader:
             self._changed.notify_all()
 
     def is_reading(self, checkpoint: Path) -> bool:
-        """Return whether a checkpoint is being sent, and must not be removed."""
-        return self._current == checkpoint
+        """Return whether a checkpoint is being sent, or is the next one, and must not be removed."""
+        return checkpoint in (self._current, self._next)
 
     def wait(self, within_s: float) -> bool:
         """Wait for the end of all uploads; return False if they have not ended in time."""
