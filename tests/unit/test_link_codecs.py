@@ -83,7 +83,7 @@ def test_slower_links_get_fewer_bytes() -> None:
         before = chosen
 
 
-@pytest.mark.parametrize("limit", [0.0002, 0.001, 0.0055, 0.02, 0.1])
+@pytest.mark.parametrize("limit", [0.0002, 0.0055, 0.1])
 def test_the_loss_cost_is_never_exceeded(limit: float) -> None:
     of_three, numbers, present = chooser(3, limit, micros=2), random.Random(0), (0, 0, 0, 0)
     for _ in range(8):
