@@ -314,7 +314,6 @@ def main() -> None:
 
 COMMANDS: dict[str, Any] = {
     "train": Train,
-    "launch": LaunchCommand,
     EVAL: Eval,
     "convert": Convert,
     "inspect": Inspect,
@@ -323,6 +322,7 @@ COMMANDS: dict[str, Any] = {
     "data": DataCommand,
     "chaos": Chaos,
     "doctor": DoctorCommand,
+    "launch": LaunchCommand,
     "host": HostCommand,
     "join": JoinCommand,
     "net": NetCommand,
