@@ -348,9 +348,11 @@ def test_an_interrupt_of_torchrun_cleans_up_after_its_imports(
     lines: str, ended: tuple[int, str], tmp_path: Path
 ) -> None:
     package = tmp_path / "torch" / "distributed"
-    package.mkdir(parents=True)
-    for path in (package.parent / "__init__.py", package / "__init__.py"):
-        path.touch()
+    api = package / "elastic" / "multiprocessing" / "api.py"
+    api.parent.mkdir(parents=True)
+    for path in (package.parent, package, api.parents[1], api.parent):
+        (path / "__init__.py").touch()
+    api.write_text("class SignalException(Exception): pass")
     (package / "run.py").write_text(TORCHRUN + lines)  # lines: among the imports
     heeded = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # these tests may ignore it
     start = f"{heeded}; from acsgd.launch import start_torchrun; start_torchrun([])"
