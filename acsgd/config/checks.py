@@ -137,6 +137,10 @@ def _check_objective(data: DataConfig) -> None:
 
 
 def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
+    if checkpoint.upload is None and checkpoint.upload_rate is not None:
+        raise ValueError(
+            f"checkpoint.upload_rate={checkpoint.upload_rate:g} is of checkpoint.upload, which is not given; remove it"
+        )
     every = checkpoint.every
     if every is None:
         return

@@ -25,8 +25,6 @@ from acsgd.config.options import AdapterConfig
 from acsgd.config.run_file import parse_flags
 from acsgd.model_classes import MODEL_CLASSES
 
-pytestmark = pytest.mark.usefixtures("known_models")
-
 TinyModel = Callable[..., Path]
 TEXTS = ["The", "The statement of the list", "x =", "A class definition is an executable", "for", "and so on: 1, 2, 3"]
 

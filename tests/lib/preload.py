@@ -6,9 +6,6 @@ No thread may start here.
 import gc
 import os
 import pydoc_data.topics
-import tempfile
-import threading
-from pathlib import Path
 
 import peft  # with bitsandbytes, which compiles a function where it is imported: a second
 import pytest
@@ -18,13 +15,9 @@ import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen2.modeling_qwen2
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.utils import logging
 
-import acsgd.run.plan.job
 import acsgd.train
 import tests.lib.forks
-from acsgd.config.options import CheckpointConfig
-from acsgd.launch import Launch
 from tests.lib.shared import share_caches
 
 torch.set_num_threads(1)
@@ -32,13 +25,5 @@ torch.set_num_threads(1)
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 get_checkpoint_conversion_mapping("")  # compiles the patterns of all types of models, once per process
 share_caches()
-with tempfile.TemporaryDirectory() as directory, torch.random.fork_rng():  # what each rank would look up and compile
-    path = Path(directory)
-    logging.disable_progress_bar()  # it has a thread
-    model = tests.lib.forks.save_model(path / "model")
-    logging.enable_progress_bar()
-    config = tests.lib.forks.make_config(model, path / "run", processes=1, steps=3, checkpoint=CheckpointConfig())
-    acsgd.run.plan.job.prepare(config, Launch())
-assert threading.active_count() == 1
 gc.freeze()  # or each rank would visit, and thus copy, the objects of all these modules
 __all__ = ["acsgd", "peft", "pydoc_data", "pytest", "rich", "tests", "transformers"]

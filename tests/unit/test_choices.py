@@ -127,7 +127,7 @@ EFFECTIVE = {
     *(f"pp.{name}" for name in ("stages", "micro")),
     *(f"optim.{name}" for name in ("lr", "steps", "epochs", "name", "warmup", "schedule", "clip", "weight_decay")),
     *(f"optim.{name}" for name in ("betas", "eps", "label_smoothing", "on_nan")),
-    *(f"checkpoint.{name}" for name in ("dir", "every", "resume")),
+    *(f"checkpoint.{name}" for name in ("dir", "every", "resume", "upload")),
     *("model.tokenizer", "adapter.spec", "log.dir", "log.to", "log.every", "log.trace", "run.device"),
 }
 """Options that change a run of one process of which no other option is given: see `PLAIN`."""
@@ -138,6 +138,7 @@ REFUSED: dict[str, Any] = {
     "eval.every": 5,
     "optim.spike": 2.0,
     "checkpoint.best": "eval_loss",
+    "checkpoint.upload_rate": 1.0,
 }
 """Options that need another one, and a value."""
 UNUSED: dict[str, Any] = {

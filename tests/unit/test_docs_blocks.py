@@ -192,7 +192,7 @@ def check_module(module: str, arguments: Sequence[str]) -> None:
     if module == "venv":
         return
     if module == "acsgd":
-        (check_acsgd if arguments[0] == "eval" else check_training)(arguments)
+        (check_acsgd if arguments[0] in ("eval", "generate") else check_training)(arguments)
         return
     found = importlib.util.find_spec(module)
     assert found is not None, f"no module {module}"

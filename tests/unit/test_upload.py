@@ -213,11 +213,6 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         check_address("s3://bucket/run", "checkpoint.upload")
 
 
-def test_a_rate_without_an_address_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"checkpoint.upload_rate=3 is of checkpoint.upload"):
-        check_directories(small_run(tmp_path, tmp_path / "run", upload_rate=3.0), 0)
-
-
 def test_no_message_holds_the_signature_of_an_address() -> None:
     error = OSError("403 for https://host/key?X-Amz-Credential=AKIA&X-Amz-Signature=abc\nand more")
     assert explain_remote(error) == "403 for https://host/key and more"

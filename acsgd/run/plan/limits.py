@@ -37,13 +37,8 @@ def check_directories(config: Config, rank: int) -> None:
     _check_writable("log.dir", config.log.dir)
     _check_writable("checkpoint.dir", config.checkpoint.dir or str(Path(config.log.dir) / CHECKPOINTS))
     _check_run_files(config.log, rank)
-    checkpoint = config.checkpoint
-    if checkpoint.upload is not None:
-        check_address(checkpoint.upload, "checkpoint.upload")
-    elif checkpoint.upload_rate is not None:
-        raise ValueError(
-            f"checkpoint.upload_rate={checkpoint.upload_rate:g} is of checkpoint.upload, which is not given; remove it"
-        )
+    if config.checkpoint.upload is not None:
+        check_address(config.checkpoint.upload, "checkpoint.upload")
 
 
 def check_computes(config: Config, stages: int, micros: int) -> None:

@@ -12,6 +12,8 @@ import torch
 
 from acsgd.config.checks import traced_steps
 from acsgd.config.options import Config, DataConfig, ElasticConfig, ModelConfig, OptimConfig
+from acsgd.dp.modes.diloco import DiLoCo
+from acsgd.dp.modes.sparseloco import SparseLoCo
 from acsgd.io.checkpoint.progress import RECENT
 from acsgd.io.data.sources.streamed import Streamed
 from acsgd.optim.adamw import AdamW
@@ -151,7 +153,11 @@ CHOICES = (
         "{config.optim.steps} steps; give fewer, or --dp.mode allreduce",
     ),
     Choice(
-        lambda job, _: not _is_alone(job) and getattr(job.plugins.mode, "inner", 0) > job.config.optim.num_steps,
+        lambda job, _: (
+            not _is_alone(job)
+            and isinstance(mode := job.plugins.mode, DiLoCo | SparseLoCo)
+            and mode.inner > job.config.optim.num_steps
+        ),
         "dp.mode={config.dp.mode} exchanges weights after `inner` steps, but the run has {config.optim.steps}: "
         "replicas are never the same model; give a smaller inner, or a longer run",
     ),
