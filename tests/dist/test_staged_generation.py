@@ -8,8 +8,10 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from lib.commands import acsgd
 from lib.model_types import CAUSAL, small_config
@@ -19,6 +21,7 @@ from lib.saved import small_run, train_alone
 from transformers import RwkvConfig
 
 from acsgd import __main__ as entry
+from acsgd.commands.generation.model import StagePlace, load
 from acsgd.commands.generation.options import GenerateOptions
 from acsgd.commands.generation.trial import find_difference
 from acsgd.config.options import AdapterConfig
@@ -91,6 +94,24 @@ def test_a_model_that_does_not_generate_in_stages_is_refused() -> None:
     """A recurrent state is not a list of keys."""
     model_class, config = MODEL_CLASSES["lm"], RwkvConfig(hidden_size=32, num_hidden_layers=2, vocab_size=96)
     assert "start it without torchrun" in find_difference(model_class, config, model_class.layers(config))
+
+
+@pytest.mark.parametrize(
+    ("options", "generation", "reason"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, {}, "keeps state outside"),
+        ({}, {"prefill_chunk_size": 4}, "prefill_chunk_size needs the model in one process"),
+        ({"num_hidden_layers": 1}, {}, "has 1 blocks, too few for 2 processes"),
+    ],
+)
+def test_a_model_that_needs_one_process_is_refused(
+    options: dict[str, Any], generation: dict[str, Any], reason: str, tiny_model: TinyModel
+) -> None:
+    directory = tiny_model("llama", **options)
+    if generation:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    with pytest.raises(ValueError, match=reason):
+        load(str(directory), dtype=None, device=torch.device("cpu"), place=StagePlace(0, 2))
 
 
 @pytest.mark.parametrize(

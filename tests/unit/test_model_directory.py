@@ -60,7 +60,7 @@ def refused(model: Path, case: str = "", *, quick: bool = False) -> str:
     """Return the sentence with which training and, unless `quick`, also `acsgd convert` refuse a model."""
     target = model.with_name("target")
     sentences = []
-    commands: list[Callable[[], object]] = [lambda: open_model(ModelConfig(str(model))), FromHF(model, target).run]
+    commands: list[Callable[[], object]] = [lambda: open_model(ModelConfig(str(model))), FromHF(str(model), target).run]
     for command in commands[: 1 if quick else 2]:
         sentence = sentence_of(command)
         assert sentence is not None, f"accepted: {case}"

@@ -20,7 +20,7 @@ from acsgd.commands.generation.decode import Generator, Ids
 from acsgd.commands.generation.model import load
 from acsgd.commands.generation.options import Decoding, GenerateOptions
 from acsgd.commands.generation.prompts import Prompt, PromptEncoder
-from acsgd.commands.generation.ranks import ALONE, Ranks, Stages
+from acsgd.commands.generation.ranks import SINGLE_PROCESS, Ranks, Stages
 from acsgd.commands.generation.records import (
     FIELDS,
     Options,
@@ -71,11 +71,15 @@ def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], Non
         topology = Topology.of(launch.rank, launch.world_size, launch.world_size)
         groups = stack.enter_context(connect(topology, timeout=timedelta(seconds=TIMEOUT_S), store=store))
         with as_typed(GenerateOptions):
-            generate(options, Stages(groups, launch, stack, timeout_s=TIMEOUT_S), on_start=context.start_training)
+            equal = repr(dataclasses.replace(options, model="", file=None, out=None))  # paths of hosts may differ
+            ranks = Stages(groups, launch, stack, timeout_s=TIMEOUT_S, options=equal)
+            generate(options, ranks, on_start=context.start_training)
 
 
-def generate(options: GenerateOptions, ranks: Ranks = ALONE, *, on_start: Callable[[], None] = lambda: None) -> None:
-    """Run the command. on_start: called when the model is loaded.
+def generate(
+    options: GenerateOptions, ranks: Ranks = SINGLE_PROCESS, *, on_start: Callable[[], None] = lambda: None
+) -> None:
+    """Run the command. on_start: called when all input is checked.
 
     Raises ValueError if the user's input is wrong, RunError if memory is short.
     """
@@ -87,12 +91,12 @@ def generate(options: GenerateOptions, ranks: Ranks = ALONE, *, on_start: Callab
         records = read_records(options.file)
     generator = _open_model(options, ranks)
     reader = _prompt_reader(options, generator, records)
-    on_start()
     with _short_memory():
         if options.file is not None and options.out is not None:
-            _generate_file(generator, options.out, records, reader)
+            _generate_file(generator, options.out, records, reader, on_start)
         elif options.prompt is not None:
             prompt = generator.prompts.encode(reader.of_text(options.prompt))
+            on_start()
             [_] = ranks.map(lambda ids: generator.stream(ids, index=0), [prompt])
         else:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -141,7 +145,7 @@ def open_generator(
     dtype: str | None,
     device: str,
     adapter: PEFTAdapter | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
 ) -> Generator:
     """Load a model; print what it is, how it decodes and which special tokens it uses.
 
@@ -166,7 +170,13 @@ def _device(name: str, local_rank: int) -> torch.device:
     return device
 
 
-def _generate_file(generator: Generator, out: Path, records: Sequence[PromptRecord], reader: PromptReader) -> None:
+def _generate_file(
+    generator: Generator,
+    out: Path,
+    records: Sequence[PromptRecord],
+    reader: PromptReader,
+    on_start: Callable[[], None],
+) -> None:
     """Write each record with the text after its prompt to `out`, on the main rank; resume if the file exists."""
     ranks = generator.ranks
     prompts = [reader.of_record(record) for record in records]
@@ -184,10 +194,14 @@ def _generate_file(generator: Generator, out: Path, records: Sequence[PromptReco
         "weights": _weights_digest(generator),
         "prompts": digest,
     }
-    if len({*ranks.gather("comparing prompts", json.dumps(about))}) > 1:
-        raise RunError("the ranks have different prompts or options: give all hosts the same files and packages")
+    by_rank = [json.loads(text) for text in ranks.gather("comparing prompts", json.dumps(about))]
+    if differing := [name for name in about if any(each[name] != about[name] for each in by_rank)]:
+        raise RunError(
+            f"the ranks differ in {', '.join(differing)}: give all hosts the same files, packages and kind of device"
+        )
     with _open_on_main(ranks, out, records, about) as output:
         finished = int(ranks.gather("resuming", str(output.finished if output else 0))[0])
+        on_start()
         if finished:
             ranks.note(f"{out} holds {finished} of {len(records)} records; resuming after them")
         rest = [batch for batch in batches(limits, generator.decoding.batch) if batch.stop > finished]
@@ -241,8 +255,8 @@ def _check_prompts(
 
     Raises ValueError with the place of the first prompt that the model cannot take.
     """
-    limits, digest = list[int](), xxh3_64()
-    with report_if_slow(print_note, lambda: f"checked {len(limits)} of {len(records)} prompts"):
+    limits, digest, is_main = list[int](), xxh3_64(), generator.ranks.is_main
+    with report_if_slow(print_note, lambda: f"checked {len(limits)} of {len(records)} prompts", enabled=is_main):
         for record, prompt in zip(records, prompts, strict=True):
             try:
                 ids = generator.prompts.encode(prompt)

@@ -13,7 +13,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 from acsgd.commands.generation.model import LoadedModel
 from acsgd.commands.generation.options import Decoding
 from acsgd.commands.generation.prompts import PromptEncoder
-from acsgd.commands.generation.ranks import ALONE, Ranks
+from acsgd.commands.generation.ranks import SINGLE_PROCESS, Ranks
 from acsgd.streams import mix_seed, seed_generators
 
 Ids = list[int]
@@ -26,7 +26,7 @@ class Generator:
     loaded: LoadedModel
     prompts: PromptEncoder
     decoding: Decoding
-    ranks: Ranks = ALONE
+    ranks: Ranks = SINGLE_PROCESS
     """Which generate together: all call the same methods, within `Ranks.map`."""
 
     def limit(self, prompt: Ids) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from xxhash import xxh3_64
 
 from acsgd.adapters.initial import BaseChecksum
 from acsgd.adapters.inject import build_adapted
@@ -25,6 +27,7 @@ from acsgd.config.adapters import Adapter, VirtualTokens, parse_adapter
 from acsgd.errors import CorruptFileError, RunError
 from acsgd.io.checkpoint.directory import checkpoints_of
 from acsgd.layers.description import ModelLayers
+from acsgd.layers.padding import depends_on_length
 from acsgd.layers.skeleton import fill_with_stand_ins, move_buffers, parameter_names, set_buffer, set_tied_parameter
 from acsgd.model_classes import MODEL_CLASSES, ModelClass
 from acsgd.notes import print_note
@@ -66,6 +69,14 @@ class LoadedModel:
         kind = f"{type(model).__name__}, {millions:,.1f} M parameters, {dtype} on {model.device.type}"
         parts = [kind, self.adapter.describe() if self.adapter else "", self.stage.division if self.stage else ""]
         return f"{self.directory}: {', '.join(filter(None, parts))}"
+
+    def digest(self) -> str:
+        """Return a checksum of the description of the model: its manifest, or its config and the sizes of its files."""
+        manifest = self.directory / MANIFEST
+        if manifest.is_file():
+            return xxh3_64(manifest.read_bytes()).hexdigest()
+        sizes = sorted((path.name, path.stat().st_size) for path in self.directory.glob("*.safetensors*"))
+        return xxh3_64(repr(sizes).encode() + (self.directory / CONFIG).read_bytes()).hexdigest()
 
     def own_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters that are loaded, by the first of their names."""
@@ -156,7 +167,7 @@ def _load(
         raise ValueError(f"{directory} holds a {type(model).__name__}, which does not generate text")
     if peft is not None and adapter is not None:
         raise ValueError(f"{directory} holds a model with an adapter already; give its base model, or no --adapter")
-    stage = None if place is None else _find_stage(opened, model, place)
+    stage = None if place is None else _find_stage(opened, directory, model, place)
     names = frozenset(names_of(model)) if stage is None else stage.names
     checksum, of_base = BaseChecksum(), peft.base_parameters(model) if peft else frozenset[str]()
     _fill(model, checksum.adding(opened.read(model, names), of_base), device)
@@ -183,13 +194,28 @@ def _load(
     return LoadedModel(directory, model, tokenizer, files, peft, stage)
 
 
-def _find_stage(opened: _Opened, model: PreTrainedModel, place: StagePlace) -> LoadedStage:
+OWN_CALLS = ("prefill_chunk_size", "guidance_scale", "prompt_lookup_num_tokens", "max_time")
+"""Options of generation_config.json by which transformers calls a model more or less than once per token."""
+
+
+def _find_stage(opened: _Opened, directory: Path, model: PreTrainedModel, place: StagePlace) -> LoadedStage:
     """Divide a model, whose parameters are not loaded, and return a stage. Raises ValueError."""
+    options = read_generation_config(directory)
+    if set_options := [name for name in OWN_CALLS if getattr(options, name, None) is not None]:
+        raise ValueError(
+            f"{directory / GENERATION_CONFIG}: {', '.join(set_options)} needs the model in one process; remove it, or "
+            "start it without torchrun"
+        )
     if opened.model_class.name != "lm":
         raise ValueError("encoder-decoders generate in one process; start it without torchrun")
     if isinstance(opened.adapter, VirtualTokens):
         raise ValueError("models with virtual tokens generate in one process; start it without torchrun")
     layers = opened.layers()
+    if depends_on_length(opened.config, sequence=sys.maxsize) or len({*layers.blocks}) < len(layers.blocks):
+        raise ValueError(
+            f"{opened.config.model_type} keeps state outside of its cache, such as rotary frequencies that change with "
+            "the length, or repeats blocks, so that it generates in one process; start it without torchrun"
+        )
     specs = divide(model, layers, place.stages)
     spec = specs[place.number]
     own = layers.layers[slice(*spec)]

@@ -1,4 +1,4 @@
-"""The ranks that generate together, one stage of the model each, with several batches on their way at a time."""
+"""The ranks that generate together, one stage of the model each, with several batches in flight."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Ranks(Protocol):
         ...
 
 
-class Alone:
+class SingleProcess:
     """One process with the whole model."""
 
     place = None
@@ -89,35 +89,45 @@ class Alone:
         return [text]
 
 
-ALONE = Alone()
+SINGLE_PROCESS = SingleProcess()
 
 
 class Stages:
-    """Ranks of which each has a stage. As many batches and one more are on their way, so that no stage waits for all.
+    """Ranks of which each has a stage. As many batches and one more are in flight, so that no stage waits for all.
 
     Each batch has a thread of its own; one at a time computes, with its own random numbers, while others wait for
     messages.
     """
 
-    def __init__(self, groups: Groups, launch: Launch, stack: contextlib.ExitStack, *, timeout_s: float) -> None:
-        """stack: is left when the ranks have generated; timeout_s: for a message, and for another rank to load."""
+    def __init__(
+        self, groups: Groups, launch: Launch, stack: contextlib.ExitStack, *, timeout_s: float, options: str = ""
+    ) -> None:
+        """stack: is left when the ranks have generated; timeout_s: for a message, and for another rank to load.
+
+        options: text that must be equal on all ranks.
+        """
         self.place = StagePlace(launch.rank, launch.world_size)
         self.is_main = launch.rank == 0
         self.local_rank = launch.local_rank
         self._groups = groups
         self._stack = stack
         self._timeout_s = timeout_s
+        self._options = options
         self._turn = threading.Lock()
         self._current = threading.local()
         self._model: StageModel | None = None
 
     def take(self, loaded: LoadedModel) -> None:
         assert loaded.stage is not None
-        problem = self.gather("comparing stages", loaded.stage.find_difference() if self.is_main else "")[0]
-        if problem:
+        if len({*self.gather("comparing options", self._options)}) > 1:
+            raise RunError("the ranks have different options: start all hosts with the same command")
+        if len(found := {*self.gather("comparing models", f"{loaded.directory.name} ({loaded.digest()})")}) > 1:
+            raise RunError(
+                f"the ranks have loaded different models, {' and '.join(sorted(found))}: give all hosts the same one; "
+                "of a run directory, it is the newest checkpoint whose layers are not corrupt, so give one by its path"
+            )
+        if problem := self.gather("trying stages", loaded.stage.find_difference() if self.is_main else "")[0]:
             raise ValueError(problem)
-        if len({*self.gather("loading", str(loaded.directory.name))}) > 1:
-            raise RunError("the ranks have found different models: give all hosts the same checkpoint")
         self._model = loaded.stage.model
         self._stack.enter_context(self._model.running())
 
@@ -131,11 +141,13 @@ class Stages:
 
     def map(self, generate: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
         def enter(number: int) -> None:
-            self._current.wire = GroupWire(self._groups, number, self._away)
+            self._current.wire = GroupWire(self._groups, number, self._while_waiting)
 
         def run(item: S) -> T:
             with self._turn:
-                return generate(item)
+                result = generate(item)
+                self._current.wire.finish()
+                return result
 
         numbers = range(self.place.stages + 1)
         threads = [ThreadPoolExecutor(1, f"batch-{number}", enter, (number,)) for number in numbers]
@@ -151,7 +163,7 @@ class Stages:
         return self._groups.all_gather_text(name, text, timeout_s=self._timeout_s)
 
     @contextlib.contextmanager
-    def _away(self) -> Iterator[None]:
+    def _while_waiting(self) -> Iterator[None]:
         """Context in which another thread may compute."""
         states = generator_states()
         self._turn.release()
@@ -165,23 +177,24 @@ class Stages:
 class GroupWire:
     """Messages for one batch over the group of all ranks, whose order is that of the stages.
 
-    number: of the batch among those on their way; part of the tags. away: context around a wait.
+    number: of the batch among those in flight; part of the tags. while_waiting: context around a wait.
     """
 
     def __init__(
-        self, groups: Groups, number: int, away: Callable[[], contextlib.AbstractContextManager[None]]
+        self, groups: Groups, number: int, while_waiting: Callable[[], contextlib.AbstractContextManager[None]]
     ) -> None:
         self._group = groups.world
         self._waits = groups.waits
         self._stage, self._last = self._group.rank(), self._group.size() - 1
         self._hidden_tag, self._token_tag = 2 * number, 2 * number + 1
-        self._away = away
+        self._while_waiting = while_waiting
         self._receiving: dict[int, tuple[Tensor, Work]] = {}
         """By tag."""
         self._device = torch.device("cpu")
-        self._sending: list[tuple[Tensor, Work]] = []
+        self._sending: list[tuple[Tensor, Work, int]] = []
 
     def begin(self, hidden: Tensor) -> None:
+        assert not self._receiving, "each call of the model makes one token"
         self._device = hidden.device
         if self._stage > 0:
             self._expect(torch.empty(hidden.shape, dtype=hidden.dtype), self._stage - 1, self._hidden_tag)
@@ -200,24 +213,30 @@ class GroupWire:
     def send_tokens(self, ids: Tensor) -> None:
         self._send(ids, range(self._last), self._token_tag)
 
+    def finish(self) -> None:
+        """Wait for the messages that this rank has sent."""
+        with self._while_waiting():
+            for _, work, rank in self._sending:
+                with self._naming([rank]):
+                    self._waits.wait(work)
+        self._sending = []
+
     def _expect(self, buffer: Tensor, rank: int, tag: int) -> None:
         with self._naming([rank]):
             self._receiving[tag] = buffer, self._group.irecv(buffer, rank, tag)
 
     def _receive(self, tag: int, ranks: Sequence[int]) -> Tensor:
         buffer, work = self._receiving.pop(tag)
-        with self._naming(ranks), self._away():
+        with self._naming(ranks), self._while_waiting():
             self._waits.wait(work)
         return buffer.to(self._device)
 
     def _send(self, tensor: Tensor, ranks: Sequence[int], tag: int) -> None:
         """Start to send a tensor to some ranks, and wait for the messages before."""
-        with self._naming(ranks), self._away():
-            for _, work in self._sending:
-                self._waits.wait(work)
+        self.finish()
         tensor = tensor.to(self._group.device).contiguous()
         with self._naming(ranks):
-            self._sending = [(tensor, self._group.isend(tensor, rank, tag)) for rank in ranks]
+            self._sending = [(tensor, self._group.isend(tensor, rank, tag), rank) for rank in ranks]
 
     @contextlib.contextmanager
     def _naming(self, ranks: Sequence[int]) -> Iterator[None]:

@@ -64,11 +64,11 @@ def divide(model: PreTrainedModel, layers: ModelLayers, stages: int) -> list[Sta
 
 
 class StageModel:
-    """A model of which a stage runs its own layers; the model's forward passes over the blocks of other stages.
+    """A model of which a stage runs its own layers; the model's forward skips the blocks of other stages.
 
     Every stage calls the model, as transformers' generate does, with the same ids. The hidden state comes from the
-    previous stage at the first block of its own, and goes to the next one after the last. Each block that is passed
-    over records one number per token in the cache in place of its keys, from which transformers takes positions and
+    previous stage at the first block of its own, and goes to the next one after the last. Each block that is skipped
+    records one number per token in the cache in place of its keys, from which transformers takes positions and
     masks. The last stage chooses the tokens and sends them to all.
 
     model: with the parameters of the stage, and stand-ins in place of others outside of blocks.
@@ -98,7 +98,7 @@ class StageModel:
         return {"logits_processor": [_ReceiveTokens(wire)], "do_sample": False}
 
     def _call(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block of this stage; pass over one of another stage, or the head."""
+        """Run a block of this stage; skip one of another stage, or the head."""
         if index == len(self._blocks):
             hidden, vocabulary = args[0], self._model.config.get_text_config().vocab_size
             return hidden[..., :1].expand(*hidden.shape[:-1], vocabulary)
