@@ -115,12 +115,16 @@ class ParameterCount(NamedTuple):
         """Number of trained and of frozen ones."""
         return self.trained + self.frozen
 
-    def needed_bytes(self, dtype: torch.dtype, *, trains: bool = True, shards: int = 1) -> int:
+    def needed_bytes(
+        self, dtype: torch.dtype, *, trains: bool = True, shards: int = 1, gradient_shards: int = 1
+    ) -> int:
         """Return the memory of weights, and of gradients if it trains, without activations and optimizer state.
 
-        dtype: of the parameters. shards: number of replicas that masters and gradients are divided among.
+        dtype: of the parameters. shards, gradient_shards: numbers of replicas that masters, and gradients, are divided
+        among.
         """
-        return self.weight_bytes(dtype) + (self.master_bytes(dtype) + self.gradient_bytes * trains) // shards
+        gradients = self.gradient_bytes * trains // gradient_shards
+        return self.weight_bytes(dtype) + self.master_bytes(dtype) // shards + gradients
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Return the memory of the parameters."""
@@ -154,9 +158,11 @@ def check_memory(
     *,
     trains: bool = True,
     shards: int = 1,
+    gradient_shards: int = 1,
 ) -> None:
     """Raise ValueError if `ParameterCount.needed_bytes` exceeds the memory. processes: ranks on this host."""
-    memory, per_rank = streams.memory_bytes(), count.needed_bytes(dtype, trains=trains, shards=shards) / stages
+    of_all = count.needed_bytes(dtype, trains=trains, shards=shards, gradient_shards=gradient_shards)
+    memory, per_rank = streams.memory_bytes(), of_all / stages
     on_cpu = streams.device.type == "cpu"
     if (needed := per_rank * (processes if on_cpu else 1)) > memory:
         place = "this host" if on_cpu else "a GPU"

@@ -89,6 +89,7 @@ def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: 
 
     trains: whether gradients need memory.
     """
+    replicas = max(1, launch.world_size // config.pp.stages)
     check = partial(
         check_memory,
         dtype=DTYPES[config.model.dtype],
@@ -96,7 +97,8 @@ def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: 
         processes=launch.local_world_size,
         streams=streams,
         trains=trains,
-        shards=1 if config.dp.shard == "none" else max(1, launch.world_size // config.pp.stages),
+        shards=1 if config.dp.shard == "none" else replicas,
+        gradient_shards=replicas if config.dp.shard == "gradients" else 1,
     )
     return _describe(config, check, has_adapter=not trains)
 

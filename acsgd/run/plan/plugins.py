@@ -108,8 +108,10 @@ def check_deal(config: Config, plugins: Plugins) -> None:
         )
 
 
-def check_shard(config: Config, plugins: Plugins, replicas: int, *, is_elastic: bool) -> None:
-    """Raise ValueError if dp.shard does not work with other options."""
+def check_shard(
+    config: Config, plugins: Plugins, replicas: int, *, is_elastic: bool, splits_backward: bool = False
+) -> None:
+    """Raise ValueError if dp.shard does not work with other options. splits_backward: whether the schedule does."""
     shard, num_micros = config.dp.shard, config.data.batch // config.pp.micro
     if shard == "none":
         return
@@ -122,6 +124,13 @@ def check_shard(config: Config, plugins: Plugins, replicas: int, *, is_elastic: 
         raise ValueError(
             f"dp.shard={shard}: in an elastic run each replica holds all state of its layers, from which the others "
             "continue when a host is lost; use --dp.shard none, or start the run without --rdzv-backend acsgd"
+        )
+    is_whole = plugins.schedule.chunks == 1 and not splits_backward
+    if shard == "gradients" and replicas > 1 and not is_whole:
+        raise ValueError(
+            f"dp.shard=gradients sums gradients after each backward of the one stage of a rank, and "
+            f"pp.schedule={config.pp.schedule} has several, or backwards in two parts; use --dp.shard optimizer, or "
+            "--pp.schedule 1f1b"
         )
     if shard == "gradients" and replicas > 1 and (num_micros % replicas or config.data.deal == "speed"):
         raise ValueError(

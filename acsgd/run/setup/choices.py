@@ -70,7 +70,7 @@ CHOICES = (
     ),
     without_effect(
         "pp.backward",
-        lambda job: 0 < job.topology.stages - 1 == job.programs.first_backward,
+        lambda job: 0 < len(job.layout.specs) - 1 == job.programs.first_backward,
         "all trained parameters are in the last stage, so that no gradient is sent",
     ),
     without_effect(

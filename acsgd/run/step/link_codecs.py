@@ -242,6 +242,9 @@ class LinkCodecs(StepHook):
         chosen, codecs = self._choices(state)[self._session.job.topology.replica], self._session.pipeline.codecs
         codecs.in_use = CodecIndices(chosen[: self._links], chosen[self._links :], codecs.in_use.tied)
 
+    def at_return(self, state: LoopState) -> None:
+        self._last = [None for _ in self._last]
+
     def before_next(self, state: LoopState) -> None:
         """Choose by the report of the last step, and measure the links now and then. A collective call."""
         if state.progress.step >= self._session.job.config.optim.num_steps or state.is_paused:
@@ -295,7 +298,7 @@ class LinkCodecs(StepHook):
         return [
             boundary if rank_of(boundary + 1) == rank else links + boundary
             for boundary in range(links)
-            if rank in (rank_of(boundary), rank_of(boundary + 1))
+            if (rank_of(boundary) == rank) != (rank_of(boundary + 1) == rank)
         ]
 
     def _choices(self, state: LoopState) -> list[Choice]:
@@ -309,9 +312,11 @@ class LinkCodecs(StepHook):
             return known.index(spec) if is_usable else direction.usable[0]
 
         saved, replicas = state.progress.codecs, self._session.job.topology.replicas
-        if [len(each) for each in saved] != [len(first)] * replicas:
+        if {len(each) for each in saved} != {len(first)}:
             return [first] * replicas
-        return [tuple(index(number, spec) for number, spec in enumerate(specs)) for specs in saved]
+        # replicas that have joined begin with the codecs of the first
+        by_replica = [*saved, *[saved[0]] * replicas][:replicas] if len(saved) < replicas else saved[:replicas]
+        return [tuple(index(number, spec) for number, spec in enumerate(specs)) for specs in by_replica]
 
     def _specs(self, choice: Choice) -> tuple[str, ...]:
         """Return the spec strings of a choice."""

@@ -30,9 +30,10 @@ class Pace(StepHook):
         self._is_by_speed = job.config.data.deal == "speed"
         self._idle = tuple(idle)
         # time to fill and drain the pipeline of a replica, in micro-batches, without that of messages
-        micros = job.shapes.num_micros
-        bubble = job.plugins.schedule.bubble(job.topology.stages, micros)
-        self._dealer = Dealer(micros, job.topology.replicas, float(micros * bubble / (1 - bubble)))
+        micros, replicas = job.shapes.num_micros, job.topology.replicas
+        of_replica = -(-micros // replicas)
+        bubble = job.plugins.schedule.bubble(job.topology.stages, of_replica)
+        self._dealer = Dealer(micros, replicas, float(of_replica * bubble / (1 - bubble)))
         self._dealer.deal_evenly(without=idle)
         self._stragglers = Stragglers()
 
