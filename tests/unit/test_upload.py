@@ -8,12 +8,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from lib.models import NO_LAYERS
 from lib.saved import small_run, train_alone
 
+from acsgd.comm.waits import DIRECT
 from acsgd.io.checkpoint import upload
 from acsgd.io.checkpoint.copies import SHARED, Disks
 from acsgd.io.checkpoint.directory import CheckpointDirectory
@@ -23,6 +25,7 @@ from acsgd.io.files.checksum import file_checksum
 from acsgd.io.files.remote import CHUNK_BYTES, RemoteDirectory, check_address, explain_remote, fetch_directory
 from acsgd.run.plan.job import with_local_checkpoint
 from acsgd.run.plan.limits import check_directories
+from acsgd.run.step import upload as step_upload
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.hub import find_model
 from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
@@ -99,9 +102,46 @@ def test_an_upload_that_was_cut_continues(address: str, tmp_path: Path, monkeypa
     monkeypatch.setattr(RemoteDirectory, "send", cut)
     first, second = Uploads(address).send(path, path)
     assert "step-00000007 could not be uploaded" in first
-    assert "training continues, and the next save tries again" in first
+    assert "the next save, or the same command, tries again" in first
     assert second.startswith("uploaded step-00000007")
     assert sent == ["a", "b", "b", "c"]
+    assert content(address, path.name) == {each.name: each.read_bytes() for each in path.iterdir()}
+
+
+def test_a_cut_names_its_error_and_leaves_no_file(address: str, tmp_path: Path) -> None:
+    path, remote = checkpoint(tmp_path / "checkpoints", 7), RemoteDirectory.open(address)
+
+    def full(size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left on device"):
+        remote.send(path / "a", full)
+    assert not remote.list()
+
+
+def test_files_are_replaced_without_the_former_manifest(address: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Of another run's checkpoint of the same step."""
+    Uploads(address).send(checkpoint(tmp_path / "former", 7, size=10))
+    path, send = checkpoint(tmp_path / "checkpoints", 7), RemoteDirectory.send
+
+    def without_manifest(self: RemoteDirectory, source: Path, paced: Callable[[int], None]) -> tuple[int, str]:
+        assert MANIFEST not in self.list()
+        return send(self, source, paced)
+
+    monkeypatch.setattr(RemoteDirectory, "send", without_manifest)
+    (note,) = Uploads(address).send(path)
+    assert note.startswith("uploaded")
+
+
+def test_a_file_that_is_cut_at_the_target_is_sent_again(address: str, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "checkpoints", 7)
+    (path / "c").rename(tmp_path / "c")
+    uploads = Uploads(address)
+    uploads.send(path)
+    assert uploads.uploader.failed == path
+    (tmp_path / "c").rename(path / "c")
+    RemoteDirectory.open(address).of(path.name).write("a", b"cut")
+    Uploads(address).send(path)
     assert content(address, path.name) == {each.name: each.read_bytes() for each in path.iterdir()}
 
 
@@ -158,6 +198,43 @@ def test_an_end_does_not_wait_for_the_rest_of_an_upload(address: str, tmp_path: 
         assert not uploads.uploader.wait(0.05)
         assert uploads.uploader.is_reading(path)
     assert uploads.notes == []
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("signal", ["waiting for the last upload", "the upload of the last checkpoint is not complete"]),
+        ("stall", ["waiting for the last upload", "the last upload has sent nothing for 0.01 s"]),
+        ("failure", ["the last checkpoint, step-00000007, is not uploaded; the same command tries again"]),
+        ("another run's", []),
+    ],
+)
+def test_the_end_of_a_run_waits_for_the_last_upload(
+    case: str, expected: list[str], address: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Until a signal, or while bytes are sent, also where nothing interrupts a wait; never for another run's."""
+    monkeypatch.setattr(step_upload, "POLL_S", 0.01)
+    monkeypatch.setattr(step_upload, "STALL_S", 0.01 if case == "stall" else LIMIT_S)
+    own = tmp_path / "checkpoints"
+    path = checkpoint(tmp_path / "other" if case == "another run's" else own, 7)
+    if case == "failure":
+        (path / "c").unlink()
+    paths = SimpleNamespace(checkpoints=CheckpointDirectory(own))
+    groups = SimpleNamespace(waits=DIRECT, all_gather_text=lambda *_, **__: [])
+    session: Any = SimpleNamespace(job=SimpleNamespace(paths=paths), groups=groups)
+    newest: Any = SimpleNamespace(newest=path)
+    signals: Any = SimpleNamespace(received="SIGINT" if case == "signal" else None)
+    state: Any = SimpleNamespace(is_stopped=False, ended_because=None)
+    notes: list[str] = []
+    uploader = Uploads(address, rate=None if case == "failure" else 1.0).uploader
+    with uploader:
+        hook = step_upload.Upload(session, uploader, newest, signals, notes.append)
+        hook.before_step(state)
+        if case == "failure":
+            assert uploader.wait(LIMIT_S)
+        hook.at_end(state)
+    assert len(notes) == len(expected)
+    assert all(note.startswith(each) for note, each in zip(notes, expected, strict=True))
 
 
 def test_each_host_sends_what_was_written_there(address: str, tmp_path: Path, monkeypatch: Any) -> None:

@@ -46,6 +46,7 @@ class Uploader:
         self._note = note
         self._next: Path | None = None
         self._current: Path | None = None
+        self._failed: Path | None = None
         self._has_ended = False
         self._sent_bytes = 0
         self._changed = threading.Condition()
@@ -68,12 +69,18 @@ class Uploader:
 
     def is_reading(self, checkpoint: Path) -> bool:
         """Return whether a checkpoint is being sent, or is the next one, and must not be removed."""
-        return checkpoint in (self._current, self._next)
+        with self._changed:
+            return checkpoint in (self._current, self._next)
 
     def wait(self, within_s: float) -> bool:
         """Wait for the end of all uploads; return False if they have not ended in time."""
         with self._changed:
             return self._changed.wait_for(lambda: self._next is None and self._current is None, within_s)
+
+    @property
+    def failed(self) -> Path | None:
+        """Checkpoint whose upload was the last one to fail."""
+        return self._failed
 
     @property
     def sent_bytes(self) -> int:
@@ -100,18 +107,23 @@ class Uploader:
                     continue
                 self._note(
                     f"{self._current.name} could not be uploaded to {self._address}: {explain_remote(error)}; "
-                    "training continues, and the next save tries again"
+                    "the next save, or the same command, tries again"
                 )
+                self._failed = self._current
 
     def _upload(self, checkpoint: Path) -> None:
         started, before = time.monotonic(), self._sent_bytes
         remote = RemoteDirectory.open(self._address).of(checkpoint.name)
         manifest, content = Manifest.read(checkpoint), (checkpoint / MANIFEST).read_bytes()
-        if remote.read(MANIFEST) == content:
+        former = remote.read(MANIFEST)
+        if former == content:
             return
-        sent = self._sent(remote, self._disk)
+        sent = self._sent(manifest, remote, self._disk)
         for file in manifest.files:
             if self._disk_of(manifest, file) == self._disk and sent.get(file.file) != file.checksum:
+                if former:  # of another checkpoint, whose files are replaced from here on
+                    remote.remove(MANIFEST)
+                    former = b""
                 size, checksum = remote.send(checkpoint / file.file, self._paced)
                 if (size, checksum) != (file.bytes, file.checksum):
                     raise OSError(f"{file.file} is not there as its manifest says")
@@ -123,15 +135,19 @@ class Uploader:
         self._wait_for(manifest, remote, others)
         remote.write(MANIFEST, content)
         for disk in (self._disk, *others):
-            if SENT.format(disk) in remote.list():
-                remote.files.rm_file(f"{remote.path}/{SENT.format(disk)}")
+            remote.remove(SENT.format(disk))
         mb, seconds = (self._sent_bytes - before) / 1e6, time.monotonic() - started
         self._note(f"uploaded {checkpoint.name} to {remote.address}, {mb:,.1f} MB in {seconds:.1f} s")
 
-    def _sent(self, remote: RemoteDirectory, disk: int) -> dict[str, str]:
-        """Return the checksums of the files that a disk has sent, by name, of those whose size is still as it was."""
+    def _sent(self, manifest: Manifest, remote: RemoteDirectory, disk: int) -> dict[str, str]:
+        """Return the checksums of the files that a disk has sent, by name, of those that have the manifest's size."""
         sent: dict[str, str] = json.loads(remote.read(SENT.format(disk)) or b"{}")
-        return {name: checksum for name, checksum in sent.items() if name in remote.list()}
+        entries, sizes = remote.list(), {file.file: file.bytes for file in manifest.files}
+        return {
+            name: checksum
+            for name, checksum in sent.items()
+            if name in entries and entries[name]["size"] == sizes.get(name)
+        }
 
     def _disk_of(self, manifest: Manifest, file: StoredFile) -> int:
         """Return the disk that sends a file: the one on which it was written."""
@@ -142,7 +158,7 @@ class Uploader:
         """Wait until other hosts have sent their files. Raises OSError if they send nothing more."""
         known, changed_at = -1, time.monotonic()
         while True:
-            sent = {name: sum_ for disk in others for name, sum_ in self._sent(remote, disk).items()}
+            sent = {name: sum_ for disk in others for name, sum_ in self._sent(manifest, remote, disk).items()}
             missing = [
                 file.file
                 for file in manifest.files

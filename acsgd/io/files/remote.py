@@ -105,6 +105,12 @@ class RemoteDirectory:
         self.make()
         self.files.pipe_file(f"{self.path}/{name}", content)
 
+    def remove(self, name: str) -> None:
+        """Remove a file; no-op if it does not exist."""
+        if name in self.list():
+            with contextlib.suppress(FileNotFoundError):  # another host has removed it since
+                self.files.rm_file(f"{self.path}/{name}")
+
     def make(self) -> None:
         """Make the directory, where files need one."""
         protocols = self.files.protocol
@@ -116,6 +122,8 @@ class RemoteDirectory:
 
         paced: called before each chunk with its size; may raise.
         """
+        from fsspec.spec import AbstractBufferedFile
+
         self.make()
         target, digest = f"{self.path}/{source.name}", new_file_checksum()
         with source.open("rb") as content:
@@ -126,9 +134,14 @@ class RemoteDirectory:
                     digest.update(chunk)
                     remote.write(chunk)
             except BaseException:
+                is_object = isinstance(remote, AbstractBufferedFile)
+                with contextlib.suppress(Exception):  # that error would hide the first one
+                    remote.discard() if is_object else remote.close()
                 with contextlib.suppress(Exception):
-                    remote.discard()  # closing it would complete the object
-                remote.closed = True
+                    if is_object:
+                        remote.closed = True  # closing it would complete the object
+                    else:
+                        self.files.rm_file(target)
                 raise
             remote.close()
         self.files.invalidate_cache()

@@ -231,7 +231,7 @@ def open_run(
     session = begin.session
     with (
         Checkpointing.open(begin, inputs, lock, signals, note=metrics.note) as checkpointing,
-        open_upload(session, inputs.disks, checkpointing, metrics.note) as uploads,
+        open_upload(session, inputs.disks, checkpointing, signals, metrics.note) as uploads,
     ):
         pace = Pace(session, metrics.event, state.idle)
         hooks: list[StepHook] = [*extra(checkpointing), StepTrace(session, metrics.note)]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from acsgd.failures.signals import StopSignals
 from acsgd.io.checkpoint.upload import Uploader
 from acsgd.notes import print_note
 from acsgd.run.session import Session
@@ -18,17 +19,26 @@ from acsgd.run.step.hooks import LoopState, StepHook
 
 STALL_S = 300.0
 """Time without a byte sent after which the end of a run no longer waits for the last upload, seconds."""
+POLL_S = 1.0
+"""Seconds between two looks at whether it still sends."""
+INCOMPLETE = "the upload of the last checkpoint is not complete; the next start continues it"
 
 
 class Upload(StepHook):
     """Sends each checkpoint that is complete to checkpoint.upload. uploader: None on ranks that send nothing."""
 
     def __init__(
-        self, session: Session, uploader: Uploader | None, checkpointing: Checkpointing, note: Callable[[str], None]
+        self,
+        session: Session,
+        uploader: Uploader | None,
+        checkpointing: Checkpointing,
+        signals: StopSignals,
+        note: Callable[[str], None],
     ) -> None:
         self._session = session
         self._uploader = uploader
         self._checkpointing = checkpointing
+        self._signals = signals
         self._note = note
         self._submitted: Path | None = None
 
@@ -39,8 +49,9 @@ class Upload(StepHook):
     def _submit(self) -> None:
         newest = self._checkpointing.newest
         if self._uploader is not None and newest is not None and newest != self._submitted:
-            self._uploader.submit(newest)
             self._submitted = newest
+            if newest.resolve().parent == self._session.job.paths.checkpoints.path.resolve():
+                self._uploader.submit(newest)  # not another run's, from which this one continues
 
     def at_end(self, state: LoopState) -> None:
         """Wait for the last upload, unless a signal has ended the run: then the next start continues it."""
@@ -51,26 +62,27 @@ class Upload(StepHook):
                 self._note("waiting for the last upload; Ctrl-C ends this, and the next start continues it")
                 self._wait(self._uploader)
             else:
-                self._note("the upload of the last checkpoint is not complete; the next start continues it")
+                self._note(INCOMPLETE)
+        if self._uploader is not None and self._submitted is not None and self._uploader.failed == self._submitted:
+            self._note(f"the last checkpoint, {self._submitted.name}, is not uploaded; the same command tries again")
         self._session.groups.all_gather_text("uploading the last checkpoint", "", timeout_s=math.inf)
 
     def _wait(self, uploader: Uploader) -> None:
         sent, changed_at = -1, time.monotonic()
-
-        def has_ended(within_s: float) -> bool:
-            nonlocal sent, changed_at
+        while not self._session.groups.waits.poll(uploader.wait, POLL_S):
+            if self._signals.received is not None:
+                self._note(INCOMPLETE)
+                return
             if uploader.sent_bytes != sent:
                 sent, changed_at = uploader.sent_bytes, time.monotonic()
-            return uploader.wait(within_s) or time.monotonic() - changed_at > STALL_S
-
-        self._session.groups.waits.poll(has_ended, math.inf)
-        if not uploader.wait(0.0):
-            self._note(f"the last upload has sent nothing for {STALL_S:g} s; the next start continues it")
+            elif time.monotonic() - changed_at > STALL_S:
+                self._note(f"the last upload has sent nothing for {STALL_S:g} s; the next start continues it")
+                return
 
 
 @contextlib.contextmanager
 def open_upload(
-    session: Session, disks: RunDisks, checkpointing: Checkpointing, note: Callable[[str], None]
+    session: Session, disks: RunDisks, checkpointing: Checkpointing, signals: StopSignals, note: Callable[[str], None]
 ) -> Iterator[list[StepHook]]:
     """Open the uploads of a run; none without checkpoint.upload. note: prints a sentence for the user, on rank 0."""
     config, rank = session.job.config.checkpoint, session.job.topology.rank
@@ -78,7 +90,7 @@ def open_upload(
         yield []
         return
     if not disks.checkpoints.is_leader(rank):
-        yield [Upload(session, None, checkpointing, note)]
+        yield [Upload(session, None, checkpointing, signals, note)]
         return
     if rank != 0:
         host = socket.gethostname()
@@ -88,4 +100,4 @@ def open_upload(
         config.upload, disks.checkpoints, disks.checkpoints.of(rank), bytes_per_s=limit, note=note
     ) as uploader:
         checkpointing.keep(uploader.is_reading)
-        yield [Upload(session, uploader, checkpointing, note)]
+        yield [Upload(session, uploader, checkpointing, signals, note)]
