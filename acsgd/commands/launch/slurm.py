@@ -27,8 +27,12 @@ def submission(
     checkpoints = Path(config.checkpoint.dir or run_dir / CHECKPOINTS)
     command = [*shlex.split(sbatch), "--parsable", "--partition", partition, "--nodes", str(nodes)]
     command += ["--job-name", run_dir.name, "--output", str(run_dir.absolute() / "logs/slurm-%j.log")]
-    command += ["--signal", f"B:USR1@{grace_s:g}", str(script)]
-    return command, {"checkpoints": str(checkpoints.absolute()), "shutdown_s": f"{save_s:g}"}
+    signal = f"B:USR1@{grace_s:g}"
+    command += ["--signal", signal, str(script)]
+    variables = {"checkpoints": str(checkpoints.absolute()), "shutdown_s": f"{save_s:g}"}
+    if elastic:  # the script submits itself again for nodes that are lost
+        variables["submit"] = shlex.join([*shlex.split(sbatch), "--signal", signal])
+    return command, variables
 
 
 def submit(command: Sequence[str], variables: dict[str, str], logs: Path) -> None:
