@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -70,7 +71,7 @@ def test_the_remote_command_is_read_by_a_shell_as_it_is_meant(tmp_path: Path) ->
         (255, "me@a: Permission denied (publickey,password).", "a asks for a password or a passphrase"),
         (255, "Host key verification failed.", "a has a host key that ssh does not know"),
         (255, "ssh: connect to host a port 22: Connection refused", "a cannot be reached"),
-        (-9, "", "a cannot be reached (ssh says nothing)"),
+        (-9, "", "a cannot be reached (ssh printed nothing)"),
         (1, "/p: No module named 'acsgd'", "/p of a cannot import acsgd"),
         (127, "sh: 1: /p: not found", "a has no /p, or no directory /d"),
         (2, "sh: 1: cd: can't cd to /d", "a has no /p, or no directory /d"),
@@ -224,6 +225,14 @@ def test_a_lost_connection_ends_torchrun_in_a_limited_time(ignores: bool, code: 
         assert _wait(process, launcher, 0.3 if ignores else 60.0) == code
 
 
+def test_a_line_that_is_cut_is_the_end_of_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO('{"signal": "SIGINT"}\n{"signal": "SIGT'))
+    launcher = _Launcher()
+    launcher.listen()
+    assert launcher.is_lost
+    assert launcher.signals.get_nowait() == signal.SIGINT
+
+
 def test_the_submission_to_slurm_stops_the_run_before_its_limit() -> None:
     config = parse([GPT2, "--log.dir", "runs/my run"])
     arguments = {"nodes": 2, "grace_s": 300, "save_s": 290, "sbatch": "sbatch --time 1:00:00"}
@@ -232,8 +241,9 @@ def test_the_submission_to_slurm_stops_the_run_before_its_limit() -> None:
     assert command[command.index("--signal") + 1] == "B:USR1@300"
     assert variables == {"checkpoints": str(Path("runs/my run/checkpoints").absolute()), "shutdown_s": "290"}
     assert Path(command[-1]).samefile(ROOT / "slurm/train.sbatch")
-    elastic, _ = submission(config, "gpu", elastic=True, **arguments)  # type: ignore[arg-type]
+    elastic, variables = submission(config, "gpu", elastic=True, **arguments)  # type: ignore[arg-type]
     assert Path(elastic[-1]).samefile(ROOT / "slurm/elastic.sbatch")
+    assert variables["submit"] == "sbatch --time 1:00:00 --signal B:USR1@300", "also for nodes that are lost"
 
 
 def test_scripts_for_slurm_are_valid_shell() -> None:

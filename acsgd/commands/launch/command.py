@@ -58,7 +58,7 @@ class LaunchCommand(WorkerOptions):
     """With --slurm: command that submits, with options such as "sbatch --time 4:00:00 --gres gpu:4". At the time limit
     the run saves and is submitted again. Default: sbatch."""
     elastic: bool = False
-    """Whether the run goes on without a host that is lost."""
+    """Whether the run continues without a host that is lost."""
     env: str | None = None
     """With --hosts: names of variables of this environment that they get, comma-separated, such as HF_TOKEN."""
     grace: Annotated[int, Range(SAVE_S, 10**6, above=True)] = 120
@@ -142,7 +142,7 @@ class LaunchCommand(WorkerOptions):
         ]
 
     def _elastic(self, launch: Launch, variables: dict[str, str]) -> list[list[str]]:
-        """Return the arguments of torchrun for each host. The first three are those that others may join at.
+        """Return the arguments of torchrun for each host. The first three are those at which the hosts meet.
 
         Adds the secret of the run to the variables.
         """

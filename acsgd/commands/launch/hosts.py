@@ -71,23 +71,25 @@ class Remote:
         found = re.search(r"^hostname (\S+)$", shown, re.MULTILINE)
         return found[1] if found else host.rpartition("@")[2]
 
-    def explain(self, host: str, code: int, said: str) -> str:
-        """Return a sentence on why a host has not answered. code: exit code of ssh; said: what it printed last."""
+    def explain(self, host: str, code: int, printed: str) -> str:
+        """Return a sentence on why a host has not answered. code: exit code of ssh; printed: its last line."""
         login = shlex.join([*shlex.split(self.ssh), *BATCH_MODE[1:3], host, "true"])
-        if "Host key verification failed" in said:
+        if "Host key verification failed" in printed:
             return f"{host} has a host key that ssh does not know; type {self.ssh} {host} once, and compare it"
-        if "Permission denied" in said:
+        if "Permission denied" in printed:
             return (
-                f"{host} asks for a password or a passphrase ({said}); give it a key that needs none, with "
+                f"{host} asks for a password or a passphrase ({printed}); give it a key that needs none, with "
                 f"ssh-copy-id {host}, until this works: {login}"
             )
         if code < 0 or code == SSH_FAILED:
-            return f"{host} cannot be reached ({said or 'ssh says nothing'}); try {login}"
-        if "No module named" in said:
-            return f"{self.python} of {host} cannot import acsgd ({said}); install it there, or give --python or --dir"
-        if code in NOT_FOUND or "cd:" in said:
-            return f"{host} has no {self.python}, or no directory {self.directory} ({said}); give --python or --dir"
-        return f"{host} ended with exit code {code} before torchrun was started ({said or 'it printed nothing'})"
+            return f"{host} cannot be reached ({printed or 'ssh printed nothing'}); try {login}"
+        if "No module named" in printed:
+            return (
+                f"{self.python} of {host} cannot import acsgd ({printed}); install it there, or give --python or --dir"
+            )
+        if code in NOT_FOUND or "cd:" in printed:
+            return f"{host} has no {self.python}, or no directory {self.directory} ({printed}); give --python or --dir"
+        return f"{host} ended with exit code {code} before torchrun was started ({printed or 'it printed nothing'})"
 
 
 class _Event(NamedTuple):
@@ -169,7 +171,7 @@ class Host:
 class Launch:
     """The hosts of a run, from the first connection to the last end. A context manager that ends all connections.
 
-    logs: directory of the log of each host. may_lack: whether the run goes on without a host that ends.
+    logs: directory of the log of each host. may_lack: whether the run continues without a host that ends.
     """
 
     def __init__(self, names: Sequence[str], remote: Remote, logs: Path, *, may_lack: bool = False) -> None:
@@ -287,7 +289,7 @@ class Launch:
     def _report_end(self, host: Host) -> None:
         """Report the end of a host that no error of its own explains."""
         if host.is_lost:
-            print_error(f"{host.name}: the connection has ended ({host.last or 'ssh says nothing'})")
+            print_error(f"{host.name}: the connection has ended ({host.last or 'ssh printed nothing'})")
             self._shown.add(host.name)
         elif host.code and not self._shown:
             print_error(f"{host.name}: torchrun ended with exit code {host.code}: {host.last or 'it printed nothing'}")

@@ -1,4 +1,4 @@
-"""On each host of `acsgd launch --hosts`: starts torchrun, and stops it when the launcher says so or is gone.
+"""On each host of `acsgd launch --hosts`: starts torchrun, and stops it upon a message of the launcher, or its end.
 
 Standard input has one JSON object per line: the `Job`, then {"signal": NAME}, or {} every few seconds. Its end, or
 SILENCE_S seconds without a line, mean that the connection is lost: torchrun is stopped like by SIGTERM, so that the run
@@ -111,7 +111,7 @@ class _Launcher:
     def listen(self) -> None:
         """Read what the launcher sends, until the connection ends."""
         self._heard_at = time.monotonic()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # the last line may be cut
             for line in sys.stdin:
                 self._heard_at = time.monotonic()
                 if name := json.loads(line).get("signal"):
