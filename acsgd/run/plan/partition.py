@@ -115,10 +115,10 @@ def open_grid(config: Config, launch: Launch) -> RankGrid:
     if topology.replicas > 1:
         check_capabilities(config, plugins.mode.requires, plugins.optimizer.capabilities)
     check_deal(config, plugins)
-    splits_backward = RankPrograms(plugins.schedule, topology.stages, topology.stage_rank).splits_backward
-    check_shard(config, plugins, topology.replicas, is_elastic=bool(launch.daemon), splits_backward=splits_backward)
     micro_ids = _deal(config, topology)
     check_computes(config, topology.stages * plugins.schedule.chunks, most_micros(config, micro_ids))
+    splits_backward = RankPrograms(plugins.schedule, topology.stages, topology.stage_rank).splits_backward
+    check_shard(config, plugins, topology.replicas, is_elastic=bool(launch.daemon), splits_backward=splits_backward)
     if splits_backward:
         check_split(config)
     return RankGrid(topology, plugins, micro_ids, launch.local_world_size)
