@@ -209,7 +209,7 @@ def test_a_rank_joins_when_it_has_the_state_of_the_others_bit_for_bit(runs: Runs
     if name == "all others end":
         assert newcomer.origins == ["memory", "snapshot"]
     elif not name.endswith("newcomer ends"):
-        assert min(newcomer.digests) > first
+        assert min(newcomer.digests) >= first  # a small state may arrive within the step
 
 
 def test_a_rank_that_was_still_an_observer_when_all_others_ended_trains(runs: Runs) -> None:
