@@ -182,7 +182,7 @@ def test_the_losses_are_those_of_a_run_that_nobody_joins(runs: Runs, name: str) 
     if name in (*UPDATE_RUNS, *UPDATE_SCRIPTS):
         first = min(runs[2][name].digests, default=JOINED)
         calm = {step: loss for step, loss in merged(runs, calm_of(name), JOINED).items() if step <= first}
-        assert len(calm) > min(runs[2][name].joining) + 1, "it had no state in some of these steps"
+        assert len(calm) > min(runs[2][name].joining), "it had no state, or a part of it, in some of these steps"
     else:
         calm = merged(runs, calm_of(name))
     assert {step: losses[step] for step in calm} == pytest.approx(calm, rel=RELATIVE)
