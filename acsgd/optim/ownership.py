@@ -24,14 +24,14 @@ _PART_KEY = re.compile(r"(.*)\[(\d+):(\d+)\]")
 
 
 class Part(NamedTuple):
-    """A weight or some of its rows, and the replicas that own their masters and optimizer state."""
+    """A weight or some of its rows, and the replica that owns its master and optimizer state."""
 
     weight: str
     """Key of the weight."""
     start: int
     stop: int | None
     """None = all rows."""
-    owners: tuple[int, ...]
+    owner: int
 
     @property
     def key(self) -> str:
@@ -61,11 +61,11 @@ def divide(weights: Iterable[Weight], replicas: int, *, by_rows: bool) -> list[P
         if by_rows and weight.master.dim():
             ends = [len(weight.master) * j // replicas for j in range(replicas + 1)]
             rows = enumerate(pairwise(ends))
-            parts += [Part(weight.key, start, stop, (owner,)) for owner, (start, stop) in rows if start < stop]
+            parts += [Part(weight.key, start, stop, owner) for owner, (start, stop) in rows if start < stop]
         else:
             owner = 0 if weight.is_tied else min(range(replicas), key=loads.__getitem__)
             loads[owner] += weight.master.numel()
-            parts.append(Part(weight.key, 0, None, (owner,)))
+            parts.append(Part(weight.key, 0, None, owner))
     return parts
 
 
@@ -89,10 +89,6 @@ class Ownership:
             by_weight.setdefault(part.weight, []).append(part)
         return by_weight
 
-    @functools.cached_property
-    def _owners(self) -> dict[str, Sequence[int]]:
-        return {part.key: part.owners for part in self.parts or ()}
-
     def parts_of(self, weight: Weight) -> list[Part]:
         """Return the parts of a weight; none if it is not divided."""
         return self._by_weight.get(weight.key, [])
@@ -100,24 +96,22 @@ class Ownership:
     def owned(self, weight: Weight) -> tuple[Weight, ...]:
         """Return what this replica owns of a weight: the weight, or parts of it."""
         parts = self.parts_of(weight)
-        return tuple(part.of(weight) for part in parts if self.replica in part.owners) if parts else (weight,)
+        return tuple(part.of(weight) for part in parts if part.owner == self.replica) if parts else (weight,)
 
-    def writer(self, key: str, turn: int, idle: Collection[int] = ()) -> int:
-        """Return the replica that saves or sends, for all of its owners, what `key` names. They take turns.
+    def writer(self, turn: int, idle: Collection[int] = ()) -> int:
+        """Return the replica that saves or sends, for all, what all replicas hold. They take turns.
 
-        key: of a part, or else of anything that all replicas hold. turn: such as the index of the layer. idle: replicas
-        that have no state yet.
+        turn: such as the index of the layer. idle: replicas that have no state yet.
         """
-        owners = self._owners.get(key, range(self.replicas))
-        writers = [replica for replica in owners if replica not in idle]
+        writers = [replica for replica in range(self.replicas) if replica not in idle]
         return writers[turn % len(writers)]
 
-    def is_writer(self, key: str, turn: int, idle: Collection[int] = ()) -> bool:
+    def is_writer(self, turn: int, idle: Collection[int] = ()) -> bool:
         """Return whether this replica is the `writer`."""
-        return self.writer(key, turn, idle) == self.replica
+        return self.writer(turn, idle) == self.replica
 
     def squared_norms(self, by_replica: Sequence[float]) -> list[float]:
-        """Return the squared gradient norm of the model on each replica. by_replica: of `OwnedWeights.counted`."""
+        """Return the squared gradient norm of the model on each replica. by_replica: of what each replica owns."""
         return [*by_replica] if self.parts is None else [sum(by_replica)] * self.replicas
 
 
@@ -138,12 +132,6 @@ class OwnedWeights:
     def of(self, weights: Iterable[Weight]) -> list[Weight]:
         """Return what this rank owns of some of its weights."""
         return [owned for weight in weights for owned in self._owned[weight.key]]
-
-    @property
-    def counted(self) -> list[Weight]:
-        """What this rank counts in the gradient norm of its replica; where weights are split, in that of all."""
-        owned, ownership = self.of(self.weights), self.ownership
-        return [each for each in owned if not ownership.parts or ownership.is_writer(each.key, 0)]
 
     @torch.no_grad()
     def load(self, weight: Weight, values: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from acsgd.optim.ownership import OwnedWeights
 from acsgd.pp.schedules.actions import Action
 from acsgd.pp.stage import Stage
 
@@ -121,11 +122,11 @@ class NaNProbe:
             value: Literal["nan", "inf"] = "nan" if torch.isnan(values).any() else "inf"
             self._found[current] = NonFiniteTensor(*current, name, value)
 
-    def check_reduced_gradients(self) -> None:
-        """Check the gradients after the reduction over replicas."""
+    def check_reduced_gradients(self, owned: OwnedWeights) -> None:
+        """Check the gradients after the reduction over replicas, of what this rank owns of the weights."""
         for index, stage in self._stages.items():
             self._current = ("reduce", index, None)
-            for weight in stage.weights:
+            for weight in owned.of(stage.weights):
                 if weight.master.grad is not None:
                     self.check(f"gradient summed over replicas of {weight.key}", weight.master.grad)
         self._current = None

@@ -13,6 +13,7 @@ from acsgd.comm.spans import SpanRecorder
 from acsgd.errors import RunError
 from acsgd.layers.batch import Batch
 from acsgd.layers.composed import Inputs, State
+from acsgd.optim.ownership import OwnedWeights
 from acsgd.pp.micro_shapes import MicroShapes
 from acsgd.pp.nan_probe import NaNProbe, NonFiniteTensor
 from acsgd.pp.schedules.actions import ACTIVATION, GRADIENT, OPERATIONS, Action, Op, Route
@@ -115,8 +116,12 @@ class Pipeline:
         predictions = [prediction for _, prediction in sorted(self._predictions.items())]
         return Evaluated(self._total_loss().cpu(), torch.stack(predictions).cpu() if predictions else None)
 
-    def find_non_finite(self, batch: Batch, step: int, scale: float = 1.0) -> NonFiniteTensor | None:
+    def find_non_finite(
+        self, batch: Batch, owned: OwnedWeights, step: int, scale: float = 1.0
+    ) -> NonFiniteTensor | None:
         """Repeat a training step whose loss or gradients are not finite and check every tensor; all ranks together.
+
+        owned: what this rank owns of the weights, of which it has the gradients summed over replicas.
 
         Returns the first NaN or inf on this rank; `first_non_finite` over all ranks gives the origin. Has the side
         effects of `run`: error feedback changes once more, and meters count the messages again.
@@ -137,7 +142,7 @@ class Pipeline:
                 for op, handler in self._training.items()
             }
             self._train(batch, step, scale, handlers)
-            probe.check_reduced_gradients()
+            probe.check_reduced_gradients(owned)
         return probe.first
 
     def send_ahead(self) -> None:

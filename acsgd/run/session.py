@@ -144,7 +144,7 @@ class Session:
         """
         started, waited_before_s = time.perf_counter(), self._waited_s()
         loss = self.pipeline.run(batch, step, loss_scale)
-        loss_part, square = self.job.streams.read([loss, squared_norm(self.owned.counted)])
+        loss_part, square = self.job.streams.read([loss, squared_norm(self.owned.of(self.weights))])
         return Computed(loss_part, square, time.perf_counter() - started - (self._waited_s() - waited_before_s))
 
     def report(self, computed: Computed, batch: Batch) -> Report:
@@ -267,7 +267,7 @@ class Session:
 
         Every rank calls it with its own batch of the step; all return the same message.
         """
-        tensor = self.pipeline.find_non_finite(batch, step, loss_scale)
+        tensor = self.pipeline.find_non_finite(batch, self.owned, step, loss_scale)
         found = None
         if tensor is not None:
             micro = None if tensor.micro is None else tensor.micro - batch.micro_ids.start

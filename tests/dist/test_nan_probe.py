@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from math import inf, nan
@@ -16,10 +17,11 @@ from lib.models import DROPOUT
 from lib.ranks import on_ranks
 from torch import Tensor, nn
 
-from acsgd.config.options import Config
+from acsgd.config.options import Config, ReplicaConfig
 from acsgd.pp.nan_probe import NonFiniteTensor, first_non_finite
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.run.session import Session
+from acsgd.shards.weights import Weight
 
 TinyModel = Callable[..., Path]
 
@@ -103,6 +105,17 @@ def test_it_is_found_if_sequences_run_one_by_one(recompute: str, tiny_model: Tin
         assert first_non_finite([NonFiniteTensor.from_dict(fault) for fault in reports if fault is not None]) == planted
 
 
+def test_a_sum_of_which_replicas_own_parts_is_checked_at_its_owner(tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = make_config(tiny_model("gpt2", n_layer=1), tmp_path, stages=1)
+    config = replace(config, dp=ReplicaConfig(shard="optimizer"))
+    plants = [Plant("sum", "transformer.h.0.ln_2.bias", None, "reduce", "")]
+    [first], [second] = on_ranks(2, find_on_rank, tmp_path / "store", config, plants)
+    assert NonFiniteTensor.from_dict(first) == NonFiniteTensor(
+        "reduce", 0, None, "gradient summed over replicas of transformer.h.0.ln_2.bias[0:16]", "nan"
+    )
+    assert second is None
+
+
 def test_an_overflow_on_the_wire_is_found_at_the_receiver(tiny_model: TinyModel, tmp_path: Path) -> None:
     config = make_config(
         tiny_model("llama", num_hidden_layers=2), tmp_path, stages=2, layers=(1, 1), forward="none:dtype=fp16"
@@ -126,7 +139,7 @@ def find_on_rank(
             with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as cleanup:
                 _plant(plant, session, patch, cleanup)
                 session.pipeline.run(batch, 0)
-                fault = session.pipeline.find_non_finite(batch, 0)
+                fault = session.pipeline.find_non_finite(batch, session.owned, 0)
                 found.append(None if fault is None else fault.to_dict())
     return found
 
@@ -136,7 +149,7 @@ def search_on_rank(rank: int, world_size: int, store: Path, config: Config, scal
     with session_of(config, rank, world_size, str(store)) as session:
         batch = draw_batch(config, 0, session.job.micro_ids)
         loss, grads = session.pipeline.run(batch, 0, scale), digest(gradients(session))
-        assert session.pipeline.find_non_finite(batch, 0, scale) is None
+        assert session.pipeline.find_non_finite(batch, session.owned, 0, scale) is None
         assert digest(gradients(session)) == grads
         for stage in session.stages.values():
             assert not any(m._forward_hooks or m._forward_pre_hooks for m in stage.composed.model.modules())
@@ -188,16 +201,18 @@ def _plant(plant: Plant, session: Session, patch: pytest.MonkeyPatch, cleanup: c
                 cleanup.callback(last.copy_, last.clone())
                 last.fill_(plant.value)
             else:
-                patch.setattr(stage.sync, "wait", _then(stage.sync.wait, partial(_spoil_sum, weights[plant.where])))
+                summed = session.owned.of([each for each in stage.weights if each.key == plant.where])
+                patch.setattr(stage.sync, "wait", _then(stage.sync.wait, partial(_spoil_sum, summed)))
 
 
 def _then(first: Callable[..., Any], second: Callable[[Any], Any]) -> Callable[..., Any]:
     return lambda *args: second(first(*args))
 
 
-def _spoil_sum(weight: nn.Parameter, _: None) -> None:
-    assert weight.grad is not None
-    weight.grad.fill_(nan)
+def _spoil_sum(weights: Sequence[Weight], _: None) -> None:
+    for weight in weights:
+        assert weight.master.grad is not None
+        weight.master.grad.fill_(nan)
 
 
 def _spoiler(plant: Plant, stage: Stage, micros: range, patch: pytest.MonkeyPatch) -> Callable[[Tensor], Tensor]:

@@ -47,7 +47,7 @@ class ShardedBucket:
         """Sum of the gradients of what this replica owns, of the reductions of this step."""
         pairs = [(weight, part) for weight in weights for part in owned.ownership.parts_of(weight)]
         self._parts: list[list[tuple[Weight, Part]]] = [
-            [(weight, part) for weight, part in pairs if replica in part.owners] for replica in range(replicas)
+            [(weight, part) for weight, part in pairs if part.owner == replica] for replica in range(replicas)
         ]
 
     def numels(self) -> list[int]:

@@ -204,7 +204,7 @@ class Snapshots(StepHook):
     def _own_layers(self, joining: Collection[int] = ()) -> list[LoadedLayer]:
         """Return the layers that this replica copies: those of a stage are dealt to its replicas with state in turn."""
         is_writer = self._session.owned.ownership.is_writer
-        return [layer for layer in self._session.layers if is_writer(layer.spec.name, layer.spec.index, joining)]
+        return [layer for layer in self._session.layers if is_writer(layer.spec.index, joining)]
 
     def _share(self, joining: Collection[int]) -> dict[int, dict[str, Tensor]]:
         """Return the tensors of these layers, not copied."""

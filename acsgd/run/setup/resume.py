@@ -146,7 +146,7 @@ def _stage_states(session: Session, stage: Stage, idle: Collection[int]) -> Iter
     def state_of(name: str, position: int, weights: Sequence[Weight], constants: dict[str, Tensor]) -> LayerState:
         originals = [weight for weight in weights if not weight.is_copy]
         replica = part_of(replica_state, {weight.key for weight in weights})
-        writer = owned.ownership.writer(name, position, idle)
+        writer = owned.ownership.writer(position, idle)
         if global_weights is None:
             optimizer = _whole_state(session, originals, writer)
             masters = optimizer.pop(MASTER, {})
