@@ -120,10 +120,10 @@ def test_a_model_that_needs_one_process_is_refused(
         (["--num-beams", "2", "--prompt", "x"], "--num-beams needs the whole model"),
         (["--adapter", "adapter", "--prompt", "x"], "--adapter needs the whole model"),
         ([], "a chat runs in one process"),
+        (["--prompt", "x", "--timeout", "0"], "--timeout=0.0 must be at least 0.1"),
     ],
 )
 def test_what_needs_one_process_is_refused_under_torchrun(words: Sequence[str], reason: str) -> None:
     options = parse_flags(GenerateOptions, ["model", *words], prog="acsgd generate")
-    options.check()
     with pytest.raises(ValueError, match=reason):
         options.check(world_size=2)

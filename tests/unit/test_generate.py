@@ -41,6 +41,7 @@ from acsgd.commands.generation.options import GenerateOptions
 from acsgd.commands.generation.records import PromptReader, check_output_path, read_records
 from acsgd.config.options import DataConfig
 from acsgd.config.run_file import parse_flags
+from acsgd.errors import RunError
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.data.formats.formats import read_options
 
@@ -378,6 +379,10 @@ def test_a_wrong_record_is_named_before_any_work(
     [
         (("--prompt", "a", "--file", "b"), "--prompt and --file exclude each other; give one of them"),
         (("--file", "b"), "--file and --out belong together; give both, or --prompt"),
+        (
+            ("--prompt", "a", "--timeout", 5),
+            "--timeout is the wait for other processes; remove it, or start several with torchrun",
+        ),
         (("--prompt", "a", "--field", "b"), "--field names a field of --file; give --file, too"),
         (("--prompt", "a", "--batch", "4"), "--batch is a number of prompts of --file; give --file, too"),
         (("--prompt", "a", "--top-k", 5), "--top-k applies to sampling; add, for example, --temperature 1"),
@@ -401,6 +406,15 @@ def test_a_run_directory_is_its_newest_valid_checkpoint(tiny_model: TinyModel, t
     assert "step-00000002: LlamaForCausalLM" in printed
     code, printed = acsgd("generate", checkpoints / "step-00000003", "--prompt", "The", *TOKENS)
     assert (code, "is corrupt" in printed) == (2, True)
+
+    def gather(name: str, text: str) -> list[str]:
+        """Be with another rank, which lacks no checkpoint, and on which the second is corrupt."""
+        return [text, {"finding checkpoints": text, "loading step-00000002": "corrupt there"}.get(name, "")]
+
+    loaded = load(str(tmp_path / "run"), dtype=None, device=torch.device("cpu"), gather=gather)
+    assert loaded.directory.name == "step-00000001"
+    with pytest.raises(RunError, match="is on all hosts"):
+        load(str(tmp_path / "run"), dtype=None, device=torch.device("cpu"), gather=lambda _, text: [text, "[]"])
 
 
 def test_a_checkpoint_generates_what_its_export_generates(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -47,9 +47,6 @@ from acsgd.shards.disk import FORMATS
 from acsgd.streams import open_streams
 from acsgd.topology import Topology
 
-TIMEOUT_S = 600.0
-"""Limit of a message between ranks, and for another rank to load its stage, seconds."""
-
 
 def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], None]) -> None:
     """Generate as a command line asks, with several ranks in stages.
@@ -67,12 +64,12 @@ def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], Non
         store_of_failures = clone_store(store, launch)
     with contextlib.ExitStack() as stack, report_failure(store_of_failures, launch, end) as context:
         context.signals = stack.enter_context(StopSignals(end))
-        context.timeout_s = TIMEOUT_S
+        context.timeout_s = options.timeout
         topology = Topology.of(launch.rank, launch.world_size, launch.world_size)
-        groups = stack.enter_context(connect(topology, timeout=timedelta(seconds=TIMEOUT_S), store=store))
+        groups = stack.enter_context(connect(topology, timeout=timedelta(seconds=options.timeout), store=store))
         with as_typed(GenerateOptions):
             equal = repr(dataclasses.replace(options, model="", file=None, out=None))  # paths of hosts may differ
-            ranks = Stages(groups, launch, stack, timeout_s=TIMEOUT_S, options=equal)
+            ranks = Stages(groups, launch, stack, timeout_s=options.timeout, options=equal)
             generate(options, ranks, on_start=context.start_training)
 
 
@@ -154,7 +151,7 @@ def open_generator(
     with _short_memory(), report_if_slow(print_note, lambda: f"loading {model}", enabled=ranks.is_main):
         of_parameters = getattr(torch, dtype) if dtype else None
         where = _device(device, ranks.local_rank)
-        loaded = load(model, dtype=of_parameters, device=where, adapter=adapter, place=ranks.place)
+        loaded = load(model, dtype=of_parameters, device=where, adapter=adapter, place=ranks.place, gather=ranks.gather)
         ranks.take(loaded)
     prompts = PromptEncoder.of(loaded)
     ranks.note(loaded.describe())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import sys
@@ -44,6 +45,8 @@ from acsgd.shards.manifest import MANIFEST
 from acsgd.shards.tokenizer import has_tokenizer, load_tokenizer, read_tokenizer
 
 NamedTensors = Iterator[tuple[str, Tensor]]
+Gather = Callable[[str, str], list[str]]
+"""Returns the text of each rank, given the purpose of the exchange and that of this rank."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ def load(
     device: torch.device,
     adapter: PEFTAdapter | None = None,
     place: StagePlace | None = None,
+    gather: Gather = lambda name, text: [text],
 ) -> LoadedModel:
     """Load the model at a path, or of a Hugging Face id; of a run directory, its newest valid checkpoint.
 
@@ -119,8 +123,10 @@ def load(
 
     dtype: of the parameters; None = that of the run that trained them, else of config.json; adapter: to put into the
     model; place: of the stage to load, with stand-ins in place of other parameters outside of blocks; None = all of
-    them. Raises ValueError if there is no model, if it is not one that generates text, or not the one that the adapter
-    was trained on, or if it cannot be divided; CorruptFileError if a file is not as it was written.
+    them; gather: makes all ranks load the same checkpoint of a run directory, the newest that is valid on each. Raises
+    ValueError if there is no model, if it is not one that generates text, or not the one that the adapter was trained
+    on, or if it cannot be divided; CorruptFileError if a file is not as it was written; RunError if no checkpoint is
+    valid.
     """
     if place is not None and (adapter is not None or is_adapter(Path(path))):
         raise ValueError(
@@ -131,22 +137,33 @@ def load(
         adapter = PEFTAdapter.open(Path(path))
         path = adapter.find_base(f"MODEL --adapter {path}")
     load_from = functools.partial(_load, dtype=dtype, device=device, peft=adapter, place=place)
-    if checkpoints := checkpoints_of(Path(path)):
-        return _load_newest(checkpoints[::-1], load_from)
-    return load_from(find_model(path, option="model"))
+    checkpoints = {each.name: each for each in checkpoints_of(Path(path))[::-1]}
+    by_rank = [json.loads(names) for names in gather("finding checkpoints", json.dumps([*checkpoints]))]
+    if not any(by_rank):
+        return load_from(find_model(path, option="model"))
+    common = [each for name, each in checkpoints.items() if all(name in names for names in by_rank)]
+    if not common:
+        raise RunError(f"no checkpoint of {path} is on all hosts; give all of them the same run directory")
+    return _load_newest(common, load_from, gather)
 
 
-def _load_newest(paths: list[Path], load_from: Callable[[Path], LoadedModel]) -> LoadedModel:
-    """Load the first valid checkpoint, and report each one before it."""
+def _load_newest(paths: list[Path], load_from: Callable[[Path], LoadedModel], gather: Gather) -> LoadedModel:
+    """Load the first checkpoint that is valid on all ranks, and report each one before it."""
     reasons = []
     for path in paths:
+        loaded, problem = None, ""
         try:
             if not (path / MANIFEST).is_file():
                 raise CorruptFileError(path, f"is incomplete: it has no {MANIFEST}")
-            return load_from(path)
+            loaded = load_from(path)
         except CorruptFileError as error:
-            reasons.append(str(error))
-            print_note(f"skipped a checkpoint: {error}")
+            problem = str(error)
+        problems = [*dict.fromkeys(filter(None, gather(f"loading {path.name}", problem)))]
+        if loaded is not None and not problems:
+            return loaded
+        reasons += problems
+        if problem:
+            print_note(f"skipped a checkpoint: {problem}")
     raise RunError(f"no checkpoint is valid: {'; '.join(reasons)}")
 
 

@@ -88,10 +88,16 @@ class GenerateOptions:
     """Type of parameters and activations. Default: that of the run that saved it, else that of config.json."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device: "auto" = a GPU if the host has one, else the CPU."""
+    timeout: Annotated[float, Range(0.1, 10**6)] = 600.0
+    """Of several processes: maximum time that one waits for a message of another, or for it to load, seconds."""
 
     def check(self, world_size: int = 1) -> None:
         """Raise ValueError for the first invalid option. world_size: number of processes."""
         self.decoding.check()
+        for error in out_of_range(self):
+            raise ValueError(f"--{error}")
+        if world_size == 1 and self.timeout != GenerateOptions.timeout:
+            raise ValueError("--timeout is the wait for other processes; remove it, or start several with torchrun")
         if world_size > 1 and (self.decoding.num_beams > 1 or self.adapter is not None):
             option = "--adapter" if self.adapter else "--num-beams"
             raise ValueError(f"{option} needs the whole model in one process; start acsgd generate without torchrun")

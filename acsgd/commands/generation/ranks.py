@@ -123,8 +123,7 @@ class Stages:
             raise RunError("the ranks have different options: start all hosts with the same command")
         if len(found := {*self.gather("comparing models", f"{loaded.directory.name} ({loaded.digest()})")}) > 1:
             raise RunError(
-                f"the ranks have loaded different models, {' and '.join(sorted(found))}: give all hosts the same one; "
-                "of a run directory, it is the newest checkpoint whose layers are not corrupt, so give one by its path"
+                f"the ranks have loaded different models, {' and '.join(sorted(found))}: give all hosts the same one"
             )
         if problem := self.gather("trying stages", loaded.stage.find_difference() if self.is_main else "")[0]:
             raise ValueError(problem)
