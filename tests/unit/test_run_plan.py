@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
@@ -22,21 +24,26 @@ from acsgd.config.options import AdapterConfig, Config, ModelConfig, OptimConfig
 from acsgd.config.run_file import parse, to_toml
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
+from acsgd.dp.exchange.buckets import split_weights
+from acsgd.dp.modes.allreduce import AllReduce, open_sync
+from acsgd.dp.peers import AsyncResult
 from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.launch import Launch
 from acsgd.optim import OPTIMIZERS
+from acsgd.optim.ownership import OwnedWeights, Ownership, divide
 from acsgd.run.initial_weights import open_weight_source
-from acsgd.run.plan.dry_run import dry_run
+from acsgd.run.plan.dry_run import AbsentPeers, dry_run
 from acsgd.run.plan.job import prepare
 from acsgd.run.plan.layer_trace import MemoryTracker
-from acsgd.run.plan.memory import plan_memory, trace_model
+from acsgd.run.plan.memory import gradients_in_flight, plan_memory, trace_model
 from acsgd.run.setup.build import build_session
 from acsgd.shards.weights import Weight
 from acsgd.topology import Topology
 from acsgd.train import train_step
 from tests.lib.training import batches_of, make_config
 
+T = TypeVar("T")
 WIDE = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 192}
 
 
@@ -138,6 +145,37 @@ def test_the_state_of_a_mode_is_counted_in_copies_of_the_weights(mode: str, copi
         )
         assert memory.state == pytest.approx(copies * param.nbytes, rel=0.05)
         assert memory.has_buckets == (members > 1 or copies == 0)
+
+
+class SlowPeers(AbsentPeers):
+    """Replicas behind so slow a link that work ends no sooner than training waits for it."""
+
+    def submit(self, work: Callable[[], T]) -> AsyncResult[T]:
+        return cast("AsyncResult[T]", SimpleNamespace(result=lambda meter: work()))
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_whole_gradients_that_are_not_summed_yet_are_counted(replicas: int) -> None:
+    rows = (64, 32, 16, 256, 64, 64, 32, 8)
+    params = [nn.Parameter(torch.zeros(each, 128)) for each in rows]
+    weights = [Weight(str(index), param, param) for index, param in enumerate(params)]
+    owned = OwnedWeights(weights, Ownership(0, replicas, tuple(divide(weights, replicas, by_rows=True))))
+    mode = AllReduce(bucket_mb=0.03)
+    sizes = [sum(each.master.nbytes for each in bucket) for bucket in split_weights(weights, mode.bucket_mb)]
+    assert len(sizes) > 3
+    planned, made = list[int](), 0
+    with MemoryTracker() as tracker:
+        sync = open_sync(mode, weights, owned, SlowPeers(0, replicas), shard="gradients")
+        sync.begin_step(0)
+        for weight in reversed(weights):
+            planned.append(gradients_in_flight(sizes, made) + weight.master.nbytes)
+            weight.master.grad = torch.ones(weight.master.shape)
+            made += weight.master.nbytes
+            sync.grad_ready(weight, is_final=True)
+        sync.reduce()
+        sync.wait()
+    sums = made // replicas
+    assert tracker.peak == pytest.approx(max(*planned, gradients_in_flight(sizes, made)) + sums, rel=0.1)
 
 
 def test_replicas_of_a_host_are_counted_as_one(tiny_model: Any, tmp_path: Path) -> None:

@@ -8,13 +8,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from acsgd.codecs.base import wire_bytes
+from acsgd.dp.exchange.buckets import split_weights
+from acsgd.dp.exchange.sharded import MAX_PENDING
+from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.layers.quantize import is_quantized
 from acsgd.optim.ownership import OwnedWeights
 from acsgd.pp.schedules.actions import Action, Op
@@ -194,6 +197,22 @@ class _StepMemory:
         self.peak = max(self.peak, now, key=lambda each: each.total)
 
 
+SUM_COPIES = 3
+"""Bytes that the sum of a bucket of gradients takes, in messages, received parts and sums, per byte of the bucket."""
+
+
+def gradients_in_flight(buckets: Sequence[int], made: int) -> int:
+    """Return the bytes of gradients of a backward that are whole, since the link is slow, with those of their sum.
+
+    buckets: bytes of each, in the order in which the backward makes them; made: bytes of the gradients so far.
+    """
+    ends = [*accumulate(buckets)]
+    complete = sum(end <= made for end in ends)
+    filling = made - (ends[complete - 1] if complete else 0)
+    waiting = buckets[max(0, complete - MAX_PENDING) : complete]
+    return sum(waiting) + filling + SUM_COPIES * max(waiting, default=0)
+
+
 class _RankPlan:
     """The memory of one rank."""
 
@@ -247,6 +266,7 @@ class _RankPlan:
     def _walk(self, update: UpdateMemory) -> _Peak:
         """Follow the program of a step."""
         memory = _StepMemory(self._last, self._weights.count.gradient_bytes if update.has_buckets else 0)
+        buckets = self._summed_buckets()
         started = set[int]()
         """Stages whose gradients exist."""
         for action in self._actions:
@@ -257,10 +277,24 @@ class _RankPlan:
                 continue
             completes = action.operation.completes
             creates = completes and action.stage not in started and not update.has_buckets
-            self._run_backward(action, memory, creates_gradients=creates)
+            self._run_backward(action, memory, creates_gradients=creates, buckets=buckets)
             if completes:
                 started.add(action.stage)
         return memory.peak
+
+    @property
+    def _sums_passes(self) -> bool:
+        """Whether gradients are summed over replicas after each backward, and whole ones are dropped then."""
+        return self._partition.config.dp.shard == "gradients" and self._partition.topology.replicas > 1
+
+    def _summed_buckets(self) -> Sequence[int]:
+        """Return the bytes of the buckets that are summed after each backward; none unless `_sums_passes`."""
+        mode = self._partition.plugins.mode
+        if not self._sums_passes or not isinstance(mode, AllReduce):
+            return ()
+        [stage] = self._weights.stages.values()
+        early = [weight for weight in stage if not weight.has_remote_lookups]
+        return [sum(weight.master.nbytes for weight in bucket) for bucket in split_weights(early, mode.bucket_mb)]
 
     def _run_forward(self, action: Action, memory: _StepMemory) -> None:
         span = self._partition.layout.spans[action.stage]
@@ -273,20 +307,32 @@ class _RankPlan:
         if span.last <= self._partition.model.description.first_trained:  # without a backward
             memory.activations, memory.logits = before
 
-    def _run_backward(self, action: Action, memory: _StepMemory, *, creates_gradients: bool) -> None:
-        span = self._partition.layout.spans[action.stage]
+    def _run_backward(
+        self, action: Action, memory: _StepMemory, *, creates_gradients: bool, buckets: Sequence[int]
+    ) -> None:
+        """Follow a backward. buckets: of gradients that are summed after each one."""
+        span, made = self._partition.layout.spans[action.stage], 0
         for layer in reversed(range(*span)):
             trace = self._traced.layers[layer]
-            needed = trace.first_backward_peak if creates_gradients else trace.backward_peak
+            needed = trace.first_backward_peak if creates_gradients or buckets else trace.backward_peak
             if action.op is Op.I:
                 needed = trace.inputs_peak
+            whole = gradients_in_flight(buckets, made)
+            memory.gradients += whole
             memory.reach(layer, needed + self._traced.dequantized[layer] + self._entering_bytes(layer + 1))
+            memory.gradients -= whole
+            early = (each for each in self._last_used(action.stage, layer) if not each.has_remote_lookups)
+            made += sum(weight.master.nbytes for weight in early) * bool(buckets)
             if action.operation.completes:
                 memory.keep(layer, -trace.kept)
             if action.op in (Op.I, Op.W):
                 memory.keep(layer, trace.kept_between * (1 if action.op is Op.I else -1))
             if creates_gradients:
                 memory.gradients += self._gradient_bytes(action.stage, layer)
+        whole = gradients_in_flight(buckets, made)
+        memory.gradients += whole
+        memory.reach(span.first, 0)
+        memory.gradients -= whole
         if action.operation.completes:
             memory.activations -= self._entering_bytes(span.first)
 
@@ -304,14 +350,19 @@ class _RankPlan:
         }
 
     def _gradient_bytes(self, stage: int, layer: int) -> int:
-        """Return the bytes of the gradients of the weights that a layer is the last of its stage to use."""
+        """Return the bytes of the gradients that stay of the weights that a layer is the last of its stage to use."""
+        own, replicas = self._last_used(stage, layer), self._partition.topology.replicas
+        return sum(
+            weight.master.nbytes // (replicas if self._sums_passes and not weight.has_remote_lookups else 1)
+            for weight in own
+        )
+
+    def _last_used(self, stage: int, layer: int) -> list[Weight]:
+        """Return the weights that a layer is the last of its stage to use."""
         model, specs = self._partition.model, self._partition.layout.specs
         later = {key for other in model.layers[layer + 1 : specs[stage].last] for key in other.parameters}
         keys = {*model.layers[layer].parameters} - later
-        own = [weight for weight in self._weights.stages[stage] if weight.key in keys]
-        if self._partition.config.dp.shard == "gradients":  # reduced after each backward
-            return sum(weight.master.nbytes for weight in own) // self._partition.topology.replicas
-        return sum(weight.master.nbytes for weight in own)
+        return [weight for weight in self._weights.stages[stage] if weight.key in keys]
 
     def _message_bytes(self) -> int:
         """Return the bytes of the buffers of all links."""
