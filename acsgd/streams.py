@@ -48,6 +48,21 @@ PEAK_TFLOPS = {
 """By the name of a GPU after "NVIDIA ": peak rates of dense matrix products in bf16 and fp16,
 and in fp32 without TF32, which torch does not use by default, TFLOP/s; from NVIDIA's data sheets."""
 
+PEAK_TB_PER_S = {
+    "H200": 4.8,
+    "H100 80GB HBM3": 3.35,
+    "H100 NVL": 3.9,
+    "H100 PCIe": 2.0,
+    "B200": 8.0,
+    "A100": 1.555,
+    "A100 80GB PCIe": 1.935,
+    "L40S": 0.864,
+    "L4": 0.3,
+    "GeForce RTX 4090": 1.008,
+    "GeForce RTX 3090": 0.936,
+}
+"""By the same names: peak rates of the memory, from the same data sheets."""
+
 
 class Streams:
     """Streams of the CPU, which has none."""

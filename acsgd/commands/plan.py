@@ -1,35 +1,37 @@
-"""Say before a run what memory it needs: acsgd plan RUN.toml. Reads config.json, no weights and no data."""
+"""Say before a run what memory and time it needs: acsgd plan RUN.toml. Reads config.json, no weights and no data."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import tyro
 
-from acsgd.config.options import Config, ShardKind
+from acsgd.config.options import Config
 from acsgd.config.ranges import COUNT, out_of_range, parse_size
 from acsgd.config.run_file import parse, with_run_options
-from acsgd.launch import Launch
 
 if TYPE_CHECKING:
-    from acsgd.run.plan.memory import RankMemory, TracedModel
-    from acsgd.run.plan.model import RunModel
+    from acsgd.run.plan.memory import RankMemory
+    from acsgd.run.plan.planner import Alternative, RunPlanner
+    from acsgd.run.plan.rates import Link, Rates
+    from acsgd.run.plan.step_time import StepTime
 
 GIB = 2**30
-PROCESS_BYTES = GIB
-"""What a process with its libraries needs besides, in host memory and, as context and workspaces, on its GPU."""
+CALIBRATED_S = 30.0
+"""Time for which layers are run to measure them, seconds; a tenth of it in each direction of a link."""
 
 
 @dataclass(frozen=True)
 class PlanCommand:
-    """Print the memory of each rank of a run, by kind, and whether it fits: from the model's config.json alone.
+    """Print the memory of each rank of a run, by kind, and whether it fits; the time of a step and what it consists of;
+    and runs that are faster: from the model's config.json alone.
 
     Starts no processes, reads no data, and downloads nothing else. Options of the run may follow, as in training:
     acsgd plan RUN.toml --pp.stages 2. Exits with 1 if the run does not fit.
@@ -46,6 +48,16 @@ class PlanCommand:
     cpu. Default: not compared."""
     sequences: Annotated[int, COUNT] | None = None
     """Number of sequences in the data, which the activation caches of delta hold. Default: not known."""
+    link: str | None = None
+    """Rate and one-way delay of the link of each process to others, "100mbit,20ms". Default: that of measured rates,
+    else links take no time."""
+    device: str | None = None
+    """GPU of each process, "RTX 4090", whose usual rates predict the time of a step. Default: measured rates."""
+    calibrate: bool = False
+    """Measure this machine first: layers of the model with random weights, its memory, and TCP between two processes,
+    for a minute. The measured rates are kept."""
+    rates: Path | None = None
+    """File of measured rates. Default: rates.json in the run directory."""
     json: bool = False
     """Print JSON in place of a table."""
 
@@ -62,132 +74,192 @@ class PlanCommand:
         for error in out_of_range(self):
             raise ValueError(f"--{error}")
         limit = None if self.memory is None else parse_size(self.memory, option="--memory", example="24GiB")
+        if self.calibrate and self.device is not None:
+            raise ValueError("--calibrate measures this machine, and --device names another; give one of them")
         config = parse([str(self.run_file), *self.overrides], prog="acsgd plan", is_main=False)
-        planner = MemoryPlanner(config, self.world or config.pp.stages, self.sequences, self.per_host)
+        planned = self._plan(config, limit)
+        if self.json:
+            print(json.dumps(planned.as_json(), indent=2))
+        else:
+            planned.print()
+        sys.exit(not planned.fits)
+
+    def _plan(self, config: Config, limit: int | None) -> Planned:
+        from acsgd.run.plan.model import describe_run_model
+        from acsgd.run.plan.planner import RunPlanner
+        from acsgd.run.plan.rates import parse_link
+        from acsgd.tasks import check_options
+
+        check_options(config)
+        link = None if self.link is None else parse_link(self.link)
+        rates, world = self._rates(config), self.world or config.pp.stages
+        planner = RunPlanner(
+            config,
+            world,
+            describe_run_model(config),
+            on_gpu=config.run.device != "cpu" if rates is None else rates.on_gpu,
+            sequences=self.sequences,
+            per_host=self.per_host,
+        )
         ranks = planner.memory(config)
         needed = [*map(planner.needed, ranks)]
         lacking = limit is not None and max(needed) > limit
         fitting = planner.first_that_fits(limit) if limit is not None and lacking else None
-        if self.json:
-            print(json.dumps(_as_json(ranks, needed, limit, fitting), indent=2))
+        planned = Planned(config, planner, ranks, needed, limit, fitting, link)
+        if rates is None:
+            return planned
+        steps = planner.step_planner(rates, link)
+        step = planner.step(config, steps)
+        return replace(planned, rates=rates, step=step, fastest=planner.fastest(steps, limit))
+
+    def _rates(self, config: Config) -> Rates | None:
+        """Return the rates of the device, None if nothing says them."""
+        from acsgd.run.plan.rates import RATES, Rates, rates_of_gpu
+
+        path = self.rates or Path(config.log.dir) / RATES
+        if self.calibrate:
+            rates = measure_here(config)
+            rates.write(path)
+            return rates
+        if self.device is not None:
+            return rates_of_gpu(self.device, config.model.dtype)
+        if self.rates is None and not path.exists():
+            return None
+        if not path.is_file():
+            raise ValueError(f"--rates {path} is not there; --calibrate measures this machine and makes it")
+        rates = Rates.read(path)
+        if rates.dtype != config.model.dtype or (
+            config.run.device != "auto" and rates.on_gpu != (config.run.device == "cuda")
+        ):
+            raise ValueError(
+                f"{path} holds rates of {rates.device} for model.dtype={rates.dtype}, not of run.device="
+                f"{config.run.device} for {config.model.dtype}; add --calibrate, or --device NAME"
+            )
+        return rates
+
+
+def measure_here(config: Config) -> Rates:
+    """Measure this machine with the layers of a run. Raises ValueError if its memory is too small for that."""
+    from acsgd.commands.doctor.links import Doctor, measure
+    from acsgd.run.plan.measure import measure_rates
+    from acsgd.run.plan.model import describe_run_model
+    from acsgd.run.plan.planner import RunPlanner
+    from acsgd.run.plan.rates import Link
+    from acsgd.streams import open_streams
+
+    streams = open_streams(config.run.device, local_rank=0)
+    planner = RunPlanner(config, config.pp.stages, describe_run_model(config), on_gpu=bool(streams.gpu))
+    rates = measure_rates(replace(planner.partition(config), streams=streams), CALIBRATED_S)
+    secret = secrets.token_bytes()
+    doctor = Doctor(0, secret, {})
+    try:
+        found = measure(f"127.0.0.1:{doctor.port}", secret, CALIBRATED_S / 10)
+    finally:
+        doctor.close()
+    bits = [rate for rate in (found.sent, found.received) if rate is not None]
+    return replace(rates, link=Link(min(bits) / 8, found.delay_s / 2)) if bits else rates
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is printed of a run."""
+
+    config: Config
+    planner: RunPlanner
+    ranks: Sequence[RankMemory]
+    needed: Sequence[int]
+    limit: int | None
+    fitting: tuple[str, ...] | None
+    link: Link | None
+    rates: Rates | None = None
+    step: StepTime | None = None
+    fastest: Sequence[Alternative] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether all ranks fit, as far as it is known."""
+        return self.limit is None or max(self.needed) <= self.limit
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all numbers, for JSON."""
+        found: dict[str, Any] = {
+            "memory": [
+                {**dataclasses.asdict(each), "on_host": each.on_host, "total": each.total, "needed": needed}
+                for each, needed in zip(self.ranks, self.needed, strict=True)
+            ],
+            "limit": self.limit,
+            "fits": None if self.limit is None else self.fits,
+            "nearest": None if self.fitting is None else [*self.fitting],
+        }
+        if self.step is not None:
+            found["step"] = {**dataclasses.asdict(self.step), "total_s": self.step.total_s}
+            found["fastest"] = [{"flags": [*each.flags], "total_s": each.step.total_s} for each in self.fastest]
+        return found
+
+    def print(self) -> None:
+        """Print tables and sentences."""
+        from acsgd.run.plan.planner import verdict
+
+        _print_memory(self.ranks, self.planner.describe(), on_gpu=self.planner.on_gpu)
+        if self.step is None or self.rates is None:
+            print("time of a step: not known; --device NAME takes rates of a GPU, --calibrate measures this machine")
         else:
-            _print(ranks, planner.describe(), on_gpu=planner.on_gpu)
-            if limit is not None:
-                print(verdict(needed, limit, fitting))
-        sys.exit(lacking)
+            print("\n".join(_describe_step(self.config, self.step, self.rates)))
+            if self.link is None and self.rates.link is None and self.step.links:
+                print("links are planned to take no time; give their rate, such as --link 1gbit,1ms")
+            print(_describe_fastest(self.step, self.fastest, fits=self.fits))
+        if self.limit is not None:
+            print(verdict(self.needed, self.limit, self.fitting))
 
 
-class MemoryPlanner:
-    """Plans of a run, and of others that differ in a few options. Each model is traced once per kind of micro-batch."""
-
-    def __init__(self, config: Config, world: int, sequences: int | None = None, per_host: int = 1) -> None:
-        from acsgd.run.plan.model import describe_run_model
-        from acsgd.tasks import check_options
-
-        check_options(config)
-        self._config = config
-        self._world = world
-        self._per_host = per_host
-        self.sequences = sequences
-        self.on_gpu = config.run.device != "cpu"
-        self._model: RunModel = describe_run_model(config)
-        self._traced: dict[tuple[int, str], TracedModel] = {}
-
-    def describe(self) -> str:
-        """Return the model and the ranks in words."""
-        stages = self._config.pp.stages
-        device = "GPU" if self.on_gpu else "CPU"
-        return f"{self._model.describe_size()}, on {stages} stages x {self._world // stages} replicas, {device}"
-
-    def needed(self, rank: RankMemory) -> int:
-        """Return the memory that a process needs where its tensors are: on its GPU, or on the host."""
-        return (rank.on_device if self.on_gpu else rank.total) + PROCESS_BYTES
-
-    def memory(self, config: Config) -> list[RankMemory]:
-        """Return the memory of the ranks of a pipeline, first to last. Raises ValueError if the run is not possible."""
-        import torch
-
-        from acsgd.run.plan.memory import plan_memory, trace_model
-        from acsgd.run.plan.partition import divide_model, open_grid
-        from acsgd.streams import Streams
-        from acsgd.tasks import check_options
-
-        check_options(config)
-        grid = open_grid(config, Launch(world_size=self._world, local_world_size=self._per_host))
-        device = "cuda" if self.on_gpu else "cpu"
-        partition = divide_model(config, grid, self._model, Streams(torch.device(device)))
-        key = config.pp.micro, config.model.recompute
-        if key not in self._traced:
-            self._traced[key] = trace_model(partition)
-        return plan_memory(partition, self._traced[key], self.sequences)
-
-    def first_that_fits(self, limit: int) -> tuple[str, ...] | None:
-        """Return the flags of the nearest run that fits: with less changed, and then with fewer stages."""
-        for flags, config in self._variants():
-            try:
-                ranks = self.memory(config)
-            except ValueError:
-                continue
-            if max(map(self.needed, ranks)) <= limit:
-                return flags
-        return None
-
-    def _variants(self) -> Iterator[tuple[tuple[str, ...], Config]]:
-        """Yield runs that need less memory, nearest first, with the flags that make them."""
-        config, world = self._config, self._world
-        shards: Sequence[ShardKind] = ("none", "optimizer") if config.dp.shard == "none" else (config.dp.shard,)
-        more = [n for n in range(config.pp.stages, world + 1) if world % n == 0 and n % config.pp.stages == 0]
-        micros = [config.pp.micro]
-        while micros[-1] > 1:
-            micros.append(max(n for n in range(1, micros[-1] // 2 + 1) if config.data.batch % n == 0))
-        for stages in more:
-            for micro in micros:
-                for recompute, shard in product(dict.fromkeys((config.model.recompute, "layers")), shards):
-                    changed = replace(
-                        config,
-                        model=replace(config.model, recompute=recompute),
-                        pp=replace(
-                            config.pp,
-                            stages=stages,
-                            micro=micro,
-                            layers=config.pp.layers if stages == config.pp.stages else None,
-                        ),
-                        dp=replace(config.dp, shard=shard),
-                    )
-                    yield _flags(config, changed), changed
-
-
-def _flags(config: Config, changed: Config) -> tuple[str, ...]:
-    """Return the flags that make one run of another."""
-    pairs = {
-        "--pp.stages": (config.pp.stages, changed.pp.stages),
-        "--pp.layers": (config.pp.layers, changed.pp.layers),
-        "--pp.micro": (config.pp.micro, changed.pp.micro),
-        "--model.recompute": (config.model.recompute, changed.model.recompute),
-        "--dp.shard": (config.dp.shard, changed.dp.shard),
+def _describe_step(config: Config, step: StepTime, rates: Rates) -> list[str]:
+    """Return lines on the time of a step."""
+    tokens = config.data.batch * config.data.sequence
+    steps = config.optim.steps
+    length = f"; {steps:,} steps take {_duration(steps * step.total_s)}" if steps else ""
+    parts = {
+        "compute": step.compute_s,
+        "bubble": step.bubble_s,
+        "messages between stages": step.messages_s,
+        "exchange between replicas": step.replicas_s,
+        "update": step.update_s,
     }
-    return tuple(f"{flag} {after}" for flag, (before, after) in pairs.items() if before != after)
+    shares = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in parts.items() if seconds)
+    return [
+        f"time of a step on {rates.device}: {step.total_s:.3g} s, {tokens / step.total_s:,.0f} tokens/s{length}",
+        f"  {shares}",
+        *(f"  {each.name}: {each.nbytes / 1e6:,.1f} MB in a step, {each.busy_s:.3g} s" for each in step.links),
+    ]
 
 
-def _as_json(
-    ranks: Sequence[RankMemory], needed: Sequence[int], limit: int | None, fitting: tuple[str, ...] | None
-) -> dict[str, Any]:
-    return {
-        "memory": [
-            {**dataclasses.asdict(each), "on_host": each.on_host, "total": each.total, "needed": bytes_needed}
-            for each, bytes_needed in zip(ranks, needed, strict=True)
-        ],
-        "limit": limit,
-        "fits": None if limit is None else max(needed) <= limit,
-        "nearest": None if fitting is None else [*fitting],
-    }
+def _describe_fastest(step: StepTime, fastest: Sequence[Alternative], *, fits: bool) -> str:
+    """Return lines on the fastest runs that fit."""
+    from acsgd.run.plan.planner import CODEC, GAIN
+
+    shown = [each for each in fastest if not fits or each.step.total_s * GAIN < step.total_s]
+    if not shown:
+        return "no other stages, micro-batches, schedule or codecs are faster" + (", or fit" if not fits else "")
+    lines = ["faster:" if fits else "these fit:"]
+    for each in shown:
+        loss = "; its codecs round" if any(CODEC in flag for flag in each.flags) else ""
+        lines.append(f"  {' '.join(each.flags)}   ({each.step.total_s:.3g} s{loss})")
+    return "\n".join(lines)
 
 
-def _print(ranks: Sequence[RankMemory], title: str, *, on_gpu: bool) -> None:
+def _duration(seconds: float) -> str:
+    """Return a time such as "20 min"."""
+    for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def _print_memory(ranks: Sequence[RankMemory], title: str, *, on_gpu: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
     from acsgd.run.plan.memory import KINDS
+    from acsgd.run.plan.planner import PROCESS_BYTES
 
     sums = ["on_device", "on_host"] if on_gpu else ["total"]
     shown = [name for name in KINDS if any(getattr(each, name) for each in ranks)] + sums
@@ -207,17 +279,3 @@ def _print(ranks: Sequence[RankMemory], title: str, *, on_gpu: bool) -> None:
         f"besides: the process and its libraries, about {PROCESS_BYTES / GIB:.0f} GiB"
         f"{' each on the GPU and on the host' if on_gpu else ''}, and the data that the host reads"
     )
-
-
-def verdict(needed: Sequence[int], limit: int, fitting: tuple[str, ...] | None) -> str:
-    """Return in a sentence whether ranks fit, and if not, what to type."""
-    rank = max(range(len(needed)), key=needed.__getitem__)
-    need = (
-        f"rank {rank} needs {needed[rank] / GIB:.2f} of {limit / GIB:.2f} GiB, of which the process and its libraries "
-        f"{PROCESS_BYTES / GIB:.2f}"
-    )
-    if needed[rank] <= limit:
-        return f"fits: {need}"
-    if fitting is None:
-        return f"does not fit: {need}; use more processes with more pp.stages, or an adapter (adapter.spec)"
-    return f"does not fit: {need}; use {' '.join(fitting)}"

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 
 from acsgd import cli
-from acsgd.commands.plan import GIB, MemoryPlanner
 from acsgd.config.checks import check
 from acsgd.config.options import AdapterConfig, Config, ModelConfig, OptimConfig
 from acsgd.config.run_file import parse, to_toml
@@ -37,6 +36,8 @@ from acsgd.run.plan.dry_run import AbsentPeers, dry_run
 from acsgd.run.plan.job import prepare
 from acsgd.run.plan.layer_trace import MemoryTracker
 from acsgd.run.plan.memory import gradients_in_flight, plan_memory, trace_model
+from acsgd.run.plan.model import describe_run_model
+from acsgd.run.plan.planner import GIB, RunPlanner
 from acsgd.run.setup.build import build_session
 from acsgd.shards.weights import Weight
 from acsgd.topology import Topology
@@ -45,6 +46,10 @@ from tests.lib.training import batches_of, make_config
 
 T = TypeVar("T")
 WIDE = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 192}
+
+
+def planner_of(config: Config, world: int, *, per_host: int = 1) -> RunPlanner:
+    return RunPlanner(config, world, describe_run_model(config), on_gpu=True, per_host=per_host)
 
 
 def measured(config: Config) -> int:
@@ -181,11 +186,11 @@ def test_whole_gradients_that_are_not_summed_yet_are_counted(replicas: int) -> N
 def test_replicas_of_a_host_are_counted_as_one(tiny_model: Any, tmp_path: Path) -> None:
     config = make_config(tiny_model("llama", **WIDE), tmp_path, micro=1)
     config = replace(config, data=replace(config.data, batch=4), dp=replace(config.dp, mode="cocktail:random=0.1"))
-    [alone], [in_domain] = MemoryPlanner(config, 2).memory(config), MemoryPlanner(config, 4, per_host=2).memory(config)
+    [alone], [in_domain] = planner_of(config, 2).memory(config), planner_of(config, 4, per_host=2).memory(config)
     assert in_domain.replicas == alone.replicas, "its part is that of one of two replicas"
     apart = replace(config, dp=replace(config.dp, local="none"))
-    [without] = MemoryPlanner(apart, 4, per_host=2).memory(apart)
-    assert [without] == MemoryPlanner(config, 4).memory(config)
+    [without] = planner_of(apart, 4, per_host=2).memory(apart)
+    assert [without] == planner_of(config, 4).memory(config)
     besides = [each.total - each.replicas for each in (without, in_domain)]
     assert besides[0] < besides[1], "gradients are in buckets when activations are largest"
 
@@ -193,7 +198,7 @@ def test_replicas_of_a_host_are_counted_as_one(tiny_model: Any, tmp_path: Path) 
 @pytest.mark.soak
 def test_a_pipeline_keeps_the_micro_batches_that_its_schedule_has_in_flight(tiny_model: Any, tmp_path: Path) -> None:
     config = make_config(tiny_model("llama", **WIDE), tmp_path, stages=3, micro=1)
-    planner, kept = MemoryPlanner(config, 3), {}
+    planner, kept = planner_of(config, 3), {}
     for schedule in ("1f1b", "gpipe"):
         kept[schedule] = [
             each.activations for each in planner.memory(replace(config, pp=replace(config.pp, schedule=schedule)))
@@ -236,7 +241,7 @@ def test_memory_is_compared_where_it_is_and_caches_are_counted_if_their_number_i
 ) -> None:
     """Neither the number of steps nor of epochs says how many sequences the data have."""
     config = parse([str(run_file), "--pp.stages", "2", "--pp.forward", "delta:bits=4"], prog="", is_main=False)
-    planner, entry = MemoryPlanner(config, 2), 32 * 64 * 2
+    planner, entry = planner_of(config, 2), 32 * 64 * 2
 
     def caches(codec: str, sequences: int | None, steps: int = 8) -> tuple[int, int]:
         planner.sequences = sequences
@@ -266,7 +271,7 @@ def test_memory_is_compared_where_it_is_and_caches_are_counted_if_their_number_i
 
 def test_training_takes_every_run_that_a_plan_proposes(run_file: Path) -> None:
     argv = [str(run_file), "--data.batch", "15", "--pp.micro", "15", "--pp.layers", "3"]
-    variants = [*MemoryPlanner(parse(argv, prog="", is_main=False), 2)._variants()]
+    variants = [*planner_of(parse(argv, prog="", is_main=False), 2).smaller()]
     assert [changed.pp.micro for _, changed in variants[::4]] == [15, 5, 1] * 2
     for flags, changed in variants:
         typed = parse([*argv, *(word for flag in flags for word in flag.split())], prog="", is_main=False)

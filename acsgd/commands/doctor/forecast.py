@@ -15,7 +15,7 @@ from acsgd.codecs.base import wire_bytes
 from acsgd.codecs.identity import DTYPES
 from acsgd.commands.doctor.host import Diagnosis
 from acsgd.config.spec import from_spec
-from acsgd.dp.modes import MODES
+from acsgd.dp.modes import compression
 from acsgd.pp.wire.delta import Delta
 from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.streams import open_streams
@@ -23,9 +23,6 @@ from acsgd.streams import open_streams
 if TYPE_CHECKING:
     from acsgd.config.options import Config
 
-COMPRESSION = {"powersgd": 22.0, "cocktail_grad": 134.0, "cocktail": 188.0, "sparseloco": 100.0, "local": math.inf}
-"""By how much fewer bytes than all-reduce in fp32 an exchange sends, with default options, by
-docs/measurements/replicas.md. That of other modes is 32 / bits."""
 LIMITS = (
     (0.5, "allreduce", "none", "none"),
     (2.0, "allreduce:dtype=bf16", "fixpoint:bits=8", "fixpoint:bits=8"),
@@ -117,9 +114,9 @@ def forecast(work: Workload, hosts: int, bits_per_s: float, operations_per_s: fl
         link_s = 8 * 2 * (replicas - 1) / replicas * 4 * work.trained / work.stages / bits_per_s
         text += f", gradients {link_s:.2g} s at {bits_per_s / 1e6:.3g} Mbit/s"
         _, best, _, _ = next(row for row in LIMITS if link_s <= row[0] * compute_s)
-        ratio = _compression(work.mode)
-        if _compression(best) > ratio:
-            ratio = _compression(best)
+        ratio = compression(work.mode)
+        if compression(best) > ratio:
+            ratio = compression(best)
             wanted.append(f"--dp.mode {best}")
         step_s += link_s / ratio
     if work.stages > 1:
@@ -134,13 +131,6 @@ def forecast(work: Workload, hosts: int, bits_per_s: float, operations_per_s: fl
         step_s += message_s * max(sizes)
     text += f"; about {step_s:.2g} s a step" + (f" with {' '.join(wanted)}" if wanted else ", as the run file is")
     yield Diagnosis("ok", "forecast", text)
-
-
-def _compression(mode: str) -> float:
-    """Return by how much fewer bytes than all-reduce in fp32 a mode sends, on average over steps."""
-    parsed = from_spec(mode, MODES, key="dp.mode")
-    bits = 32 if getattr(parsed, "dtype", "fp32") == "fp32" else 16
-    return COMPRESSION.get(mode.partition(":")[0], 32 / getattr(parsed, "bits", bits)) * getattr(parsed, "inner", 1)
 
 
 def measure_speed(device: str, dtype: torch.dtype) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,21 @@ class MemoryTracker(TorchDispatchMode):
         self.now -= nbytes
 
 
+S = TypeVar("S")
+
+
+class Recorder(Protocol[S]):
+    """Records forward and backward in segments, while it is entered as a context."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> Any: ...
+
+    def end_segment(self) -> S:
+        """Return what was recorded since the last segment or the start, and start another."""
+        ...
+
+
 class _Segment(NamedTuple):
     """What the tracker has counted between two points of forward and backward."""
 
@@ -115,15 +130,15 @@ class _Recorder(MemoryTracker):
         return segment
 
 
-class _RecordingModel(ComposedModel):
+class RecordingModel(ComposedModel, Generic[S]):
     """A model that ends a segment of forward before each layer, and one of backward behind each."""
 
-    def __init__(self, model: PreTrainedModel, layers: ModelLayers) -> None:
+    def __init__(self, model: PreTrainedModel, layers: ModelLayers, recorder: Recorder[S]) -> None:
         super().__init__(model, layers)
-        self.recorder = _Recorder()
-        self.forward: dict[int, _Segment] = {}
+        self.recorder = recorder
+        self.forward: dict[int, S] = {}
         """Segments by the index of the layer."""
-        self.backward: dict[int, _Segment] = {}
+        self.backward: dict[int, S] = {}
         self._layer: int | None = None
         self._first_trained = layers.first_trained
 
@@ -137,7 +152,7 @@ class _RecordingModel(ComposedModel):
 
     def run_two(
         self, stage: Stage, batch: Inputs, labels: Tensor, sequences: int
-    ) -> list[tuple[dict[int, _Segment], dict[int, _Segment]]]:
+    ) -> list[tuple[dict[int, S], dict[int, S]]]:
         """Run forward and backward of the first two micro-batches of a step; return the segments of each.
 
         stage: whose layers this model runs.
@@ -154,7 +169,7 @@ class _RecordingModel(ComposedModel):
             passes.append((self.forward, self.backward))
         return passes
 
-    def run_inputs(self, stage: Stage, batch: Inputs, labels: Tensor, sequences: int) -> dict[int, _Segment]:
+    def run_inputs(self, stage: Stage, batch: Inputs, labels: Tensor, sequences: int) -> dict[int, S]:
         """Run forward and split backward of a micro-batch; return the segments of the first part of the backward."""
         self.forward, self.backward = {}, {}
         with self.recorder:
@@ -205,17 +220,15 @@ def trace_layers(
     model: with its adapter, on the meta device, its frozen layers not quantized; changed in place. sizes: of the
     micro-batch. dtype: of the parameters.
     """
-    kinds = [_kind(model, layers, layer) for layer in layers.layers]
-    # a layer after an equal one that was run after an equal one needs what that needs
-    same = [index for index in range(2, len(kinds) - 1) if kinds[index] == kinds[index - 1] == kinds[index - 2]]
-    runs = [index for index in range(len(kinds)) if index not in same]
+    same = alike(model, layers)
+    runs = [index for index in range(len(layers.layers)) if index not in same]
     generators = generator_states()
     for names in parameter_names(model).values():  # loading casts all of them, also those that PEFT makes in fp32
         set_tied_parameter(model, names, nn.Parameter(model.get_parameter(names[0]).detach().to(dtype)))
     with on_fake_tensors(model), experts_without_values(model), KnownValues() as known:
         for key in layers.frozen:
             model.get_parameter(key).requires_grad_(False)
-        composed, inputs = _RecordingModel(model, layers), task.model_class.inputs_of(model.config)
+        composed, inputs = RecordingModel(model, layers, _Recorder()), task.model_class.inputs_of(model.config)
         batch = probe_batch(model, inputs, sizes, known)
         labels = torch.zeros([sizes[size] for size in task.model_class.labels], dtype=torch.long)
         loaded = [LoadedLayer(layers.layers[index], [], {}, {}) for index in runs]
@@ -223,7 +236,7 @@ def trace_layers(
             composed,
             task,
             loaded,
-            SingleReplicaSync(_weights(model, layers, loaded, dtype)),
+            SingleReplicaSync(add_weights(model, layers, loaded, dtype)),
             targets=1,
             seed=0,
             label_smoothing=label_smoothing,
@@ -236,7 +249,7 @@ def trace_layers(
         first_part = composed.run_inputs(stage, batch, labels, sizes[BATCH]) if splits_backward else {}
     restore_generators(generators)
     traces: list[LayerTrace] = []
-    for index in range(len(kinds)):
+    for index in range(len(layers.layers)):
         if index in same:
             traces.append(traces[-1])
             continue
@@ -244,6 +257,12 @@ def trace_layers(
         part = first_part.get(index, NOTHING)
         traces.append(LayerTrace(ahead.grown, ahead.peak, back.peak, earlier.peak, part.peak, part.grown))
     return traces
+
+
+def alike(model: PreTrainedModel, layers: ModelLayers) -> list[int]:
+    """Return the layers that need what the layer before needs: each follows an equal one that follows an equal one."""
+    kinds = [_kind(model, layers, layer) for layer in layers.layers]
+    return [index for index in range(2, len(kinds) - 1) if kinds[index] == kinds[index - 1] == kinds[index - 2]]
 
 
 def _kind(model: PreTrainedModel, layers: ModelLayers, layer: LayerSpec) -> str:
@@ -255,7 +274,7 @@ def _kind(model: PreTrainedModel, layers: ModelLayers, layer: LayerSpec) -> str:
     return repr((model.get_submodule(layer.block), layer.runs_forward, place, frozen))
 
 
-def _weights(
+def add_weights(
     model: PreTrainedModel, layers: ModelLayers, loaded: Sequence[LoadedLayer], dtype: torch.dtype
 ) -> list[Weight]:
     """Add the trained weights of layers to these, and return them."""

@@ -155,10 +155,19 @@ def plan_memory(partition: Partition, traced: TracedModel, sequences: int | None
 
     traced: of the partition's model; sequences: number in the data, None if it is not known.
     """
+    updates: dict[object, UpdateMemory] = {}
     return [
-        _RankPlan(partition.seen_from(rank), traced).memory(sequences)
+        _RankPlan(partition.seen_from(rank), traced, updates).memory(sequences)
         for rank in partition.topology.ranks_along("pipeline")
     ]
+
+
+def least_memory(partition: Partition, built: PreTrainedModel) -> int:
+    """Return the memory of weights, masters and moments of the rank that has most. built: see `TracedModel`."""
+    return max(
+        _RankPlan(partition.seen_from(rank), TracedModel(built, (), {}), {}).state_bytes
+        for rank in partition.topology.ranks_along("pipeline")
+    )
 
 
 @dataclass(frozen=True)
@@ -216,24 +225,62 @@ def gradients_in_flight(buckets: Sequence[int], made: int) -> int:
 class _RankPlan:
     """The memory of one rank."""
 
-    def __init__(self, partition: Partition, traced: TracedModel) -> None:
+    def __init__(self, partition: Partition, traced: TracedModel, updates: dict[object, UpdateMemory]) -> None:
+        """updates: of ranks with weights of the same shapes; added to."""
         self._partition = partition
         self._traced = traced
+        self._updates = updates
         self._weights = RankWeights(partition, traced.built)
         self._last = len(partition.model.layers) - 1
+        self._ownership = partition.ownership(self._weights.stages.values())
+        owned = OwnedWeights([*chain.from_iterable(self._weights.stages.values())], self._ownership)
+        self._parts = owned.of(owned.weights)
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of weights, buffers, masters and moments."""
+        return self._weight_bytes + self._master_bytes + self._moment_bytes
+
+    @property
+    def _weight_bytes(self) -> int:
+        return self._weights.count.weight_bytes(self._partition.shapes.dtype) + self._weights.buffer_bytes
+
+    @property
+    def _master_bytes(self) -> int:
+        return sum(part.master.nbytes for part in self._parts if part.master is not part.param)
+
+    @property
+    def _moment_bytes(self) -> int:
+        return sum(
+            state.nbytes(part.master, is_hidden_matrix=part.is_hidden_matrix)
+            for part in self._parts
+            for state in self._partition.plugins.optimizer.states
+        )
+
+    def _update(self) -> UpdateMemory:
+        """Return the memory of the update, that of another rank with weights of the same shapes."""
+        partition, stages = self._partition, [*self._weights.stages.values()]
+        shapes = [[(each.master.shape, each.has_remote_lookups, each.is_hidden_matrix) for each in s] for s in stages]
+        if (key := repr(shapes)) not in self._updates:
+            plugins, domains = partition.plugins, partition.domains
+            members = next(len(domain) for domain in domains if partition.topology.replica in domain)
+            self._updates[key] = dry_run(
+                plugins.mode,
+                plugins.optimizer,
+                partition.config.optim,
+                stages,
+                len(domains),
+                members,
+                self._ownership,
+                partition.config.dp.shard,
+            )
+        return self._updates[key]
 
     def memory(self, sequences: int | None) -> RankMemory:
-        partition, weights, dtype = self._partition, self._weights, self._partition.shapes.dtype
-        stages, optimizer = [*weights.stages.values()], partition.plugins.optimizer
-        domains = partition.domains
-        members = next(len(domain) for domain in domains if partition.topology.replica in domain)
-        config = partition.config.optim
-        ownership, shard = partition.ownership(stages), partition.config.dp.shard
-        update = dry_run(partition.plugins.mode, optimizer, config, stages, len(domains), members, ownership, shard)
+        partition = self._partition
+        update = self._update()
         peak = self._walk(update)
-        owned = OwnedWeights([*chain.from_iterable(stages)], ownership)
-        parts = owned.of(owned.weights)
-        gradients = sum(part.master.nbytes for part in parts)
+        gradients = sum(part.master.nbytes for part in self._parts)
         updates = max(update.reduction_peak, update.update_peak)
         if peak.total > gradients + updates:
             updates, gradients = 0, peak.gradients
@@ -242,14 +289,10 @@ class _RankPlan:
         delta = partition.plugins.delta
         is_bounded = sequences is not None or (delta is not None and delta.cache_gib > 0)
         return RankMemory(
-            weights=weights.count.weight_bytes(dtype) + weights.buffer_bytes,
-            masters=sum(part.master.nbytes for part in parts if part.master is not part.param),
+            weights=self._weight_bytes,
+            masters=self._master_bytes,
             gradients=gradients,
-            moments=sum(
-                state.nbytes(part.master, is_hidden_matrix=part.is_hidden_matrix)
-                for part in parts
-                for state in optimizer.states
-            ),
+            moments=self._moment_bytes,
             replicas=update.state,
             activations=peak.activations,
             logits=peak.logits,

@@ -129,10 +129,15 @@ def most_micros(config: Config, micro_ids: range) -> int:
     return config.data.batch // config.pp.micro if config.data.deal == "speed" else len(micro_ids)
 
 
-def divide_model(config: Config, grid: RankGrid, model: RunModel, streams: Streams) -> Partition:
-    """Divide the layers of a model over the ranks of a grid. Raises ValueError if they cannot be."""
+def divide_model(
+    config: Config, grid: RankGrid, model: RunModel, streams: Streams, costs: tuple[float, ...] | None = None
+) -> Partition:
+    """Divide the layers of a model over the ranks of a grid. Raises ValueError if they cannot be.
+
+    costs: of the layers, if they are known.
+    """
     num_stages = grid.topology.stages * grid.plugins.schedule.chunks
-    costs = costs_of(config, model, num_stages, streams)
+    costs = costs or costs_of(config, model, num_stages, streams)
     placement = RankPrograms(grid.plugins.schedule, grid.topology.stages, grid.topology.stage_rank).placement
     layout = StageLayout(grid.topology, tuple(divide(config, model, num_stages, costs)), costs, placement)
     return Partition(config, *grid, streams, model, layout)

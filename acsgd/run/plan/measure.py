@@ -1,0 +1,160 @@
+"""Measure this machine with the layers of a run: what `rates` keeps. Layers that are equal are run once."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from acsgd.config.options import Config
+from acsgd.dp.sync import SingleReplicaSync
+from acsgd.layers.description import BATCH
+from acsgd.layers.skeleton import move_buffers, parameter_names, set_tied_parameter
+from acsgd.pp.stage import Stage
+from acsgd.run.plan.layer_trace import RecordingModel, add_weights, alike
+from acsgd.run.plan.layout import sizes_of
+from acsgd.run.plan.model import RunModel, layers_cache
+from acsgd.run.plan.partition import Partition
+from acsgd.run.plan.rates import LayerTimes, Rates
+from acsgd.run.plan.step_time import layer_operations
+from acsgd.shards.load import LoadedLayer
+from acsgd.streams import Streams, seed_generators
+
+COPIED_BYTES, COPIES = 2**26, 8
+"""Size and number of the tensors that are added to measure a memory."""
+MIN_PASSES = 3
+
+
+class _Clock:
+    """Records the time of forward and backward in segments, seconds."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._start = 0.0
+
+    def __enter__(self) -> Self:
+        self.end_segment()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def end_segment(self) -> float:
+        self._streams.record_event().synchronize()
+        now = time.perf_counter()
+        segment, self._start = now - self._start, now
+        return segment
+
+
+def measure_rates(partition: Partition, seconds: float) -> Rates:
+    """Measure the device of a partition. seconds: time in which layers are run."""
+    config, model, streams = partition.config, partition.model, partition.streams
+    costs = layers_cache(config).costs(model.config, model.derived, sizes_of(config), device=streams.device.type)
+    times = measure_layers(partition, seconds)
+    total = sum(times.forward_s) + sum(times.backward_s)
+    operations_per_s = sum(map(sum, layer_operations(partition, costs))) / total
+    name = "a GPU of this host" if streams.gpu else "the CPU of this host"
+    return Rates(name, bool(streams.gpu), config.model.dtype, operations_per_s, _memory_rate(streams), layers=times)
+
+
+def layers_key(config: Config, model: RunModel) -> str:
+    """Return what the times of layers depend on, besides the device."""
+    options = config.model.dtype, config.model.recompute, config.model.attention, config.adapter.spec
+    parts = [model.config.to_json_string(), model.description.frozen, sizes_of(config), options, torch.__version__]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def measure_layers(partition: Partition, seconds: float) -> LayerTimes:
+    """Run forward and backward of the layers of a model, with random weights, on one micro-batch after another.
+
+    Quantized layers are run without quantization.
+    """
+    model, config = partition.model, partition.config
+    layers, clock = model.description, _Clock(partition.streams)
+    built = model._replace(quantization=None).build(partition.shapes.dtype)
+    same = alike(built, layers)
+    loaded = [LoadedLayer(layer, [], {}, {}) for layer in layers.layers if layer.index not in same]
+    _check_memory(built, loaded, partition)
+    seed_generators(0)
+    _fill(built, {key for layer in loaded for key in layer.spec.parameters}, partition)
+    composed = RecordingModel(built, layers, clock)
+    stage = Stage(
+        composed,
+        model.task,
+        loaded,
+        SingleReplicaSync(add_weights(built, layers, loaded, partition.shapes.dtype)),
+        targets=1,
+        seed=0,
+        label_smoothing=config.optim.label_smoothing,
+        recompute=config.model.recompute == "layers",
+        first_trained=layers.first_trained,
+        logits_at_once=partition.streams.logits_at_once,
+    )
+    batch, labels = _random_batch(partition)
+    passes: list[tuple[dict[int, float], dict[int, float]]] = []
+    end = time.perf_counter() + seconds
+    while len(passes) < MIN_PASSES + 1 or time.perf_counter() < end:
+        passes += composed.run_two(stage, batch, labels, partition.shapes.sizes[BATCH])[1:]  # which adds gradients
+    forward, backward = (
+        {index: median(each[part].get(index, 0.0) for each in passes[1:]) for index in passes[0][0]} for part in (0, 1)
+    )
+    for index in sorted(same):
+        forward[index], backward[index] = forward[index - 1], backward[index - 1]
+    times = (tuple(part[layer.index] for layer in layers.layers) for part in (forward, backward))
+    return LayerTimes(layers_key(config, model), *times)
+
+
+def _check_memory(built: nn.Module, loaded: Sequence[LoadedLayer], partition: Partition) -> None:
+    """Raise ValueError if the weights and gradients of some layers do not fit on the device."""
+    streams, keys = partition.streams, {key for layer in loaded for key in layer.spec.parameters}
+    numel = sum(built.get_parameter(key).numel() for key in keys)
+    needed, memory = numel * (partition.shapes.dtype.itemsize + 8), streams.memory_bytes()
+    if needed > memory:
+        raise ValueError(
+            f"--calibrate: layers of each kind need {needed / 2**30:.1f} GiB with their gradients, and "
+            f"{memory / 2**30:.1f} GiB are here; give --device NAME, or measure on a larger machine"
+        )
+
+
+def _fill(built: nn.Module, keys: set[str], partition: Partition) -> None:
+    """Give some parameters of a model random values on the device, in place."""
+    device, dtype = partition.streams.device, partition.shapes.dtype
+    for key, names in parameter_names(built).items():
+        if key in keys:
+            values = torch.empty(built.get_parameter(names[0]).shape, dtype=dtype, device=device).normal_(std=0.02)
+            set_tied_parameter(built, names, nn.Parameter(values, key not in partition.model.description.frozen))
+    move_buffers(built, device)
+
+
+def _random_batch(partition: Partition) -> tuple[dict[str, Tensor], Tensor]:
+    """Return inputs and labels of a micro-batch."""
+    model, sizes, device = partition.model, partition.shapes.sizes, partition.streams.device
+    tokens = model.config.get_text_config().vocab_size
+    batch = {
+        name: torch.randint(tokens, [sizes[dim] for dim in dims], device=device)
+        if name.endswith("input_ids")
+        else torch.ones([sizes[dim] for dim in dims], dtype=torch.long, device=device)
+        for name, dims in model.inputs.items()
+    }
+    labels = torch.zeros([sizes[size] for size in model.task.model_class.labels], dtype=torch.long, device=device)
+    return batch, labels
+
+
+def _memory_rate(streams: Streams) -> float:
+    """Return the bytes per second that operations on single elements read and write."""
+    x, y = (torch.ones(COPIED_BYTES // 4, device=streams.device) for _ in range(2))
+    times: Sequence[float] = [_time_of_copy(x, y, streams) for _ in range(COPIES + 1)]
+    return 3 * x.nbytes / median(times[1:])
+
+
+def _time_of_copy(x: Tensor, y: Tensor, streams: Streams) -> float:
+    streams.record_event().synchronize()
+    began = time.perf_counter()
+    x.add_(y)
+    streams.record_event().synchronize()
+    return time.perf_counter() - began

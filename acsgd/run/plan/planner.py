@@ -1,0 +1,233 @@
+"""Plans of a run, and of others that differ in a few options: memory, time of a step, what fits and what is fastest."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from acsgd.codecs.identity import DTYPES
+from acsgd.config.options import Config, ShardKind
+from acsgd.launch import Launch
+from acsgd.run.plan.layout import sizes_of
+from acsgd.run.plan.measure import layers_key
+from acsgd.run.plan.memory import RankMemory, TracedModel, least_memory, plan_memory, trace_model
+from acsgd.run.plan.model import RunModel, layers_cache
+from acsgd.run.plan.partition import Partition, divide_model, open_grid
+from acsgd.run.plan.rates import Link, Rates
+from acsgd.run.plan.step_time import StepPlanner, StepTime
+from acsgd.streams import Streams
+from acsgd.tasks import check_options
+
+GIB = 2**30
+PROCESS_BYTES = GIB
+"""What a process with its libraries needs besides, in host memory and, as context and workspaces, on its GPU."""
+SCHEDULES = ("1f1b", "1f1b:lead=2", "interleaved:chunks=2", "zb", "zbv")
+CODEC = "fixpoint:bits=8"
+"""Codec of alternatives, in both directions."""
+GAIN = 1.02
+"""Ratio of step times from which on a run is called faster."""
+
+
+class Alternative(NamedTuple):
+    """A run that differs in a few options."""
+
+    flags: tuple[str, ...]
+    """What makes it of the planned one."""
+    step: StepTime
+
+
+class RunPlanner:
+    """Plans of runs of one model. The model is traced once per kind of micro-batch.
+
+    world, per_host: number of processes, in all and on each host; sequences: number in the data, None if not known.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        world: int,
+        model: RunModel,
+        *,
+        on_gpu: bool,
+        sequences: int | None = None,
+        per_host: int = 1,
+    ) -> None:
+        self._config = config
+        self._world = world
+        self._model = model
+        self._per_host = per_host
+        self.on_gpu = on_gpu
+        self.sequences = sequences
+        self._traced: dict[tuple[int, str, bool], TracedModel] = {}
+
+    def describe(self) -> str:
+        """Return the model and the ranks in words."""
+        stages = self._config.pp.stages
+        device = "GPU" if self.on_gpu else "CPU"
+        return f"{self._model.describe_size()}, on {stages} stages x {self._world // stages} replicas, {device}"
+
+    def needed(self, rank: RankMemory) -> int:
+        """Return the memory that a process needs where its tensors are: on its GPU, or on the host."""
+        return (rank.on_device if self.on_gpu else rank.total) + PROCESS_BYTES
+
+    def partition(self, config: Config) -> Partition:
+        """Divide the model. Raises ValueError if the run is not possible."""
+        check_options(config)
+        grid = open_grid(config, Launch(world_size=self._world, local_world_size=self._per_host))
+        streams = Streams(torch.device("cuda" if self.on_gpu else "cpu"))
+        costs = self.costs if config.pp.layers is None and config.pp.stages > 1 else None
+        return divide_model(config, grid, self._model, streams, costs)
+
+    @cached_property
+    def costs(self) -> tuple[float, ...]:
+        """Cost of each layer with micro-batches of the planned run, see `layer_costs`."""
+        device, sizes = "cuda" if self.on_gpu else "cpu", sizes_of(self._config)
+        return layers_cache(self._config).costs(self._model.config, self._model.derived, sizes, device=device)
+
+    def memory(self, config: Config) -> list[RankMemory]:
+        """Return the memory of the ranks of a pipeline, first to last. Raises ValueError if the run is not possible."""
+        partition = self.partition(config)
+        key = config.pp.micro, config.model.recompute, partition.programs.splits_backward
+        if key not in self._traced:
+            self._traced[key] = trace_model(partition)
+        return plan_memory(partition, self._traced[key], self.sequences)
+
+    def fits(self, config: Config, limit: int | None) -> bool:
+        """Return whether each process needs at most `limit` bytes. Raises ValueError if the run is not possible."""
+        if limit is None:
+            return True
+        least = least_memory(self.partition(config), self._built) + PROCESS_BYTES
+        return least <= limit and max(map(self.needed, self.memory(config))) <= limit
+
+    @cached_property
+    def _built(self) -> PreTrainedModel:
+        return self._model.build(DTYPES[self._config.model.dtype])
+
+    def step_planner(self, rates: Rates, link: Link | None) -> StepPlanner:
+        """Return what predicts the time of a step."""
+        return StepPlanner(self._built, self.costs, self._config.pp.micro, rates, link)
+
+    def step(self, config: Config, steps: StepPlanner) -> StepTime:
+        """Return the time of a step. Raises ValueError if the run is not possible."""
+        return steps.plan(self.partition(config), self.key(config))
+
+    def key(self, config: Config) -> str:
+        """Return what the times of layers depend on."""
+        return layers_key(config, self._model)
+
+    def first_that_fits(self, limit: int) -> tuple[str, ...] | None:
+        """Return the flags of the nearest run that fits: with less changed, and then with fewer stages."""
+        for flags, config in self.smaller():
+            try:
+                if self.fits(config, limit):
+                    return flags
+            except ValueError:
+                continue
+        return None
+
+    def smaller(self) -> Iterator[tuple[tuple[str, ...], Config]]:
+        """Yield runs that need less memory, nearest first, with the flags that make them."""
+        config, world = self._config, self._world
+        more = [n for n in range(config.pp.stages, world + 1) if world % n == 0 and n % config.pp.stages == 0]
+        micros = [config.pp.micro]
+        while micros[-1] > 1:
+            micros.append(max(n for n in range(1, micros[-1] // 2 + 1) if config.data.batch % n == 0))
+        for stages, micro in product(more, micros):
+            for changed in self._leaner(_with(config, stages=stages, micro=micro)):
+                yield flags_between(config, changed), changed
+
+    def _leaner(self, config: Config) -> Iterator[Config]:
+        """Yield a run, then those that keep or divide more of its state."""
+        shards: Sequence[ShardKind] = ("none", "optimizer") if config.dp.shard == "none" else (config.dp.shard,)
+        for recompute, shard in product(dict.fromkeys((config.model.recompute, "layers")), shards):
+            yield replace(config, model=replace(config.model, recompute=recompute), dp=replace(config.dp, shard=shard))
+
+    def fastest(self, steps: StepPlanner, limit: int | None, count: int = 3) -> list[Alternative]:
+        """Return the fastest runs that fit, the first one first, with other options than the planned one.
+
+        Of those with as many stages and the same codecs, the fastest.
+        """
+        found: dict[tuple[int, str], Alternative] = {}
+        for _, config in sorted(self._timed(steps), key=lambda each: each[0]):
+            key = config.pp.stages, config.pp.forward
+            if key not in found and (fitting := self._first_fitting(config, limit)) is not None:
+                found[key] = Alternative(flags_between(self._config, fitting), self.step(fitting, steps))
+            if len(found) > count:
+                break
+        return sorted((each for each in found.values() if each.flags), key=lambda each: each.step.total_s)[:count]
+
+    def _timed(self, steps: StepPlanner) -> Iterator[tuple[float, Config]]:
+        """Yield possible runs with the times of their steps: sizes of micro-batches, other schedules of the best."""
+        config, batch = self._config, self._config.data.batch
+        stages_of = [n for n in range(1, self._world + 1) if self._world % n == 0]
+        micros = [n for n in range(1, batch + 1) if batch % n == 0 and n <= 4 * config.pp.micro]
+        for stages, compresses in product(stages_of, (False, True)):
+            if stages == 1 and compresses:
+                continue
+            changed = [_with(config, stages=stages, micro=micro, compresses=compresses) for micro in micros]
+            timed = sorted(self._possible(changed, steps), key=lambda each: each[0])
+            yield from timed
+            for _, best in timed[: stages > 1]:
+                others = [each for each in SCHEDULES if each != best.pp.schedule]
+                yield from self._possible([replace(best, pp=replace(best.pp, schedule=each)) for each in others], steps)
+
+    def _possible(self, configs: Iterable[Config], steps: StepPlanner) -> Iterator[tuple[float, Config]]:
+        """Yield those runs that are possible, with the times of their steps."""
+        for config in configs:
+            with contextlib.suppress(ValueError):
+                yield self.step(config, steps).total_s, config
+
+    def _first_fitting(self, config: Config, limit: int | None) -> Config | None:
+        for changed in self._leaner(config):
+            try:
+                if self.fits(changed, limit):
+                    return changed
+            except ValueError:
+                continue
+        return None
+
+
+def _with(config: Config, *, stages: int, micro: int, compresses: bool = False) -> Config:
+    pp = replace(config.pp, stages=stages, micro=micro)
+    if stages != config.pp.stages:
+        pp = replace(pp, layers=None)
+    if compresses:
+        pp = replace(pp, forward=CODEC, backward=CODEC, compress=None)
+    return replace(config, pp=pp)
+
+
+def flags_between(config: Config, changed: Config) -> tuple[str, ...]:
+    """Return the flags that make one run of another."""
+    pairs = {
+        "--pp.stages": (config.pp.stages, changed.pp.stages),
+        "--pp.layers": (config.pp.layers, changed.pp.layers),
+        "--pp.micro": (config.pp.micro, changed.pp.micro),
+        "--pp.schedule": (config.pp.schedule, changed.pp.schedule),
+        "--pp.forward": (config.pp.forward, changed.pp.forward),
+        "--pp.backward": (config.pp.backward, changed.pp.backward),
+        "--pp.compress": (config.pp.compress, changed.pp.compress),
+        "--model.recompute": (config.model.recompute, changed.model.recompute),
+        "--dp.shard": (config.dp.shard, changed.dp.shard),
+    }
+    return tuple(f"{flag} {after}" for flag, (before, after) in pairs.items() if before != after)
+
+
+def verdict(needed: Sequence[int], limit: int, fitting: tuple[str, ...] | None) -> str:
+    """Return in a sentence whether ranks fit, and if not, what to type. fitting: see `RunPlanner.first_that_fits`."""
+    rank = max(range(len(needed)), key=needed.__getitem__)
+    need = (
+        f"rank {rank} needs {needed[rank] / GIB:.2f} of {limit / GIB:.2f} GiB, of which the process and its libraries "
+        f"{PROCESS_BYTES / GIB:.2f}"
+    )
+    if needed[rank] <= limit:
+        return f"fits: {need}"
+    if fitting is None:
+        return f"does not fit: {need}; use more processes with more pp.stages, or an adapter (adapter.spec)"
+    return f"does not fit: {need}; use {' '.join(fitting)}"

@@ -1,0 +1,95 @@
+"""Rates by which the time of a step is predicted: those of a device, measured or of a known GPU, and those of links."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from acsgd.codecs.identity import DTYPES
+from acsgd.config.spec import suggest
+from acsgd.errors import CorruptFileError
+from acsgd.io.files.fields import Positive, from_json
+from acsgd.streams import PEAK_TB_PER_S, peak_of_gpu
+
+RATES = "rates.json"
+"""Name of the file of measured rates in a run directory."""
+SHARE_OF_PEAK, SHARE_OF_BANDWIDTH = 0.5, 0.8
+"""Of the peak rates of a GPU, what training reaches; a rule of thumb, not measured."""
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between two ranks, one direction."""
+
+    bytes_per_s: Positive
+    delay_s: float = 0.0
+    """One way."""
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Measured times of the layers of a model for one micro-batch."""
+
+    key: str
+    """Identity of model and micro-batch, see `measure.layers_key`."""
+    forward_s: tuple[float, ...]
+    """By layer."""
+    backward_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of the device of each rank."""
+
+    device: str
+    """Name, for the user."""
+    on_gpu: bool
+    dtype: str
+    """model.dtype for which they hold."""
+    operations_per_s: Positive
+    """Of layers in training, in the operations of `layer_costs`."""
+    bytes_per_s: Positive
+    """Of operations on single elements, bytes that they read and write."""
+    link: Link | None = None
+    """Between two processes of one host; None = not measured."""
+    layers: LayerTimes | None = None
+    """Of one model, where they were measured."""
+
+    def write(self, path: Path) -> None:
+        """Write to a file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Rates:
+        """Read from a file. Raises CorruptFileError."""
+        try:
+            return from_json(cls, json.loads(path.read_bytes()))
+        except ValueError as error:
+            raise CorruptFileError(path, f"does not hold measured rates: {error}") from None
+
+
+def parse_link(text: str) -> Link:
+    """Parse "100mbit" or "100mbit,20ms". Raises ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)(?:,(\d+(?:\.\d+)?)(ms|s))?", text.strip().lower())
+    if found is None or float(found[1]) == 0:
+        raise ValueError(f"--link {text} is not a rate and a delay; give, for example, --link 100mbit,20ms")
+    delay = 0.0 if found[3] is None else float(found[3]) * (1e-3 if found[4] == "ms" else 1.0)
+    return Link(float(found[1]) * UNITS[found[2]] / 8, delay)
+
+
+def rates_of_gpu(name: str, dtype: str) -> Rates:
+    """Return the usual rates of a GPU. dtype: model.dtype. Raises ValueError for one that is not in the table."""
+    known = {re.sub(r"\W", "", each).lower(): each for each in PEAK_TB_PER_S}
+    wanted = re.sub(r"\W", "", name).lower()
+    found = known.get(wanted) or next((each for short, each in known.items() if short.endswith(wanted)), None)
+    if found is None or not wanted:
+        raise ValueError(
+            f"--device {name} is not a known GPU; on the machine itself, --calibrate measures"
+            f"{suggest(name, PEAK_TB_PER_S)}"
+        )
+    peak, bandwidth = peak_of_gpu(f"NVIDIA {found}", DTYPES[dtype]), 1e12 * PEAK_TB_PER_S[found]
+    return Rates(found, True, dtype, SHARE_OF_PEAK * peak, SHARE_OF_BANDWIDTH * bandwidth)

@@ -1,0 +1,240 @@
+"""Time of a step by its parts, and the bytes on each link, as the simulator of the schedule predicts them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from transformers import PreTrainedModel
+
+from acsgd.dp.exchange.buckets import BUCKET_MB
+from acsgd.dp.modes import compression
+from acsgd.pp.schedules.simulate import Cost, simulate
+from acsgd.pp.wire.ladder import BACKWARD, FORWARD, Rung
+from acsgd.run.plan.memory import RankWeights
+from acsgd.run.plan.partition import Partition
+from acsgd.run.plan.rates import Link, Rates
+from acsgd.shards.plan import training_costs
+
+CHOSEN = "fixpoint:bits=8"
+"""Codec that is planned where pp.compress chooses."""
+MAX_MICROS = 32
+"""Number of micro-batches that are simulated at most; each more takes as long as those before."""
+STEP_BYTES, COPY_BYTES = 16, 4
+"""Bytes that clipping and the optimizer read and write of a gradient, and of an fp32 master that is copied."""
+
+
+@dataclass(frozen=True)
+class LinkLoad:
+    """What a link carries in a step, in one direction."""
+
+    name: str
+    nbytes: float
+    busy_s: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Predicted time of a step, seconds, by parts that add up to it."""
+
+    compute_s: float
+    """Forwards and backwards of the rank that computes longest."""
+    bubble_s: float
+    """Waits of that rank for other stages, if links took no time."""
+    messages_s: float
+    """By how much messages between stages make the step longer."""
+    replicas_s: float
+    """The same of what replicas exchange."""
+    update_s: float
+    """Clipping and the step of the optimizer."""
+    links: tuple[LinkLoad, ...] = ()
+
+    @property
+    def total_s(self) -> float:
+        """Time of the step."""
+        return self.compute_s + self.bubble_s + self.messages_s + self.replicas_s + self.update_s
+
+
+class StepPlanner:
+    """Predicts steps of one model on devices and links with given rates.
+
+    built: the model on the meta device; costs: of its layers by `layer_costs` with micro-batches of `micro` sequences;
+    times: forward and backward of layers by the key of `measure.layers_key`.
+    """
+
+    def __init__(
+        self, built: PreTrainedModel, costs: Sequence[float], micro: int, rates: Rates, link: Link | None
+    ) -> None:
+        self._built = built
+        self._costs = costs
+        self._micro = micro
+        self._rates = rates
+        self._link = link or rates.link
+        self._known: dict[object, list[RankWeights]] = {}
+
+    def plan(self, partition: Partition, key: str) -> StepTime:
+        """Return the time of a step. key: `measure.layers_key` of the partition."""
+        forward, backward = self._layer_times(partition, key)
+        of_stages = [[sum(times[slice(*spec)]) for spec in partition.layout.specs] for times in (forward, backward)]
+        micros, placement = len(partition.micro_ids), partition.layout.placement
+        ranks = [placement.stages_of(rank) for rank in range(placement.ranks)]
+        per_micro = [sum(of_stages[0][stage] + of_stages[1][stage] for stage in stages) for stages in ranks]
+        compute_s = micros * max(per_micro)
+        messages, gradients, loads = self._messages(partition, micros)
+        link = self._link or Link(math.inf)
+        rows = self._row_times(partition, link)
+        plain = max(_ends(partition, micros, Cost(of_stages[0], of_stages[1])))
+        cost = Cost(of_stages[0], of_stages[1], messages, gradients, link.delay_s, rows=rows, row_gradients=rows)
+        ends = _ends(partition, micros, cost)
+        weights = self._weights(partition)
+        exchanges = [self._exchange(partition, each, micros) for each in weights]
+        last = [sum(of_stages[1][stage] for stage in stages) for stages in ranks]
+        exposed = [
+            _exposed(partition, exchange, of_rank, each)
+            for exchange, of_rank, each in zip(exchanges, last, weights, strict=True)
+        ]
+        done = max(end + late for end, late in zip(ends, exposed, strict=True)) + link.delay_s * (len(ends) > 1)
+        loads += [
+            LinkLoad(f"replicas of stage rank {rank}", each.nbytes, each.busy_s)
+            for rank, each in enumerate(exchanges)
+            if each.nbytes
+        ]
+        return StepTime(
+            compute_s,
+            max(0.0, plain - compute_s),
+            max(0.0, max(ends) - plain),
+            done - max(ends),
+            max(self._update_s(partition, each) for each in weights),
+            tuple(loads),
+        )
+
+    def _weights(self, partition: Partition) -> list[RankWeights]:
+        """Return the weights of each rank of a pipeline."""
+        key = partition.layout.cut, partition.config.pp.tied
+        if key not in self._known:
+            ranks = partition.topology.ranks_along("pipeline")
+            self._known[key] = [RankWeights(partition.seen_from(rank), self._built) for rank in ranks]
+        return self._known[key]
+
+    def _layer_times(self, partition: Partition, key: str) -> tuple[Sequence[float], Sequence[float]]:
+        """Return the times of forward and backward of each layer: measured ones, or estimated from costs."""
+        measured = self._rates.layers
+        if measured is not None and measured.key == key:
+            return measured.forward_s, measured.backward_s
+        scale = partition.config.pp.micro / self._micro / self._rates.operations_per_s
+        forward, backward = layer_operations(partition, self._costs)
+        return [scale * each for each in forward], [scale * each for each in backward]
+
+    def _messages(self, partition: Partition, micros: int) -> tuple[list[float], list[float], list[LinkLoad]]:
+        """Return the times of activations and of their gradients by boundary, and the loads of the links."""
+        config, layout = partition.config, partition.layout
+        rate, times, loads = (self._link or Link(math.inf)).bytes_per_s, ([], []), list[LinkLoad]()
+        specs = (
+            CHOSEN if config.pp.compress else config.pp.forward,
+            CHOSEN if config.pp.compress else config.pp.backward,
+        )
+        first = partition.programs.first_backward
+        for boundary, tensors in enumerate(partition.shapes.boundaries):
+            floats = [spec for spec in tensors.values() if spec.dtype.is_floating_point]
+            is_shared = layout.placement.rank_of(boundary) != layout.placement.rank_of(boundary + 1)
+            sizes = (
+                _rung(specs[0], FORWARD).message_bytes([*tensors.values()]),
+                _rung(specs[1], BACKWARD).message_bytes(floats) * (boundary >= first),
+            )
+            for of_direction, size, arrow in zip(times, sizes, ("->", "<-"), strict=True):
+                of_direction.append(size / rate)
+                if is_shared and size:
+                    name = f"stages {boundary} {arrow} {boundary + 1}"
+                    loads.append(LinkLoad(name, micros * size, micros * size / rate))
+        return *times, loads
+
+    def _row_times(self, partition: Partition, link: Link) -> float:
+        """Return the time of the rows of tied tables that a micro-batch uses, at most."""
+        total = 0.0
+        for tied in partition.tied:
+            table = self._built.get_parameter(tied.key)
+            for inputs in tied.lookups.values():
+                rows = min(len(table), partition.shapes.max_lookups(inputs, 1))
+                total += rows * table[0].numel() * partition.shapes.dtype.itemsize / link.bytes_per_s
+        return total
+
+    def _exchange(self, partition: Partition, weights: RankWeights, micros: int) -> LinkLoad:
+        """Return what a rank sends to other replicas in a step, and its time."""
+        config, replicas = partition.config, len(partition.domains)
+        link = self._link or Link(math.inf)
+        trained = sum(weight.master.numel() for weight in chain.from_iterable(weights.stages.values()))
+        share = (replicas - 1) / replicas
+        nbytes = 2 * share * 4 * trained / compression(config.dp.mode)
+        if config.dp.shard != "none":
+            passes = micros if config.dp.shard == "gradients" else 1
+            gradients = passes * 4 / compression(config.dp.mode)
+            nbytes = share * trained * (gradients + partition.shapes.dtype.itemsize)
+        delay_s = 2 * (replicas - 1) * link.delay_s if nbytes else 0.0
+        return LinkLoad("replicas", nbytes, nbytes / link.bytes_per_s + delay_s)
+
+    def _update_s(self, partition: Partition, weights: RankWeights) -> float:
+        owned = partition.topology.replicas if partition.config.dp.shard != "none" else 1
+        nbytes = 0.0
+        for weight in chain.from_iterable(weights.stages.values()):
+            state = sum(
+                each.nbytes(weight.master, is_hidden_matrix=weight.is_hidden_matrix)
+                for each in partition.plugins.optimizer.states
+            )
+            nbytes += STEP_BYTES * weight.master.numel() + 2 * (state + weight.master.nbytes)
+            if weight.master is not weight.param:
+                nbytes += COPY_BYTES * weight.master.numel() + weight.param.nbytes
+        return nbytes / owned / self._rates.bytes_per_s
+
+
+def layer_operations(partition: Partition, costs: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return the operations of forward and of backward of each layer. costs: of layers that are trained whole."""
+    layers = partition.model.layers
+    forward = [
+        cost / (1 + (layer.index > 0) + bool(layer.parameters)) for cost, layer in zip(costs, layers, strict=True)
+    ]
+    whole = training_costs(costs, partition.model.description)
+    backward = [both - ahead for both, ahead in zip(whole, forward, strict=True)]
+    if partition.config.model.recompute == "layers":
+        backward = [back + ahead * (back > 0) for back, ahead in zip(backward, forward, strict=True)]
+    return forward, backward
+
+
+def _rung(spec: str, rungs: Sequence[Rung]) -> Rung:
+    """Return the codec with its mean bits after entropy coding, if these are known."""
+    known = next((each for each in rungs if spec.startswith(each.spec.removesuffix(",first_bits=8"))), None)
+    return Rung(spec, 0.0, known.bits if known and known.spec.startswith("delta") else None)
+
+
+def _exposed(partition: Partition, exchange: LinkLoad, backward_s: float, weights: RankWeights) -> float:
+    """Return the time of an exchange that is not hidden. backward_s: of the last micro-batch of the rank."""
+    if partition.plugins.mode.exchanges != "gradients":
+        return exchange.busy_s
+    trained = [weight.master.nbytes for weight in chain.from_iterable(weights.stages.values())]
+    buckets = max(1, math.ceil(sum(trained) / (1e6 * getattr(partition.plugins.mode, "bucket_mb", BUCKET_MB))))
+    passes, gathered = 1, 0.0
+    if partition.config.dp.shard != "none":
+        passes = len(partition.micro_ids) if partition.config.dp.shard == "gradients" else 1
+        itemsize = partition.shapes.dtype.itemsize
+        gathered = exchange.busy_s * itemsize / (itemsize + 4 * passes)
+    reduced = (exchange.busy_s - gathered) / passes
+    return gathered + passes * max(reduced / buckets, reduced - backward_s * (1 - 1 / buckets))
+
+
+def _ends(partition: Partition, micros: int, cost: Cost) -> list[float]:
+    """Return when each rank of a pipeline ends its last computation."""
+    if micros <= MAX_MICROS:
+        return _simulated_ends(partition, micros, cost)
+    ranks = partition.topology.stages
+    fewer = -(-MAX_MICROS // 2 // ranks) * ranks
+    some, more = (_simulated_ends(partition, count, cost) for count in (fewer, 2 * fewer))
+    return [b + (b - a) * (micros - 2 * fewer) / fewer for a, b in zip(some, more, strict=True)]
+
+
+def _simulated_ends(partition: Partition, micros: int, cost: Cost) -> list[float]:
+    timeline = simulate(partition.programs.program(micros), cost)
+    return [
+        float(max(timeline.spans[action].end for action in actions if action.is_compute))
+        for actions in timeline.program
+    ]

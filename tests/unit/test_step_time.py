@@ -1,0 +1,191 @@
+"""Laws of the predicted time of a step: by hand where it is simple, by the simulator where it is not."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from acsgd import cli
+from acsgd.commands import plan as command
+from acsgd.config.checks import check
+from acsgd.config.options import Config
+from acsgd.config.run_file import parse, to_toml
+from acsgd.errors import CorruptFileError
+from acsgd.pp.schedules.simulate import Cost
+from acsgd.run.plan import step_time
+from acsgd.run.plan.model import describe_run_model
+from acsgd.run.plan.planner import RunPlanner
+from acsgd.run.plan.rates import LayerTimes, Link, Rates, parse_link, rates_of_gpu
+from acsgd.run.plan.step_time import StepTime
+from tests.lib.training import make_config
+
+SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 192}
+RATES = Rates("test", False, "fp32", operations_per_s=1e9, bytes_per_s=math.inf)
+SLOW = Link(1e6, 0.25)
+
+
+def planned(config: Config, world: int, rates: Rates = RATES, link: Link | None = None) -> StepTime:
+    planner = RunPlanner(config, world, describe_run_model(config), on_gpu=False)
+    return planner.step(config, planner.step_planner(rates, link))
+
+
+def with_times(config: Config, forward: list[float], backward: list[float]) -> Rates:
+    """Return rates with measured times of layers."""
+    planner = RunPlanner(config, config.pp.stages, describe_run_model(config), on_gpu=False)
+    return replace(RATES, layers=LayerTimes(planner.key(config), tuple(forward), tuple(backward)))
+
+
+@pytest.fixture
+def config(tiny_model: Any, tmp_path: Path) -> Config:
+    """A run of 4 layers, blocks among them two, with 6 micro-batches."""
+    return make_config(tiny_model("llama", **SIZES), tmp_path, micro=1)
+
+
+def test_a_process_computes_its_layers_for_each_micro_batch(config: Config) -> None:
+    step = planned(config, 1, with_times(config, [1, 2, 3, 4], [5, 6, 7, 8]))
+    assert (step.compute_s, step.total_s, step.links) == (6 * 36, 6 * 36, ())
+
+
+def test_micro_batches_of_other_sizes_and_recomputation_take_time_in_proportion(config: Config) -> None:
+    planner = RunPlanner(config, 1, describe_run_model(config), on_gpu=False)
+    steps = planner.step_planner(RATES, None)
+    whole = planner.step(config, steps).compute_s
+    assert planner.step(replace(config, pp=replace(config.pp, micro=3)), steps).compute_s == pytest.approx(whole)
+    again = planner.step(replace(config, model=replace(config.model, recompute="layers")), steps).compute_s
+    assert again == pytest.approx(4 / 3 * whole, rel=0.05)
+
+
+def test_a_pipeline_idles_and_waits_for_messages(config: Config) -> None:
+    """1F1B of two stages that take 1 s + 2 s: 5 forwards and backwards besides the first wait for none."""
+    staged = replace(config, pp=replace(config.pp, stages=2, layers=(1, 1)))
+    rates = with_times(staged, [0.5] * 4, [1.0] * 4)
+    alone = planned(staged, 2, rates)
+    assert (alone.compute_s, alone.bubble_s, alone.messages_s) == (18, 3, 0)
+    message = 48 + config.data.sequence * 64 * 4
+    linked = planned(staged, 2, rates, SLOW)
+    assert [(each.name, each.nbytes) for each in linked.links] == [
+        ("stages 0 -> 1", 6 * message),
+        ("stages 0 <- 1", 6 * message),
+    ]
+    assert linked.compute_s == alone.compute_s
+    assert linked.messages_s > 2 * SLOW.delay_s
+    parts = linked.compute_s + linked.bubble_s + linked.messages_s + linked.replicas_s + linked.update_s
+    assert linked.total_s == parts
+
+
+def test_replicas_exchange_what_backward_does_not_hide(config: Config) -> None:
+    config = replace(config, data=replace(config.data, batch=8))
+    trained = describe_run_model(config).parameters.trained
+    sent = {}
+    for mode, shard, expected in (
+        ("allreduce", "none", 2 * 3 / 4 * 4 * trained),
+        ("allreduce", "optimizer", 3 / 4 * 8 * trained),
+        ("allreduce", "gradients", 3 / 4 * 12 * trained),
+        ("quantized:bits=4", "none", 2 * 3 / 4 * trained / 2),
+        ("diloco:inner=10", "none", 2 * 3 / 4 * 4 * trained / 10),
+        ("local", "none", 0),
+    ):
+        changed = replace(config, dp=replace(config.dp, mode=mode, shard=shard))  # type: ignore[arg-type]
+        step = planned(changed, 4, RATES, SLOW)
+        sent[mode, shard] = sum(each.nbytes for each in step.links)
+        assert sent[mode, shard] == pytest.approx(expected), mode
+        assert step.replicas_s <= sum(each.busy_s for each in step.links)
+    in_buckets = replace(config, dp=replace(config.dp, mode="allreduce:bucket_mb=0.1"))
+    hidden = planned(in_buckets, 4, replace(RATES, operations_per_s=1e3), SLOW)
+    in_view = planned(in_buckets, 4, replace(RATES, operations_per_s=1e15), SLOW)
+    assert in_view.replicas_s == pytest.approx(sum(each.busy_s for each in in_view.links))
+    assert hidden.replicas_s < in_view.replicas_s / 5
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved:chunks=2", "zb"])
+def test_long_steps_take_the_time_of_their_simulation(schedule: str, config: Config) -> None:
+    config = replace(config, data=replace(config.data, batch=96))
+    config = replace(config, pp=replace(config.pp, stages=2, schedule=schedule))
+    planner = RunPlanner(config, 2, describe_run_model(config), on_gpu=False)
+    partition = planner.partition(config)
+    for cost in (Cost(), Cost(1.0, 2.0, 3.5, delay=2.0)):
+        found = step_time._ends(partition, 96, cost)
+        assert found == pytest.approx(step_time._simulated_ends(partition, 96, cost), rel=0.02)
+
+
+def test_the_fastest_runs_fit_and_can_be_typed(config: Config) -> None:
+    config = replace(config, data=replace(config.data, batch=8), pp=replace(config.pp, stages=1))
+    planner = RunPlanner(config, 2, describe_run_model(config), on_gpu=False)
+    steps = planner.step_planner(replace(RATES, operations_per_s=1e11), Link(1e5))
+    own = planner.step(config, steps).total_s
+    found = planner.fastest(steps, None)
+    assert found[0].step.total_s < own / 2
+    assert "--pp.stages 2" in found[0].flags, "activations are smaller than gradients"
+    limit = max(map(planner.needed, planner.memory(config)))
+    fitting = planner.fastest(steps, limit - 1)
+    for alternative in (*found, *fitting):
+        argv = [word for flag in alternative.flags for word in flag.split()]
+        path = Path(config.log.dir).parent / "run.toml"
+        path.write_text(to_toml(config))
+        typed = parse([str(path), *argv], prog="", is_main=False)
+        check(typed)
+        assert planner.step(typed, steps) == alternative.step
+        if alternative in fitting:
+            assert planner.fits(typed, limit - 1)
+
+
+def run_plan(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[Any, str, str]:
+    with pytest.raises(SystemExit) as end:
+        cli.run(["plan", *map(str, argv)])
+    return end.value.code, *capsys.readouterr()
+
+
+def test_measured_rates_are_kept_in_the_run_directory(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "CALIBRATED_S", 0.2)
+    (path := tmp_path / "run.toml").write_text(to_toml(config))
+    code, text, _ = run_plan(capsys, path, "--run.device", "cpu", "--calibrate")
+    assert code == 0
+    assert "time of a step on the CPU of this host: " in text
+    rates = Rates.read(Path(config.log.dir) / "rates.json")
+    assert rates.layers is not None
+    assert len(rates.layers.forward_s) == 4
+    assert min(*rates.layers.forward_s, *rates.layers.backward_s) > 0
+    assert rates.link is not None
+    _, text, _ = run_plan(capsys, path, "--run.device", "cpu", "--json")
+    assert json.loads(text)["step"]["compute_s"] == pytest.approx(
+        6 * (sum(rates.layers.forward_s) + sum(rates.layers.backward_s))
+    )
+    code, _, text = run_plan(capsys, path, "--model.dtype", "bf16")
+    assert code
+    assert "add --calibrate, or --device NAME" in text.replace("\n", " ")
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(CorruptFileError, match="does not hold measured rates"):
+        Rates.read(tmp_path / "other.json")
+
+
+def test_links_and_devices_are_named() -> None:
+    assert parse_link("100mbit,20ms") == Link(12.5e6, 0.02)
+    assert parse_link("1Gbit") == Link(125e6, 0.0)
+    assert rates_of_gpu("RTX 4090", "bf16").device == rates_of_gpu("geforce rtx4090", "bf16").device
+    assert rates_of_gpu("A100", "bf16").operations_per_s > 2 * rates_of_gpu("A100", "fp32").operations_per_s
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--link", "100"], "--link 100 is not a rate and a delay; give, for example, --link 100mbit,20ms"),
+        (["--link", "0mbit"], "--link 0mbit is not a rate"),
+        (["--device", "RTX 4091"], "--device RTX 4091 is not a known GPU"),
+        (["--device", "A100", "--calibrate"], "give one of them"),
+        (["--rates", "absent.json"], "--rates absent.json is not there; --calibrate measures this machine"),
+    ],
+)
+def test_what_is_not_known_is_refused(
+    argv: list[str], message: str, config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path := tmp_path / "run.toml").write_text(to_toml(config))
+    code, _, text = run_plan(capsys, path, *argv)
+    assert code
+    assert message in text.replace("\n", " ")
