@@ -104,7 +104,7 @@ def test_specs_exist() -> None:
 def test_names_and_paths_exist() -> None:
     wrong = []
     for page, text in PAGES.items():
-        for path in re.findall(r"`((?:acsgd|benchmarks|tests|examples|slurm|docs)/[\w/.-]*)`", text):
+        for path in re.findall(r"`((?:acsgd|benchmarks|deploy|tests|examples|slurm|docs)/[\w/.-]*)`", text):
             if not (ROOT / path).exists():
                 wrong.append((page, path))
         for path in re.findall(r"`((?:\w+/)+\w+\.py)`", text):

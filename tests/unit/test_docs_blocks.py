@@ -106,6 +106,7 @@ def test_few_blocks_are_not_run() -> None:
         "sbatch --nodes 2 slurm/absent.sbatch 4 examples/gpt2.toml",
         "python -m benchmarks.codecs.speed --bogus 1",
         "pip install acsgd[bogus]",
+        "kubectl create configmap acsgd --from-file run.toml=examples/absent.toml",
         "torchrun --nproc-per-node 4 train.py examples/gpt2.toml --data.sources a.txt --dp.mode cocktail:topk2=1",
         "ls",
     ],
@@ -250,6 +251,13 @@ def check_pip(arguments: Sequence[str]) -> None:
         assert set(words.split(",")) <= extras.keys(), f"no extra {words}"
 
 
+def check_deployment(arguments: Sequence[str]) -> None:
+    """Check that the files that a command of kubectl, podman or SkyPilot names exist."""
+    for word in arguments:
+        if found := re.search(r"(?:^|=)((?:deploy|examples)/.+)", word):
+            assert (ROOT / found[1]).exists(), f"no file {found[1]}"
+
+
 def accept(arguments: Sequence[str]) -> None:
     """Accept a command of the system."""
 
@@ -261,6 +269,9 @@ COMMANDS = {
     "acsgd": check_acsgd,
     "sbatch": check_sbatch,
     "pip": check_pip,
+    "kubectl": check_deployment,
+    "podman": check_deployment,
+    "sky": check_deployment,
     "export": accept,
     ".": accept,
     "tail": accept,
