@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 import time
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,9 +65,11 @@ def checkpoint(directory: Path, step: int, *, size: int = 1000, hosts: dict[str,
 class Uploads:
     """An uploader and what it notes."""
 
-    def __init__(self, address: str, disks: Disks = SHARED, disk: int = 0, rate: float | None = None) -> None:
+    def __init__(
+        self, address: str, disks: Disks = SHARED, disk: int = 0, rate: float | None = None, run: str = "runs/one"
+    ) -> None:
         self.notes: list[str] = []
-        self.uploader = Uploader(address, disks, disk, bytes_per_s=rate, note=self.notes.append)
+        self.uploader = Uploader(address, disks, disk, run=run, bytes_per_s=rate, note=self.notes.append)
 
     def send(self, *paths: Path) -> list[str]:
         with self.uploader:
@@ -106,6 +111,15 @@ def test_an_upload_that_was_cut_continues(address: str, tmp_path: Path, monkeypa
     assert second.startswith("uploaded step-00000007")
     assert sent == ["a", "b", "b", "c"]
     assert content(address, path.name) == {each.name: each.read_bytes() for each in path.iterdir()}
+
+
+def test_an_address_belongs_to_one_run(address: str, tmp_path: Path) -> None:
+    """Another one would replace files of complete checkpoints of the same steps."""
+    ours, theirs = checkpoint(tmp_path / "ours", 7), checkpoint(tmp_path / "theirs", 7, size=10)
+    Uploads(address).send(ours)
+    (note,) = Uploads(address, run="runs/two").send(theirs)
+    assert f"not be uploaded to {address}: it holds checkpoints of the run with log.dir=runs/one, not runs/two" in note
+    assert content(address, ours.name) == {each.name: each.read_bytes() for each in ours.iterdir()}
 
 
 def test_a_cut_names_its_error_and_leaves_no_file(address: str, tmp_path: Path) -> None:
@@ -321,6 +335,13 @@ def test_a_run_uploads_and_continues_from_there_without_its_disk(
         find_model(f"file://{tmp_path}/home", option="model.name")
 
 
+def accept(server: Any, requests: float) -> None:
+    """Let the server examine credentials, of which it knows none, after some number of requests."""
+    host, port = server.get_host_and_port()
+    url, headers = f"http://{host}:{port}/moto-api/reset-auth", {"Content-Type": "text/plain"}
+    urllib.request.urlopen(urllib.request.Request(url, str(requests).encode(), headers)).close()
+
+
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A server that speaks S3, with a bucket "bucket"."""
@@ -330,15 +351,51 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
+    accept(server, math.inf)
     host, port = server.get_host_and_port()
     values = {"ENDPOINT_URL": f"http://{host}:{port}", "ACCESS_KEY_ID": "AKIAKEY", "SECRET_ACCESS_KEY": "hush"}
     for name, value in {**values, "DEFAULT_REGION": "us-east-1"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     import s3fs
 
-    s3fs.S3FileSystem(skip_instance_cache=True).mkdir("bucket")
+    s3fs.S3FileSystem(skip_instance_cache=True).makedirs("bucket", exist_ok=True)
     yield server
     server.stop()
+
+
+@pytest.mark.soak
+def test_training_goes_on_after_credentials_end_and_the_next_start_continues_the_upload(
+    s3: Any, tiny_model: Callable[..., Path], tmp_path: Path, home: Path, monkeypatch: Any, capfd: Any
+) -> None:
+    """The server answers 403 from the second file on, for as long as it examines the credentials."""
+    send, sent = RemoteDirectory.send, list[str]()
+
+    def until_they_end(self: RemoteDirectory, source: Path, paced: Callable[[int], None]) -> tuple[int, str]:
+        sent.append(source.name)
+        if len(sent) == 2:
+            accept(s3, 0)
+        return send(self, source, paced)
+
+    monkeypatch.setattr(RemoteDirectory, "send", until_they_end)
+    target = "s3://bucket/run"
+    config = small_run(tiny_model(n_layer=1), tmp_path / "run", every=None, upload=target, resume=target)
+    config = replace(config, log=replace(config.log, to="print"))
+    train_alone(with_local_checkpoint(config))
+    out, err = capfd.readouterr()
+    (failure,) = (line for line in (out + err).splitlines() if "could not be uploaded" in line)
+    assert f"step-00000002 could not be uploaded to {target}: " in failure
+    assert "AWS Access Key Id you provided does not exist" in failure
+    assert "the last checkpoint, step-00000002, is not uploaded; the same command tries again" in out + err
+    with pytest.raises(ValueError, match=r"checkpoint.resume=.* cannot be read: .*check the address and its cred"):
+        with_local_checkpoint(config)
+    accept(s3, math.inf)
+    train_alone(with_local_checkpoint(config))
+    first, failed, *again = sent
+    assert failed == again[0]
+    assert first not in again, "it is there"
+    saved = CheckpointDirectory(tmp_path / "run/checkpoints").of(2)
+    assert content(target, saved.name) == {each.name: each.read_bytes() for each in saved.iterdir()}
+    assert not list(ShardDirectory(find_model(target, option="model.name")).corrupt_files())
 
 
 @pytest.mark.soak

@@ -19,6 +19,8 @@ from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
 
 SENT = ".sent-{}.json"
 """Name of the list of files that a disk has sent."""
+OWNER = "run.txt"
+"""Name of the file at the address that names the run whose checkpoints it holds, by its log.dir."""
 POLL_S = 2.0
 """Seconds between two looks at what other hosts have sent."""
 OTHERS_S = 600.0
@@ -34,14 +36,21 @@ class _EndedError(Exception):
 class Uploader:
     """Sends the newest checkpoint of a run to an address. A context manager: leaving it ends the upload in progress.
 
-    disk: number of this disk; bytes_per_s: maximum rate; None = no limit. note: called from the thread with one
-    sentence per upload, or failure.
+    run: log.dir of the run, of which no other run may use the address; disk: number of this disk; bytes_per_s: maximum
+    rate; None = no limit. note: called from the thread with one sentence per upload, or failure.
     """
 
     def __init__(
-        self, address: str, disks: Disks, disk: int, *, bytes_per_s: float | None, note: Callable[[str], None]
+        self,
+        address: str,
+        disks: Disks,
+        disk: int,
+        *,
+        run: str,
+        bytes_per_s: float | None,
+        note: Callable[[str], None],
     ) -> None:
-        self._address, self._disks, self._disk = address, disks, disk
+        self._address, self._disks, self._disk, self._run = address, disks, disk, run
         self._limit = RateLimit(bytes_per_s)
         self._note = note
         self._next: Path | None = None
@@ -113,7 +122,9 @@ class Uploader:
 
     def _upload(self, checkpoint: Path) -> None:
         started, before = time.monotonic(), self._sent_bytes
-        remote = RemoteDirectory.open(self._address).of(checkpoint.name)
+        target = RemoteDirectory.open(self._address)
+        self._claim(target)
+        remote = target.of(checkpoint.name)
         manifest, content = Manifest.read(checkpoint), (checkpoint / MANIFEST).read_bytes()
         former = remote.read(MANIFEST)
         if former == content:
@@ -138,6 +149,17 @@ class Uploader:
             remote.remove(SENT.format(disk))
         mb, seconds = (self._sent_bytes - before) / 1e6, time.monotonic() - started
         self._note(f"uploaded {checkpoint.name} to {remote.address}, {mb:,.1f} MB in {seconds:.1f} s")
+
+    def _claim(self, target: RemoteDirectory) -> None:
+        """Raise OSError if an address is that of another run; note there that it is that of this one."""
+        owner = target.read(OWNER).decode()
+        if not owner:
+            target.write(OWNER, self._run.encode())
+        elif owner != self._run:
+            raise OSError(
+                f"it holds checkpoints of the run with log.dir={owner}, not {self._run}; give each run an address of "
+                f"its own, or remove {OWNER} there"
+            )
 
     def _sent(self, manifest: Manifest, remote: RemoteDirectory, disk: int) -> dict[str, str]:
         """Return the checksums of the files that a disk has sent, by name, of those that have the manifest's size."""

@@ -85,7 +85,7 @@ def open_upload(
     session: Session, disks: RunDisks, checkpointing: Checkpointing, signals: StopSignals, note: Callable[[str], None]
 ) -> Iterator[list[StepHook]]:
     """Open the uploads of a run; none without checkpoint.upload. note: prints a sentence for the user, on rank 0."""
-    config, rank = session.job.config.checkpoint, session.job.topology.rank
+    config, rank, run = session.job.config.checkpoint, session.job.topology.rank, session.job.config.log.dir
     if config.upload is None:
         yield []
         return
@@ -97,7 +97,7 @@ def open_upload(
         note = lambda text: print_note(f"{host}: {text}")  # noqa: E731
     limit = None if config.upload_rate is None else config.upload_rate * 1e6
     with Uploader(
-        config.upload, disks.checkpoints, disks.checkpoints.of(rank), bytes_per_s=limit, note=note
+        config.upload, disks.checkpoints, disks.checkpoints.of(rank), run=run, bytes_per_s=limit, note=note
     ) as uploader:
         checkpointing.keep(uploader.is_reading)
         yield [Upload(session, uploader, checkpointing, signals, note)]
