@@ -58,7 +58,7 @@ def train(
     on_start: called before the first one. signals: those of this process, heeded from then on; None = record them here,
     and raise an exception at a second Ctrl-C.
     """
-    job = job.with_steps(inputs.steps, inputs.reader.sampler.steps_of)
+    job = job.with_steps(inputs.steps, inputs.reader.sampler)
     config, is_main = job.config, job.topology.rank == 0
     if not groups.all_equal(job.fingerprint() + inputs.fingerprint()):
         raise RunError("ranks differ in their inputs: compare run files, flags, model configs and texts of all hosts")

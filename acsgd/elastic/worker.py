@@ -255,7 +255,7 @@ class ElasticWorker:
             notes += open_disks(job, groups, disks, step=step, are_known=disks == self._disks)
             inputs = self._open_inputs(job, groups, disks)
             stack.callback(inputs.reader.close, wait=False)
-            job = job.with_steps(inputs.steps, inputs.reader.sampler.steps_of)
+            job = job.with_steps(inputs.steps, inputs.reader.sampler)
             stack.enter_context(text_log_of(job))
             begun = self._begin(job, inputs, groups, view)
             self._reader = inputs.reader

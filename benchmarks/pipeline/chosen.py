@@ -119,7 +119,7 @@ class Run:
 
     def __init__(self, session: Session, form: str) -> None:
         self._session, self._state, self._changes = session, LoopState(Progress()), list[str]()
-        self._hook = LinkCodecs(session, self._note, has_revisits=True) if form == CHOSEN else None
+        self._hook = LinkCodecs(session, self._note, self._state) if form == CHOSEN else None
 
     def _note(self, event: RunEvent) -> None:
         self._changes.append(event.text)

@@ -13,7 +13,11 @@ from lib.disturbed import Outcome, Plan, end_of, make_config, run_ranks
 from lib.ranks import on_ranks
 
 from acsgd.config.options import Config
-from acsgd.run.step.link_codecs import Choice, Chooser, Measured
+from acsgd.pp.wire.probe import Probed
+from acsgd.run.session import Session
+from acsgd.run.step import link_codecs
+from acsgd.run.step.hooks import LoopState
+from acsgd.run.step.link_codecs import Choice, Chooser, LinkCodecs, Measured
 
 STEPS, CHANGED, STOPPED = 9, 2, 4
 """Number of steps; those before the change, which follows the first measurement; those of a run that is resumed."""
@@ -21,13 +25,30 @@ EIGHT_BITS = "fixpoint:bits=8"
 
 
 def run_with_choice(rank: int, world_size: int, store: Path, plans: Sequence[Plan]) -> list[Outcome]:
-    """Run plans in which the decision is always the same: 8 bits, or the delta of 4 bits if there is one."""
+    """Run plans in which the decision is always the same: 8 bits, or the delta of 4 bits if there is one.
+
+    The chosen codecs are in use before the first step, and links are measured while no rows of tied tables travel.
+    """
+    hooks, create, measure = list[LinkCodecs](), LinkCodecs.__init__, link_codecs.probe
 
     def choose(_: Chooser, measured: Measured, __: Choice) -> Choice:
         return min(3, measured.directions[0].usable[-1]), 2
 
+    def created(hook: LinkCodecs, session: Session, note: Any, state: LoopState) -> None:
+        create(hook, session, note, state)
+        assert tuple(session.pipeline.codecs.in_use[:2]) == (((2,), (2,)) if state.progress.codecs else ((0,), (0,)))
+        hooks.append(hook)
+
+    def probed(*args: Any) -> Probed:
+        ahead = hooks[-1]._session.pipeline._ties._ahead
+        assert ahead is not None
+        assert all(rows.received == rows.started > 0 for rows in ahead[1]) == (rank == 0), "the first stage looks up"
+        return measure(*args)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Chooser, "choose", choose)
+        patch.setattr(LinkCodecs, "__init__", created)
+        patch.setattr(link_codecs, "probe", probed)
         return run_ranks(rank, world_size, store, plans)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,9 @@ from acsgd.config.run_file import parse, to_toml
 from acsgd.pp.schedules.lowering import lower
 from acsgd.pp.schedules.schedules import OneFOneB
 from acsgd.pp.wire.coder import TensorSpec
+from acsgd.pp.wire.delta import Delta
 from acsgd.pp.wire.ladder import BACKWARD, FORWARD, CodecTime, Rung
+from acsgd.run.plan.partition import with_useful_delta
 from acsgd.run.plan.plugins import parse_plugins
 from acsgd.run.step.link_codecs import BAND, Choice, Chooser, Direction, Measured
 
@@ -167,17 +172,20 @@ def test_single_links_have_given_codecs(tmp_path: Path) -> None:
     plugins = parse_plugins(config)
     ladder = plugins.ladder
     assert ladder is not None
-    assert ladder.fixed_forward == {1: 0, 0: len(FORWARD)}
+    assert ladder.fixed_forward == {1: 0, 0: 3}
     assert ladder.fixed_backward == {1: 2}
-    assert [rung.spec for rung in ladder.forward] == [*(rung.spec for rung in FORWARD), "hadamard"]
+    assert [rung.spec for rung in ladder.forward] == [*(rung.spec for rung in FORWARD[:3]), "hadamard"]
     assert [rung.codec for rung in ladder.forward[1:]] == [*plugins.forward]
 
 
 def test_deltas_are_no_choice_where_caches_are_not_possible(tmp_path: Path) -> None:
     everything = parse_plugins(parsed(tmp_path, ""))
-    assert everything.delta is not None
+    assert [codec for codec in everything.forward if isinstance(codec, Delta)] == [FORWARD[3].codec, FORWARD[4].codec]
+    assert [everything.may_use_delta(boundary) for boundary in range(2)] == [True, False], "link 1 has none"
     for flags in (
         "--pp.compress auto:delta=false",
+        "--pp.compress auto:max_loss_cost=0.0002",
+        "--pp.forward.0 none",
         "--data.deal speed",
         "--data.rows single",
         "--data.sources stream:a.jsonl",
@@ -187,12 +195,35 @@ def test_deltas_are_no_choice_where_caches_are_not_possible(tmp_path: Path) -> N
         assert len(without.forward) == 2, flags
 
 
+def test_deltas_are_no_choice_where_sequences_do_not_return_with_small_changes(tmp_path: Path) -> None:
+    """Only the link that is given one keeps it."""
+    config = parsed(tmp_path, "--pp.stages 4 --pp.forward.0 delta:bits=4,first_bits=8")
+    same_masks = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout_mask="sample"))
+    plugins = parse_plugins(config)
+    for each, is_random, epochs, links in (
+        (config, False, 1.5, [True, False, True]),
+        (same_masks, True, 1.5, [True, False, True]),
+        (config, True, 1.5, [True, False, False]),
+        (config, False, 1.0, [True, False, False]),
+    ):
+        model: Any = SimpleNamespace(layers=[SimpleNamespace(random=is_random)])
+        useful = with_useful_delta(plugins, each, model, epochs)
+        assert [useful.may_use_delta(boundary) for boundary in range(3)] == links
+        assert useful.ladder is not None
+        assert useful.ladder.forward[useful.ladder.fixed_forward[0]].codec == FORWARD[3].codec
+        assert [rung.codec for rung in useful.ladder.forward[1:]] == [*useful.forward]
+
+
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
         ("--pp.forward.2 none", "pp.forward.2: there is no link 2: the links are 0 to 1"),
         ("--pp.stages 2", "pp.forward.1: there is no link 1: link 0 is the only one"),
         ("--pp.stages 1", "pp.forward.1: there is no link 1: there are no links"),
+        (
+            "--pp.schedule zbv --pp.forward.2 none",
+            "pp.forward.2: stages 2 and 3 are both on rank 2 of a pipeline, so nothing is sent between them; remove",
+        ),
         ("--pp.backward fixpoint:bits=8", "pp.compress=auto chooses the codecs; give that of one link, pp.backward.0="),
         ("--pp.backward.0 delta", 'pp.backward.0="delta": unknown name "delta"'),
         ("--pp.forward.0 fixpoint:bits=99", 'pp.forward.0="fixpoint:bits=99": bits=99'),

@@ -241,7 +241,7 @@ def test_warm_up_and_exact_steps_in_epochs_are_the_same_as_in_steps(tiny_model: 
     assert 0 < length < data.steps
     assert in_steps("exact_steps=1epoch,a=1.5 epochs", lambda epochs: round(10 * epochs)) == "exact_steps=10,a=15"
     assert f"; optim.warmup={epochs}: {length} steps; pp.exact_steps={epochs}: {length} steps; " in data.notes[0]
-    jobs = [job(each).with_steps(data.steps, data.reader.sampler.steps_of) for each in (epochs, length)]
+    jobs = [job(each).with_steps(data.steps, data.reader.sampler) for each in (epochs, length)]
     assert jobs[0].config == jobs[1].config
     assert jobs[0].plugins == jobs[1].plugins
 

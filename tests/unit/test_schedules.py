@@ -46,13 +46,14 @@ def test_evaluations_are_the_forwards_in_order_and_never_deadlock(schedule: Sche
 
 
 @every_schedule
-@pytest.mark.parametrize("backward", [2, Fraction(5, 2)])
-def test_bubble_is_exactly_the_formula(schedule: Schedule, backward: Fraction) -> None:
-    """If backwards are split, that of F, I and W that take equally long."""
-    for ranks, micros in SIZES if backward == 2 or not isinstance(schedule, ZeroBubble | ZeroBubbleV) else ():
-        timeline = simulate(lower(schedule.program(ranks, micros)), Cost(backward=backward))
-        assert timeline.bubble == schedule.bubble(ranks, micros), (ranks, micros)
-        assert timeline.busy == [schedule.chunks * micros * (1 + backward)] * ranks
+def test_bubble_is_exactly_the_formula(schedule: Schedule) -> None:
+    """Whatever backwards take; if they are split, that of F, I and W that take equally long."""
+    is_split = isinstance(schedule, ZeroBubble | ZeroBubbleV)
+    for backward in (2,) if is_split else (2, Fraction(5, 2)):
+        for ranks, micros in SIZES:
+            timeline = simulate(lower(schedule.program(ranks, micros)), Cost(backward=backward))
+            assert timeline.bubble == schedule.bubble(ranks, micros), (ranks, micros)
+            assert timeline.busy == [schedule.chunks * micros * (1 + backward)] * ranks
 
 
 @every_schedule

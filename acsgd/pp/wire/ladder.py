@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from acsgd.codecs.base import Codec, pack, unpack, wire_bytes
 from acsgd.codecs.lossless import compress_
 from acsgd.config.ranges import Range
 from acsgd.config.spec import from_spec
+from acsgd.pp.schedules.actions import Placement
 from acsgd.pp.wire.cache import ActivationCache, HostMemoryStore
 from acsgd.pp.wire.coder import EXACT, Coder, StatelessCoder, TensorSpec, TransferInfo
 from acsgd.pp.wire.delta import Delta, DeltaCoder
@@ -39,6 +40,11 @@ class Rung(NamedTuple):
         """The codec itself."""
         codec: Codec | Delta = from_spec(self.spec, SPECS, key="codec")
         return codec
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether the codec has activation caches."""
+        return isinstance(self.codec, Delta)
 
     def message_bytes(self, specs: Sequence[TensorSpec]) -> float:
         """Return the size of a message with these tensors, of cache hits if it is a delta."""
@@ -96,22 +102,47 @@ class Ladder:
     fixed_backward: Mapping[int, int]
 
     @classmethod
-    def of(cls, auto: Auto, forward: str, backward: str, *, links: int, has_delta: bool) -> Ladder:
+    def of(cls, auto: Auto, forward: str, backward: str, *, placement: Placement, has_delta: bool) -> Ladder:
         """Return the ladder of pp.compress, with the codecs that pp.forward and pp.backward give for single links.
 
-        links: number of a pipeline. Raises ValueError if a link or codec does not exist, or no codec costs so little.
+        Codecs that cost more than all links together may are left out. placement: of the stages; has_delta: whether
+        deltas are possible. Raises ValueError if a link or codec does not exist, or no codec costs so little.
         """
-        ups = [each for each in FORWARD if has_delta or not each.spec.startswith("delta")]
-        cheapest = min((rung for rung in (*ups[1:], *BACKWARD[1:])), key=lambda rung: rung.loss_cost)
+        cheapest = min((*FORWARD[1:], *BACKWARD[1:]), key=lambda rung: rung.loss_cost)
         if auto.max_loss_cost < cheapest.loss_cost:
             raise ValueError(
                 f"pp.compress: max_loss_cost={auto.max_loss_cost:g} allows no codec: the one that costs least, "
                 f'"{cheapest.spec}", costs {cheapest.loss_cost:g}; give max_loss_cost={cheapest.loss_cost:g} or more, '
                 "or remove pp.compress"
             )
-        up, fixed_up = _with_fixed(ups, _given("pp.forward", forward, links), SPECS)
-        down, fixed_down = _with_fixed(BACKWARD, _given("pp.backward", backward, links), CODECS)
-        return cls(auto.max_loss_cost, up, down, fixed_up, fixed_down)
+        ups, downs = ([rung for rung in rungs if rung.loss_cost <= auto.max_loss_cost] for rungs in (FORWARD, BACKWARD))
+        up, fixed_up = _with_fixed(ups, _given("pp.forward", forward, placement), SPECS)
+        down, fixed_down = _with_fixed(downs, _given("pp.backward", backward, placement), CODECS)
+        ladder = cls(auto.max_loss_cost, up, down, fixed_up, fixed_down)
+        return ladder if has_delta and len(fixed_up) < len(_links(placement)) else ladder.without_delta()
+
+    def without_delta(self) -> Ladder:
+        """Return the ladder without a choice of deltas: only links for which one is given have it."""
+        given = set(self.fixed_forward.values())
+        kept = [index for index, rung in enumerate(self.forward) if index in given or not rung.is_delta]
+        rungs = [self.forward[index] for index in kept]
+        return replace(
+            self,
+            forward=tuple(rung._replace(loss_cost=math.inf) if rung.is_delta else rung for rung in rungs),
+            fixed_forward={link: kept.index(index) for link, index in self.fixed_forward.items()},
+        )
+
+    def may_use_delta(self, boundary: int) -> bool:
+        """Return whether activations may cross a boundary as a delta."""
+        if boundary in self.fixed_forward:
+            return self.forward[self.fixed_forward[boundary]].is_delta
+        return any(rung.is_delta and rung.loss_cost <= self.max_loss_cost for rung in self.forward)
+
+
+def _links(placement: Placement) -> list[int]:
+    """Return the boundaries between stages of different ranks."""
+    rank_of = placement.rank_of
+    return [each for each in range(placement.stages - 1) if rank_of(each) != rank_of(each + 1)]
 
 
 def codecs_of_links(text: str) -> dict[int, str] | None:
@@ -121,8 +152,9 @@ def codecs_of_links(text: str) -> dict[int, str] | None:
     return {int(number): spec for number, _, spec in (each.partition("=") for each in text.split())}
 
 
-def _given(key: str, text: str, links: int) -> dict[str, tuple[int, str]]:
+def _given(key: str, text: str, placement: Placement) -> dict[str, tuple[int, str]]:
     """Return the codecs that an option gives for single links, as boundary and spec by the name of their option."""
+    boundaries, links = range(placement.stages - 1) if placement.ranks > 1 else range(0), _links(placement)
     if text == "none":
         return {}
     given = codecs_of_links(text)
@@ -131,15 +163,16 @@ def _given(key: str, text: str, links: int) -> dict[str, tuple[int, str]]:
             f'{key}="{text}": pp.compress=auto chooses the codecs; give that of one link, {key}.0="{text}", or remove '
             "one of both"
         )
-    if absent := [number for number in given if number >= links]:
-        has = (
-            "there are no links"
-            if not links
-            else f"the links are 0 to {links - 1}"
-            if links > 1
-            else "link 0 is the only one"
-        )
+    if absent := [number for number in given if number not in boundaries]:
+        has = "link 0 is the only one" if len(boundaries) == 1 else f"the links are 0 to {len(boundaries) - 1}"
+        has = has if boundaries else "there are no links"
         raise ValueError(f"{key}.{absent[0]}: there is no link {absent[0]}: {has}; link 0 is behind the first stage")
+    if inside := [number for number in given if number not in links]:
+        rank = placement.rank_of(inside[0])
+        raise ValueError(
+            f"{key}.{inside[0]}: stages {inside[0]} and {inside[0] + 1} are both on rank {rank} of a pipeline, so "
+            f"nothing is sent between them; remove {key}.{inside[0]}"
+        )
     return {f"{key}.{number}": (number, spec) for number, spec in given.items()}
 
 

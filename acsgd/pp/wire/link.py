@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -89,6 +89,8 @@ class LinkFactory:
     tied_meter: Meter = field(default_factory=Meter)
     caches_all: bool = True
     """See `DeltaCoder`."""
+    may_use_delta: Callable[[int], bool] = lambda _: True
+    """Whether a Delta among `forward` may be used at a boundary. Otherwise its ends have no caches."""
     frozen: int = 0
     """Number of the first boundaries before which no layer is trained."""
     caches: dict[CacheKey, ActivationCache] = field(default_factory=dict)
@@ -175,9 +177,9 @@ class LinkFactory:
         spec = self.boundaries[boundary][name]
         if not spec.dtype.is_floating_point:
             return StatelessCoder([EXACT] * len(self.forward), spec)
-        codecs = [codec for codec in self.forward if not isinstance(codec, Delta)]
-        if len(codecs) == len(self.forward):
-            return StatelessCoder(codecs, spec)
+        has_delta = any(isinstance(codec, Delta) for codec in self.forward) and self.may_use_delta(boundary)
+        if not has_delta:
+            return StatelessCoder([EXACT if isinstance(codec, Delta) else codec for codec in self.forward], spec)
         assert self.cache_plan is not None, "delta needs a cache plan"
         key, delta = (boundary, f"{side}.{name}"), next(codec for codec in self.forward if isinstance(codec, Delta))
         cache = self.caches[key] = self.cache_plan.open(*key, delta, spec, self.streams)

@@ -6,7 +6,7 @@ Every error in them is found here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +22,7 @@ from acsgd.groups import machine_name
 from acsgd.io.data.formats.formats import read_options
 from acsgd.io.data.held_out import parse_eval
 from acsgd.io.data.row_spec import RowPlacement
+from acsgd.io.data.sampler import Sampler
 from acsgd.io.data.sources.glue import Glue
 from acsgd.io.data.sources.sources import WeightedSource, check_weights, parse_sources
 from acsgd.io.files.remote import is_address
@@ -34,7 +35,7 @@ from acsgd.pp.wire.delta import Delta
 from acsgd.run.plan.layout import RunPaths, sizes_of
 from acsgd.run.plan.limits import check_directories, check_reading, check_streams
 from acsgd.run.plan.model import RunModel, open_run_model
-from acsgd.run.plan.partition import Partition, divide_model, most_micros, open_grid
+from acsgd.run.plan.partition import Partition, divide_model, most_micros, open_grid, with_useful_delta
 from acsgd.run.plan.plugins import Plugins, parse_plugins
 from acsgd.run.plan.transports import check_transports, wanted_transport
 from acsgd.shards.chat_template import set_chat_template
@@ -83,10 +84,11 @@ class Job(Partition):
             f"{self.shapes.num_micros} micro-batches of {config.pp.micro}, {config.pp.schedule}"
         )
 
-    def with_steps(self, steps: int, steps_of: Callable[[float], int]) -> Job:
-        """Return the job with the numbers of steps that epochs amount to; see `Config.with_steps`."""
-        config = self.config.with_steps(steps, steps_of)
-        return replace(self, config=config, plugins=parse_plugins(config))
+    def with_steps(self, steps: int, sampler: Sampler) -> Job:
+        """Return the job with the numbers of steps that epochs amount to. steps: of the run; sampler: of its data."""
+        config = self.config.with_steps(steps, sampler.steps_of)
+        plugins = with_useful_delta(parse_plugins(config), config, self.model, max(sampler.epochs(steps)))
+        return replace(self, config=config, plugins=plugins)
 
     def fingerprint(self) -> str:
         """Return a text that must be equal on all ranks."""

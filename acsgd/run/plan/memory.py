@@ -439,11 +439,11 @@ class _RankPlan:
 
     def _cache_bytes(self, sequences: int) -> int:
         """Return the bytes of the activation caches in host memory. sequences: number in the data."""
-        partition, layout, total = self._partition, self._partition.layout, 0
+        partition, total = self._partition, 0
         delta, per_step = partition.plugins.delta, len(partition.micro_ids) * partition.config.pp.micro
         if delta is None or delta.cache != "ram":
             return 0
-        for boundary in layout.shared_boundaries:
+        for boundary in partition.cached_boundaries:
             specs = partition.shapes.boundaries[boundary]
             entry = sum(delta.entry_bytes(spec) for spec in specs.values() if spec.dtype.is_floating_point)
             total += entry * plan_capacity(delta, entry, samples=sequences, per_step=per_step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -55,6 +56,11 @@ class Partition:
     def shapes(self) -> BatchShapes:
         """Shapes of the batches."""
         return BatchShapes(self.config, self.model, self.layout.specs)
+
+    @property
+    def cached_boundaries(self) -> list[int]:
+        """Boundaries of which this rank has an end with activation caches."""
+        return [each for each in self.layout.shared_boundaries if self.plugins.may_use_delta(each)]
 
     @property
     def domains(self) -> list[Sequence[int]]:
@@ -140,7 +146,17 @@ def divide_model(
     costs = costs or costs_of(config, model, num_stages, streams)
     placement = RankPrograms(grid.plugins.schedule, grid.topology.stages, grid.topology.stage_rank).placement
     layout = StageLayout(grid.topology, tuple(divide(config, model, num_stages, costs)), costs, placement)
+    grid = grid._replace(plugins=with_useful_delta(grid.plugins, config, model))
     return Partition(config, *grid, streams, model, layout)
+
+
+def with_useful_delta(plugins: Plugins, config: Config, model: RunModel, epochs: float = math.inf) -> Plugins:
+    """Return plug-ins with which pp.compress chooses a delta only if sequences return with small changes.
+
+    epochs: of the run.
+    """
+    has_new_masks = config.model.dropout_mask == "step" and any(layer.random for layer in model.layers)
+    return plugins.without_chosen_delta() if has_new_masks or epochs <= 1 else plugins
 
 
 def _deal(config: Config, topology: Topology) -> range:

@@ -16,6 +16,7 @@ from acsgd.io.data.sources.streamed import PREFIX
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.base import Capability, OptimizerSpec
 from acsgd.optim.schedule import parse_schedule
+from acsgd.pp.schedules.actions import Placement
 from acsgd.pp.schedules.schedules import SCHEDULES, Schedule
 from acsgd.pp.tied.plan import TIED, TiedDense, TiedRows
 from acsgd.pp.wire.delta import Delta
@@ -42,6 +43,17 @@ class Plugins(NamedTuple):
     def delta(self) -> Delta | None:
         """The codec with activation caches; if there are several, these cache alike."""
         return next((codec for codec in self.forward if isinstance(codec, Delta)), None)
+
+    def may_use_delta(self, boundary: int) -> bool:
+        """Return whether activations may cross a boundary as a delta, so that its ends have caches."""
+        return self.delta is not None and (self.ladder is None or self.ladder.may_use_delta(boundary))
+
+    def without_chosen_delta(self) -> Plugins:
+        """Return the plug-ins with which pp.compress chooses no delta."""
+        if self.ladder is None:
+            return self
+        ladder = self.ladder.without_delta()
+        return self._replace(ladder=ladder, forward=_rungs(ladder.forward))
 
 
 def parse_plugins(config: Config) -> Plugins:
@@ -72,10 +84,10 @@ def _parse_ladder(config: Config, schedule: Schedule) -> Ladder | None:
                 raise ValueError(f"{key}.{min(of_links)} is for pp.compress=auto; add it, or give {key} for all links")
         return None
     auto: Auto = from_spec(pp.compress, COMPRESS, key="pp.compress")
-    links = pp.stages * schedule.chunks - 1 if pp.stages > 1 else 0
+    placement = Placement.of(schedule.program(pp.stages, 1))
     is_padded = find_task(config.model.task).layout(data) == "single"  # and cut, which caches do not allow
     has_delta = auto.delta and data.deal == "even" and PREFIX not in data.sources and not is_padded
-    return Ladder.of(auto, pp.forward, pp.backward, links=links, has_delta=has_delta)
+    return Ladder.of(auto, pp.forward, pp.backward, placement=placement, has_delta=has_delta)
 
 
 def _rungs(rungs: Sequence[Rung]) -> tuple[Any, ...]:

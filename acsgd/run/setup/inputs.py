@@ -99,14 +99,13 @@ def open_inputs(
     if job.model.adapter is not None and candidates.checkpoints and disks.checkpoints.is_shared:
         check_base_of(job, candidates.checkpoints[0].shards)
     fresh = not candidates.checkpoints and not candidates.rejected
-    known = reader.sampler.num_known
-    plan = plan_activation_caches(job, known, run_id=identity.digest(), fresh=fresh, are_kept=has_caches)
+    known, known_length = reader.sampler.num_known, job.with_steps(data.steps, reader.sampler)
+    plan = plan_activation_caches(known_length, known, run_id=identity.digest(), fresh=fresh, are_kept=has_caches)
     source = open_weight_source(job) if fresh else None
     saved = next((each.run.identity.weights for each in candidates.checkpoints), "")
     identity = replace(identity, weights=checksum_of(job, source) if source else saved)
     held_out_notes, plan_notes = data.held_out.notes if data.held_out else (), (plan.note,) if plan else ()
     of_data = (_describe_tokens(job, data.spec), *reader.notes, *held_out_notes, *data.notes)
-    known_length = job.with_steps(data.steps, reader.sampler.steps_of)
     choices = describe_choices(known_length, reader.sampler.epochs(data.steps))
     notes = (*of_data, *describe_padding(job), *plan_notes, *choices)
     return RunInputs(reader, data.held_out, identity, candidates, source, plan, data.steps, notes, disks)
@@ -187,7 +186,7 @@ def plan_activation_caches(
             [boundary.values() for boundary in job.shapes.boundaries],
             samples=samples,
             per_step=len(job.micro_ids) * job.config.pp.micro,
-            ends=job.layout.shared_boundaries,
+            ends=job.cached_boundaries,
             processes=job.local_world_size,
             directory=Path(job.config.log.dir) / "activation-cache",
             replica=job.topology.replica,

@@ -15,12 +15,10 @@ from acsgd.io.telemetry.record import RunEvent
 from acsgd.pp.schedules.actions import ACTIVATION, GRADIENT, Program, Route
 from acsgd.pp.schedules.dependencies import Dependencies
 from acsgd.pp.schedules.simulate import Cost, simulate
-from acsgd.pp.wire.coder import CodecIndices
-from acsgd.pp.wire.delta import Delta
+from acsgd.pp.wire.coder import CodecIndices, TensorSpec
 from acsgd.pp.wire.ladder import CodecTime, measure_codec
 from acsgd.pp.wire.link import Link
 from acsgd.pp.wire.probe import Probed, probe
-from acsgd.run.plan.job import Job
 from acsgd.run.report import COMPUTE_S, MICROS, Numbers, Report, StepField, in_grid
 from acsgd.run.session import Session
 from acsgd.run.step.hooks import LoopState, StepHook
@@ -40,6 +38,8 @@ GRID = 1.1
 MAX_MICROS = 32
 """Number of micro-batches that are simulated at most."""
 
+Tensors = tuple[TensorSpec, ...]
+"""Tensors of a message of activations."""
 Choice = tuple[int, ...]
 """Index of the codec of each direction: of activations by boundary, then of gradients by boundary."""
 
@@ -191,21 +191,15 @@ PROBE_BYTES = (2**12, 2**18)
 """Least and largest size of these data; the largest is that of the first measurement, a quarter of it."""
 
 
-def has_revisits(job: Job, epochs: float) -> bool:
-    """Return whether activations of a sequence come again with small changes, as a delta needs. epochs: of the run."""
-    has_new_masks = job.config.model.dropout_mask == "step" and any(layer.random for layer in job.model.layers)
-    return epochs > 1 and not has_new_masks
-
-
 class LinkCodecs(StepHook):
     """Measures the links between stages, and chooses their codecs by it. All ranks decide alike, by equal reports.
 
     A change holds from the next step, and is part of `Progress`. Where the cache of a delta has no entry, or an older
-    one, it sends a sequence in 8 bits, or a larger difference. Create it on all ranks together. note: logs an event;
-    has_revisits: whether sequences are trained on more than once; without that, a delta has no effect.
+    one, it sends a sequence in 8 bits, or a larger difference. Create it on all ranks together: the codecs of the
+    progress are in use from then on, also for an evaluation before the first step. note: logs an event.
     """
 
-    def __init__(self, session: Session, note: Callable[[RunEvent], None], *, has_revisits: bool) -> None:
+    def __init__(self, session: Session, note: Callable[[RunEvent], None], state: LoopState) -> None:
         job, ladder = session.job, session.job.plugins.ladder
         assert ladder is not None
         self._session, self._note, self._ladder = session, note, ladder
@@ -228,7 +222,12 @@ class LinkCodecs(StepHook):
         self._last: list[Measured | None] = [None for _ in replicas]
         """By replica, what the present choice was made from."""
         times = self._codec_times()
-        self._directions = [self._direction(number, times, has_revisits) for number in range(2 * self._links)]
+        self._directions = [self._direction(number, times) for number in range(2 * self._links)]
+        self.before_step(state)
+
+    def close(self) -> None:
+        """End the threads that measure, each after its present measurement, which may wait for a peer."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def report(self, state: LoopState) -> Report:
         numbers = dict[StepField[Numbers], float]()
@@ -260,26 +259,29 @@ class LinkCodecs(StepHook):
             self._steps_left = PROBE_EVERY
             self._measure()
 
-    def _codec_times(self) -> dict[str, CodecTime]:
-        """Return the longest time of each codec on any rank. A collective call."""
-        job, groups = self._session.job, self._session.groups
-        specs, rungs = [*job.shapes.boundaries[0].values()], {*self._ladder.forward, *self._ladder.backward}
-        own = {rung.spec: measure_codec(rung.codec, specs, job.streams) for rung in rungs}
+    def _codec_times(self) -> dict[Tensors, dict[str, CodecTime]]:
+        """Return the longest time of each codec on any rank, by the tensors of a message. A collective call."""
+        job, groups, rungs = self._session.job, self._session.groups, {*self._ladder.forward, *self._ladder.backward}
+        messages = list(dict.fromkeys(tuple(each.values()) for each in job.shapes.boundaries))
+        own = [{rung.spec: measure_codec(rung.codec, specs, job.streams) for rung in rungs} for specs in messages]
         texts = groups.all_gather_text("timing codecs", json.dumps(own), timeout_s=groups.timeout_s)
-        times = [json.loads(text) for text in texts]
-        return {spec: CodecTime(*map(max, zip(*(each[spec] for each in times), strict=True))) for spec in own}
+        by_rank = [json.loads(text) for text in texts]
 
-    def _direction(self, number: int, times: Mapping[str, CodecTime], has_revisits: bool) -> Direction:
+        def longest(number: int, codec: str) -> CodecTime:
+            return CodecTime(*map(max, zip(*(times[number][codec] for times in by_rank), strict=True)))
+
+        return {specs: {each: longest(number, each) for each in own[number]} for number, specs in enumerate(messages)}
+
+    def _direction(self, number: int, times: Mapping[Tensors, Mapping[str, CodecTime]]) -> Direction:
         """Return a direction whose rate is not measured yet."""
         boundary, ladder, is_forward = number % self._links, self._ladder, number < self._links
         rungs = ladder.forward if is_forward else ladder.backward
         fixed = (ladder.fixed_forward if is_forward else ladder.fixed_backward).get(boundary)
-        specs = [*self._session.job.shapes.boundaries[boundary].values()]
+        specs = tuple(self._session.job.shapes.boundaries[boundary].values())
         sizes = [rung.message_bytes(specs) for rung in rungs]
         usable = [0]
         for index, rung in enumerate(rungs):
-            is_allowed = rung.loss_cost <= ladder.max_loss_cost and (has_revisits or not isinstance(rung.codec, Delta))
-            if is_allowed and sizes[index] < sizes[usable[-1]]:
+            if rung.loss_cost <= ladder.max_loss_cost and sizes[index] < sizes[usable[-1]]:
                 usable.append(index)
         if not self._chooser.is_used(ACTIVATION if is_forward else GRADIENT, boundary):
             usable = [0]
@@ -288,7 +290,7 @@ class LinkCodecs(StepHook):
             0.0,
             tuple(sizes),
             tuple(rung.loss_cost for rung in rungs),
-            tuple(times[rung.spec] for rung in rungs),
+            tuple(times[specs][rung.spec] for rung in rungs),
             tuple(usable) if fixed is None else (fixed,),
         )
 
@@ -395,7 +397,11 @@ class LinkCodecs(StepHook):
                 self._note(RunEvent("codec", step, text, fields))
 
     def _measure(self) -> None:
-        """Measure all links of this rank at the same time, as its peers do: links of one host share its rate."""
+        """Measure all links of this rank at the same time, as its peers do: links of one host share its rate.
+
+        First wait for the rows of tied tables that the last step has sent, which would share it, too.
+        """
+        self._session.settle()
         links, replica = self._session.pipeline.links, self._session.job.topology.replica
         rates = [each.s_per_byte for each in self._measured(replica)] if self._probes[replica] else []
         least, most = PROBE_BYTES

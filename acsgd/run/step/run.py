@@ -25,7 +25,7 @@ from acsgd.run.setup.inputs import RunInputs
 from acsgd.run.setup.resume import Start
 from acsgd.run.step.checkpointing import Checkpointing
 from acsgd.run.step.hooks import LoopState, StepHook, StepHooks
-from acsgd.run.step.link_codecs import LinkCodecs, has_revisits
+from acsgd.run.step.link_codecs import LinkCodecs
 from acsgd.run.step.pace import Pace
 from acsgd.run.step.spikes import SpikeGuard
 from acsgd.run.step.tracing import StepTrace
@@ -230,6 +230,7 @@ def open_run(
     """
     session = begin.session
     with (
+        contextlib.ExitStack() as stack,
         Checkpointing.open(begin, inputs, lock, signals, note=metrics.note) as checkpointing,
         open_upload(session, inputs.disks, checkpointing, signals, metrics.note) as uploads,
     ):
@@ -242,8 +243,7 @@ def open_run(
         batches = NextBatch(session, inputs.reader, pace.micros, signals, stops, metrics.note)
         hooks += [*uploads, checkpointing, pace, batches]
         if session.job.plugins.ladder is not None and session.job.topology.stages > 1:
-            epochs = max(inputs.reader.sampler.epochs(session.job.config.optim.num_steps))
-            hooks.append(LinkCodecs(session, metrics.event, has_revisits=has_revisits(session.job, epochs)))
+            hooks.append(stack.enter_context(contextlib.closing(LinkCodecs(session, metrics.event, state))))
         yield TrainingRun(session, inputs, state, StepHooks(hooks, metrics), checkpointing, batches)
 
 
