@@ -133,7 +133,7 @@ class NewAdapter:
             return draw_prefix(self._adapter, self._model.config, seed=seed)
         module = loaded_module(self._model, path, base)
         if isinstance(self._adapter, PromptTuning):
-            return draw_prompt(module, self._adapter, self._tokenizer, seed=self._seed)
+            return draw_prompt(module, self._adapter, self._model.config, self._tokenizer, seed=self._seed)
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
             adapted = inject_into(module, peft_config(self._adapter, self._model, self._task), path)

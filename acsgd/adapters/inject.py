@@ -46,7 +46,7 @@ def peft_config(adapter: Adapter, model: PreTrainedModel, task: str) -> Any:
     except ImportError:
         raise ValueError('adapter.spec needs PEFT, which is not installed; pip install "acsgd[adapters]"') from None
     if isinstance(adapter, PromptTuning):
-        return prompt_config(adapter)
+        return prompt_config(adapter, model.config)
     if isinstance(adapter, PrefixTuning):
         return prefix_config(adapter, model.config)
     if isinstance(adapter, IA3):
@@ -148,7 +148,7 @@ def virtual_tokens_in_peft(
     embeddings = torch.cat(tuple(parameters), dim=1)
     if isinstance(adapter, PrefixTuning):
         return {"prompt_embeddings": embeddings}, prefix_config(adapter, config)
-    return {"prompt_embeddings": embeddings}, prompt_config(adapter, embeddings.shape[1])
+    return {"prompt_embeddings": embeddings}, prompt_config(adapter, config, embeddings.shape[1])
 
 
 def inject_into(module: nn.Module, config: Any, path: str) -> Any:
@@ -168,8 +168,9 @@ def inject_into(module: nn.Module, config: Any, path: str) -> Any:
 def loaded_module(model: PreTrainedModel, path: str, tensor: Callable[[str], Tensor]) -> nn.Module:
     """Return a copy of a module of a model without adapter, its parameters in fp32. tensor: returns one by its name."""
     module = copy.deepcopy(model.get_submodule(path))
+    keys = {name: key for key, names in parameter_names(model).items() for name in names}
     for name, _ in list(module.named_parameters()):
-        set_parameter(module, name, nn.Parameter(tensor(f"{path}.{name}").float(), requires_grad=False))
+        set_parameter(module, name, nn.Parameter(tensor(keys[f"{path}.{name}"]).float(), requires_grad=False))
     return module
 
 
@@ -228,9 +229,10 @@ def with_adapter(layers: ModelLayers, model: PreTrainedModel, adapter: Adapter, 
             )
 
     def extend(layer: LayerSpec) -> LayerSpec:
-        if isinstance(adapter, PromptTuning) and layer.index > 0:  # such as a head that is tied to the embedding
-            return layer
-        more = [key for path, keys in added.items() if _is_in(path, layer.parameters) for key in keys]
+        if isinstance(adapter, PromptTuning):  # no other layer with the table, such as a head, uses virtual tokens
+            more = [key for keys in added.values() for key in keys if layer.index == 0]
+        else:
+            more = [key for path, keys in added.items() if _is_in(path, layer.parameters) for key in keys]
         random = layer.random or (adapter.dropout > 0 and bool(more))
         return replace(layer, parameters=(*layer.parameters, *more), random=random)
 

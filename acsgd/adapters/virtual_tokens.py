@@ -45,43 +45,48 @@ class PromptedEmbedding(nn.Module):
         return torch.cat([virtual.expand(len(ids), -1, -1), embedded[:, len(virtual) :]], dim=1)
 
 
-def prompt_config(adapter: PromptTuning, width: int | None = None, tokenizer: Path | None = None) -> Any:
-    """Return PEFT's config of prompt tuning. width: of embeddings; tokenizer: directory, for init=text."""
+def prompt_config(
+    adapter: PromptTuning, config: PreTrainedConfig, width: int | None = None, tokenizer: Path | None = None
+) -> Any:
+    """Return PEFT's config of prompt tuning.
+
+    config: of the model; width: of embeddings; tokenizer: directory, for init=text.
+    """
     from peft import PromptTuningConfig
 
     is_text = adapter.init == "text" and tokenizer is not None
     return PromptTuningConfig(
-        task_type="CAUSAL_LM",
+        task_type="SEQ_2_SEQ_LM" if config.is_encoder_decoder else "CAUSAL_LM",
         num_virtual_tokens=adapter.tokens,
         token_dim=width,  # type: ignore[arg-type]
-        num_transformer_submodules=1,
+        num_transformer_submodules=1,  # also of an encoder-decoder: the inputs of its encoder
         prompt_tuning_init="TEXT" if is_text else "RANDOM",
         prompt_tuning_init_text=adapter.text if is_text else None,
         tokenizer_name_or_path=str(tokenizer) if is_text else None,
     )
 
 
-def embedding_path(model: PreTrainedModel) -> str:
-    """Return the path of the embedding of tokens."""
-    embedding = model.get_input_embeddings()
-    return next(path for path, module in model.named_modules() if module is embedding)
-
-
 def inject_prompt(model: PreTrainedModel, adapter: PromptTuning) -> None:
-    """Replace the embedding of a model by one with virtual tokens, in place."""
-    path, embedding = embedding_path(model), model.get_input_embeddings()
+    """Replace the embedding of a model, or of its encoder, by one with virtual tokens, in place."""
+    embedding = (model.get_encoder() if model.config.is_encoder_decoder else model).get_input_embeddings()
+    path = next(path for path, module in model.named_modules() if module is embedding)
     assert isinstance(embedding, nn.Module)
     model.set_submodule(path, PromptedEmbedding(embedding, adapter.tokens))
 
 
-def draw_prompt(embedding: nn.Module, adapter: PromptTuning, tokenizer: Path, *, seed: int) -> dict[str, Tensor]:
-    """Return initial parameters of a PromptedEmbedding, as PEFT initializes them. embedding: with its weights."""
+def draw_prompt(
+    embedding: nn.Module, adapter: PromptTuning, config: PreTrainedConfig, tokenizer: Path, *, seed: int
+) -> dict[str, Tensor]:
+    """Return initial parameters of a PromptedEmbedding, as PEFT initializes them.
+
+    embedding: with its weights; config: of the model.
+    """
     from peft import PromptEmbedding
 
     width: Any = embedding.embedding_dim
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(mix_seed(seed, adapter.tokens))
-        drawn = PromptEmbedding(prompt_config(adapter, width, tokenizer), embedding).embedding.weight
+        drawn = PromptEmbedding(prompt_config(adapter, config, width, tokenizer), embedding).embedding.weight
     return {f"prompt.{NAME}.weight": drawn.detach()}
 
 

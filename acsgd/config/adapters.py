@@ -55,7 +55,10 @@ class IA3:
 
 @dataclass(frozen=True)
 class PromptTuning:
-    """Prompt tuning (Lester et al. 2021, arXiv:2104.08691): embeddings of virtual tokens before each sequence."""
+    """Prompt tuning (Lester et al. 2021, arXiv:2104.08691): embeddings of virtual tokens before each sequence.
+
+    Before the inputs of the encoder, in an encoder-decoder.
+    """
 
     dropout: ClassVar[float] = 0.0
     modules_to_save: ClassVar[str] = ""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from acsgd.config.adapters import parse_adapter
+from acsgd.config.adapters import VirtualTokens, parse_adapter
 from acsgd.config.options import Config, DataConfig
 from acsgd.io.data.formats.labels import Labels
 from acsgd.io.data.row_spec import LongDocument, RowPlacement, RowSpec
@@ -85,8 +85,8 @@ class Task(ABC):
     """Whether rows are cut from documents between special tokens, by data.objective."""
     has_labels: ClassVar[bool] = False
     """Whether records need a label, so that their format is "label"."""
-    takes_virtual_tokens: ClassVar[bool] = False
-    """Whether an adapter may put virtual tokens before the tokens of a row."""
+    virtual_tokens: ClassVar[tuple[type[VirtualTokens], ...]] = ()
+    """Adapters that may put virtual tokens before the inputs of a row."""
 
     def layout(self, data: DataConfig) -> RowPlacement:
         """Return how documents are put into rows: data.rows, with "auto" resolved."""
@@ -100,10 +100,10 @@ class Task(ABC):
         """Raise ValueError for the first option that the task does not take."""
         data, layout, long = config.data, self.layout(config.data), self.long(config.data)
         adapter = parse_adapter(config.adapter.spec)
-        if adapter and adapter.virtual_tokens and not self._takes_virtual_tokens(data):
+        if isinstance(adapter, VirtualTokens) and not self._takes(adapter, data):
             raise ValueError(
                 f'adapter.spec="{config.adapter.spec}": virtual tokens are for model.task=lm with '
-                "data.objective=causal and without data.isolate; use lora"
+                "data.objective=causal and without data.isolate, and prompt_tuning for seq2seq, too; use lora"
             )
         if data.objective != "causal" and not self.has_documents:
             raise ValueError(f"data.objective={data.objective} is for model.task=lm; remove data.objective")
@@ -134,8 +134,8 @@ class Task(ABC):
         if data.isolate and layout != "pack":
             raise ValueError(f"data.isolate needs data.rows=pack, but data.rows={layout}; add --data.rows pack")
 
-    def _takes_virtual_tokens(self, data: DataConfig) -> bool:
-        return self.takes_virtual_tokens and data.objective == "causal" and not data.isolate
+    def _takes(self, adapter: VirtualTokens, data: DataConfig) -> bool:
+        return isinstance(adapter, self.virtual_tokens) and data.objective == "causal" and not data.isolate
 
     def labels(self, model: PreTrainedConfig) -> Labels | None:
         """Return what the labels of records may be; None without `has_labels`."""

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from acsgd.io.data.formats.labels import Classes, Labels, RegressionLabels
-from acsgd.io.data.rows.base import INPUT_IDS, LABELS, Row
-from acsgd.io.data.rows.labelled import MASK, LabelledRows
+from acsgd.io.data.rows.base import INPUT_IDS, LABELS, MASK, Row
+from acsgd.io.data.rows.labelled import LabelledRows
 from acsgd.io.data.rows.layout import RowLayout
 from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.io.data.tokens.encode_examples import SequenceEncoder

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 from transformers import PreTrainedConfig
 
+from acsgd.config.adapters import PrefixTuning, PromptTuning
 from acsgd.config.options import Config, DataConfig
 from acsgd.io.data.row_spec import LongDocument, RowPlacement, RowStage
 from acsgd.io.data.rows.base import INPUT_IDS, LABELS, LENGTHS, Row, Rows
@@ -33,7 +34,7 @@ class LanguageModelling(Task):
     layouts: ClassVar[Sequence[RowPlacement]] = ("concat", "pack", "single")
     long_policies: ClassVar[Sequence[LongDocument]] = ("split", "truncate", "skip", "error")
     has_documents = True
-    takes_virtual_tokens = True
+    virtual_tokens = (PromptTuning, PrefixTuning)
 
     def layout(self, data: DataConfig) -> RowPlacement:
         return "pack" if data.rows == "auto" and data.objective != "causal" else super().layout(data)

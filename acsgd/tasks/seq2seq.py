@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
-from acsgd.io.data.rows.base import INPUT_IDS, LABELS, Row
-from acsgd.io.data.rows.labelled import MASK, PairRows
+from acsgd.config.adapters import PromptTuning
+from acsgd.io.data.rows.base import INPUT_IDS, LABELS, MASK, Row
+from acsgd.io.data.rows.labelled import PairRows
 from acsgd.io.data.rows.layout import RowLayout
 from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.io.data.tokens.encode import Encoded
@@ -25,6 +26,7 @@ class SequenceToSequence(Task):
     name = "seq2seq"
     model_class = MODEL_CLASSES["seq2seq"]
     metrics = ("perplexity",)
+    virtual_tokens = (PromptTuning,)
 
     def encoder(self, context: RowContext) -> PairEncoder:
         assert context.spec.truncation is not None

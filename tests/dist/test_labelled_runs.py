@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from lib.adapters import initial_adapter
 from lib.cache import with_shared_cache
+from lib.commands import acsgd
 from lib.labelled import save_model, with_special_tokens
 from lib.ranks import on_ranks
 from lib.resume import checkpoint_of, train_ranks
@@ -24,8 +26,8 @@ from lib.training import (
     train_whole,
     whole_batches,
 )
-from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from acsgd.adapters.export import merge, to_peft
@@ -54,6 +56,7 @@ EXPORTED = [
     ("classification", "bert", "ia3"),
 ]
 """Tasks, types of models and adapters."""
+PROMPT, VIRTUAL_TOKENS = "prompt_tuning:tokens=3,init=text,text=numbers, doubled", 3
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +88,14 @@ def losses_of_whole(config: Config) -> list[float]:
     """Train the whole model of transformers; return the losses."""
     task = MODEL_CLASSES[config.model.task]
     model = task.auto_class.from_pretrained(config.model.name, dtype=torch.float32)
-    if config.adapter.spec is not None:
+    if config.adapter.spec == PROMPT:
+        described = PromptTuningConfig(num_virtual_tokens=VIRTUAL_TOKENS, task_type=PEFT[task.name])
+        model = Prompted(get_peft_model(model, described))
+        (tokens,) = (param for param in model.parameters() if param.requires_grad)
+        (initial,) = initial_adapter(config).values()
+        with torch.no_grad():
+            tokens[:VIRTUAL_TOKENS] = initial  # PEFT has as many again for the decoder, and does not use them
+    elif config.adapter.spec is not None:
         model = get_peft_model(
             model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type=PEFT[task.name])
         )
@@ -97,11 +107,25 @@ def losses_of_whole(config: Config) -> list[float]:
     return train_whole(model, config.optim, whole_batches(config), loss=lambda x, labels: task.loss(x, labels, 0.0))
 
 
+class Prompted(nn.Module):
+    """PEFT's encoder-decoder with virtual tokens, called with placeholders for them as in the batches of a run."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, **options: Tensor) -> Any:
+        assert bool((attention_mask[:, :VIRTUAL_TOKENS] == 1).all())
+        cut = {"input_ids": input_ids[:, VIRTUAL_TOKENS:], "attention_mask": attention_mask[:, VIRTUAL_TOKENS:]}
+        return self.model(**cut, **options)
+
+
 def test_each_task_trains_in_stages(special: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     configs = [run_on_table(tmp_path, special, task, stages=2) for task in TABLES]
     adapter = AdapterConfig("lora:r=4,alpha=8")
     adapted = [dataclasses.replace(configs[at], adapter=adapter) for at in (0, 2)]  # a classifier is as a regression
-    assert_same_training([*configs, *adapted], 2, tmp_path, losses_of_whole)
+    prompted = dataclasses.replace(configs[2], adapter=AdapterConfig(PROMPT))
+    assert_same_training([*configs, *adapted, prompted], 2, tmp_path, losses_of_whole)
 
 
 @pytest.mark.parametrize(("task", "family", "spec"), EXPORTED)
@@ -127,6 +151,34 @@ def test_an_exported_adapter_has_the_held_out_loss_of_its_run(
     assert held_out_loss(config, base) != expected
     assert held_out_loss(config, PeftModel.from_pretrained(base, peft)) == expected
     assert held_out_loss(config, MODEL_CLASSES[task].auto_class.from_pretrained(hf, dtype=torch.float32)) == expected
+
+
+def test_virtual_tokens_of_an_encoder_load_in_peft_and_generate(
+    special: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    config = run_on_table(tmp_path, special, "seq2seq")
+    data, optim = dataclasses.replace(config.data, eval_fraction=0.25), dataclasses.replace(config.optim, lr=0.3)
+    config = dataclasses.replace(config, data=data, optim=optim, adapter=AdapterConfig(PROMPT))
+    train_ranks(0, 1, tmp_path / "store", [config])
+    (*_, last) = (Path(config.log.dir) / "metrics.jsonl").read_text().splitlines()
+    checkpoint, peft = checkpoint_of(config, config.optim.num_steps), tmp_path / "peft"
+    peft.mkdir()
+    to_peft(checkpoint, peft)
+    base = MODEL_CLASSES["seq2seq"].auto_class.from_pretrained(config.model.name, dtype=torch.float32)
+    table = base.get_input_embeddings().weight
+    (initial,) = initial_adapter(config).values()
+    assert torch.equal(initial, table[special("numbers, doubled", add_special_tokens=True)["input_ids"]][:3])
+    model = PeftModel.from_pretrained(base, peft).eval()
+    assert held_out_loss(config, Prompted(model)) == pytest.approx(json.loads(last)["eval_loss"], rel=RELATIVE)
+
+    prompt = special("double 4", return_tensors="pt")
+    options = {"max_new_tokens": 6, "do_sample": False, "num_beams": 1}
+    expected = special.decode(model.generate(**prompt, **options)[0], skip_special_tokens=True)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "double 4"}\n')
+    for arguments in ([checkpoint], [config.model.name, "--adapter", peft]):
+        files = ("--file", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", "--max-new-tokens", 6)
+        assert acsgd("generate", *arguments, *files)[0] == 0
+        assert json.loads((tmp_path / "out.jsonl").read_text())["generated_text"] == expected
 
 
 @torch.no_grad()

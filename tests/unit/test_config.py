@@ -373,8 +373,14 @@ def test_a_usage_error_that_quotes_a_long_value_is_short() -> None:
     assert len(str(refused.value)) < 500
 
 
-@pytest.mark.parametrize("adapter", ["prompt_tuning:tokens=4", "prefix_tuning:tokens=4"])
-@pytest.mark.parametrize("option", ["--model.task seq2seq", "--model.task classification", "--data.objective prefix"])
+@pytest.mark.parametrize(
+    ("adapter", "option"),
+    [
+        ("prefix_tuning:tokens=4", "--model.task seq2seq"),
+        ("prompt_tuning:tokens=4", "--model.task classification"),
+        ("prompt_tuning:tokens=4", "--data.objective prefix"),
+    ],
+)
 def test_virtual_tokens_are_refused_with_other_tasks_and_objectives(run_file: Path, adapter: str, option: str) -> None:
     check(parse([str(run_file), "--adapter.spec", adapter]))
     config = parse([str(run_file), "--adapter.spec", adapter, *option.split()])

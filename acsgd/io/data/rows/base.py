@@ -24,6 +24,8 @@ from acsgd.model_classes import IGNORED
 INPUT_IDS, LABELS, LENGTHS = "input_ids", "labels", "lengths"
 """Names of the tokens, of the labels, and of the numbers of input tokens without padding in a row: `Lengths`, int [2].
 """
+MASK, DECODER_IDS = "attention_mask", "decoder_input_ids"
+"""Names of the mask of padding, and of the tokens that enter a decoder beside those of an encoder."""
 
 CHUNK = 2**20
 """Number of tokens whose targets are counted at a time."""
@@ -131,7 +133,7 @@ class RowReader:
     wants_lengths: bool = False
     """Whether to read the rows for their lengths alone, if neither is wanted."""
     virtual_tokens: int = 0
-    """Number of placeholders before each row of a language model, without labels."""
+    """Number of placeholders before the inputs of each row, without labels."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -175,11 +177,12 @@ class RowReader:
 
 
 def _with_virtual_tokens(row: Mapping[str, NDArray[Any]], count: int) -> dict[str, NDArray[Any]]:
-    """Return a row with placeholders before it."""
-    values = {INPUT_IDS: 0, LABELS: IGNORED}
-    longer = {
-        name: np.concatenate([np.full(count, value, row[name].dtype), row[name]]) for name, value in values.items()
-    }
+    """Return a row with placeholders before its inputs. What enters a decoder, and its labels, get padding instead."""
+    has_decoder = DECODER_IDS in row
+    before = {INPUT_IDS: 0, MASK: 1} if has_decoder else {INPUT_IDS: 0, LABELS: IGNORED}
+    after = {DECODER_IDS: 0, LABELS: IGNORED} if has_decoder else {}
+    longer = {name: np.pad(row[name], (count, 0), constant_values=value) for name, value in before.items()}
+    longer |= {name: np.pad(row[name], (0, count), constant_values=value) for name, value in after.items()}
     tokens, target = row[LENGTHS].tolist()
     return {**longer, LENGTHS: np.array([tokens + count, target])}
 

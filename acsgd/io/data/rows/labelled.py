@@ -11,15 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from acsgd.io.data.rows.base import INPUT_IDS, LABELS, LENGTHS, Row
+from acsgd.io.data.rows.base import DECODER_IDS, INPUT_IDS, LABELS, LENGTHS, MASK, Row
 from acsgd.io.data.sampler import Ints
 from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.io.data.tokens.ends import TextEnds
 from acsgd.io.files.arrays import sample
 from acsgd.model_classes import IGNORED, TOKEN_TYPES
-
-MASK = "attention_mask"
-DECODER_IDS = "decoder_input_ids"
 
 
 class _ExampleRows:
