@@ -163,10 +163,6 @@ class Stage:
                 self.sync.grad_ready(weight, is_final=True)
         self.sync.reduce()
 
-    def looks_up(self, key: str) -> bool:
-        """Whether a layer of the stage uses a parameter as the table of an embedding."""
-        return any(key in layer.spec.lookups for layer in self.layers)
-
     def modules(self) -> dict[str, nn.Module]:
         """Return the modules with parameters of the stage, and all modules of its blocks, by path."""
         model, names = self.composed.model, parameter_names(self.composed.model)

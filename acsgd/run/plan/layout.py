@@ -53,11 +53,6 @@ class StageLayout:
         return [boundary for boundary, (before, after) in enumerate(pairwise(here)) if before != after]
 
     @property
-    def has_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
-        return len(self.specs) - 1 in self.stages
-
-    @property
     def cut(self) -> Cut:
         """The layers of each position of a pipeline."""
         return layers_by_rank(self.placement, self.specs)
