@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 from acsgd.errors import BEFORE_TRAINING, ReportedError
-from acsgd.failures.signals import end_with_torchrun
+from acsgd.failures.signals import end_with_torchrun, starting
 from acsgd.failures.stdio import protect_streams
 from acsgd.launch import Launch, forbid_restart
 
@@ -39,29 +41,31 @@ def run(argv: list[str], *, prog: str) -> None:
     launch = Launch.from_env()
     if launch.under_torchrun:
         end_with_torchrun(os.getppid(), is_main=launch.local_rank == 0, end=end_process)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends without a traceback
-
-    from acsgd.failures.report import report_startup_error
-
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # before and after the contexts that handle it, without a traceback
     command = argv[0] if argv[:1] in ([EVAL], [GENERATE]) else ""
     if command:
         argv, prog = argv[1:], f"{prog} {command}"
+    # torchrun of an elastic run sends SIGTERM to start its workers again: nothing is reported then
+    with contextlib.nullcontext() if launch.daemon else starting(end_process, is_main=launch.local_rank == 0):
+        main_of_command = _import(argv, launch, prog=prog, command=command)
+    main_of_command(argv, launch, prog=prog, end=end_process)
+
+
+def _import(argv: list[str], launch: Launch, *, prog: str, command: str) -> Callable[..., None]:
+    """Return the main function of a command, once its options are checked. Arguments: see `_check`."""
+    from acsgd.failures.report import report_startup_error
+
     if launch.rank == 0 and launch.is_one_host:  # torchrun then ends the other ranks
         with report_startup_error(launch):  # before the imports; the commands do it again, on all ranks of all hosts
             _check(argv, launch, prog=prog, command=command)
     match command:
         case "eval":
-            from acsgd.commands.evaluation import command as evaluation
-
-            evaluation.main(argv, launch, prog=prog, end=end_process)
+            from acsgd.commands.evaluation.command import main
         case "generate":
-            from acsgd.commands.generation import command as generation
-
-            generation.main(argv, launch, prog=prog, end=end_process)
+            from acsgd.commands.generation.command import main
         case _:
-            from acsgd import main as training
-
-            training.main(argv, launch, prog=prog, end=end_process)
+            from acsgd.main import main
+    return main
 
 
 def _check(argv: list[str], launch: Launch, *, prog: str, command: str) -> None:

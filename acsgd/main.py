@@ -28,7 +28,7 @@ from acsgd.config.run_file import parse
 from acsgd.elastic.worker import run_elastic
 from acsgd.failures.failures import RunContext, report_failure
 from acsgd.failures.report import report_startup_error
-from acsgd.failures.signals import StopSignals
+from acsgd.failures.signals import StopSignals, starting
 from acsgd.groups import clone_store, connect, open_store
 from acsgd.io.files.cache import TIMEOUT_S
 from acsgd.launch import Launch, set_nccl_variables
@@ -50,7 +50,7 @@ def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], Non
     if launch.daemon:
         _run_elastic(argv, launch, prog, end)
         return
-    with report_startup_error(launch):
+    with report_startup_error(launch), starting(end, is_main=launch.local_rank == 0):
         store = open_store(launch)
         store_of_failures = clone_store(store, launch)
     with contextlib.ExitStack() as stack, report_failure(store_of_failures, launch, end) as context:

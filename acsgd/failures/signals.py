@@ -126,6 +126,24 @@ class StopSignals:
 
 
 @contextlib.contextmanager
+def starting(end: Callable[[int], None] = os._exit, *, is_main: bool = True) -> Iterator[None]:
+    """Context of what comes before a command: its imports, and the wait for torchrun's store. Nothing is cleaned up.
+
+    A stop signal ends the process from a thread, since the main thread may be inside native code. is_main: whether
+    this process reports the signal; one per host. end: as of StopSignals. Must be entered in the main thread.
+    """
+
+    def stop() -> None:
+        if is_main:
+            print_error(f"stopped by {signals.received} before the start; nothing was written")
+        end(_exit_code(signals))
+
+    with StopSignals(end) as signals:
+        signals.on_signal(stop)
+        yield
+
+
+@contextlib.contextmanager
 def reporting_stop(outcome: Callable[[], str] = lambda: "", *, clean_up_s: float = CLEAN_UP_S) -> Iterator[None]:
     """Context of a command that a stop signal ends. Raises ReportedError once the signal is reported.
 

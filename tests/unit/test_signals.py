@@ -24,6 +24,7 @@ from acsgd.failures import signals
 from acsgd.failures.signals import REPEAT_S, STOP_SIGNALS, StopSignals, build_until_stopped, reporting_stop
 from acsgd.io.files import atomic
 
+ROOT = str(Path(__file__).parents[2])
 INT, TERM, USR1, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 
 
@@ -237,3 +238,37 @@ def test_a_build_that_is_cut_is_named(tmp_path: Path) -> None:
 
     assert atomic.build_atomically(target, build)
     assert described == [(f"{described[0][1]} is left; remove it", described[0][1])]
+
+
+AMONG_IMPORTS = """
+import os, sys, time
+from acsgd.command import main
+
+class Signal:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+
+module, number = sys.argv[1], int(sys.argv[2])
+sys.argv[1:] = sys.argv[3:]
+sys.meta_path.insert(0, Signal())
+main()
+print("done")
+"""
+TRAINING = "--model.name m --data.sources demo --data.sequence 8 --data.batch 2 --optim.lr 1 --optim.steps 3"
+
+
+@pytest.mark.parametrize(
+    ("module", "number", "line"),
+    [
+        ("tyro", INT, "convert from-hf a b"),
+        ("acsgd.commands.evaluation.command", TERM, "eval m --data demo --sequence 8"),
+        ("acsgd.main", USR1, f"train {TRAINING}"),
+    ],
+)
+def test_a_stop_signal_among_the_imports_is_reported_and_ends_the_command(module: str, number: int, line: str) -> None:
+    command = [sys.executable, "-c", AMONG_IMPORTS, module, str(number), *line.split()]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": ROOT})
+    text = f"\nerror: stopped by {signal.Signals(number).name} before the start; nothing was written\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, "", text)

@@ -25,7 +25,7 @@ from acsgd.config.options import DataConfig
 from acsgd.config.run_file import parse_flags
 from acsgd.failures.failures import RunContext, report_failure
 from acsgd.failures.report import report_startup_error
-from acsgd.failures.signals import StopSignals, reporting_stop
+from acsgd.failures.signals import StopSignals, reporting_stop, starting
 from acsgd.groups import clone_store, connect, open_store
 from acsgd.io.data.formats.formats import describe_unused
 from acsgd.io.data.held_out import HeldOut
@@ -89,7 +89,7 @@ def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], Non
         with report_startup_error(launch), reporting_stop():
             _run_alone(options, launch)
         return
-    with report_startup_error(launch):
+    with report_startup_error(launch), starting(end, is_main=launch.local_rank == 0):
         store = open_store(launch)
         store_of_failures = clone_store(store, launch)
     with contextlib.ExitStack() as stack, report_failure(store_of_failures, launch, end) as context:

@@ -38,7 +38,7 @@ from acsgd.config.run_file import parse_flags
 from acsgd.errors import RunError, is_out_of_memory
 from acsgd.failures.failures import report_failure
 from acsgd.failures.report import report_startup_error
-from acsgd.failures.signals import StopSignals, reporting_stop
+from acsgd.failures.signals import StopSignals, reporting_stop, starting
 from acsgd.groups import clone_store, connect, open_store
 from acsgd.io.data.formats.formats import CHATS, read_options
 from acsgd.launch import Launch
@@ -59,7 +59,7 @@ def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], Non
         with report_startup_error(launch), reporting_stop(), as_typed(GenerateOptions):
             generate(options)
         return
-    with report_startup_error(launch):
+    with report_startup_error(launch), starting(end, is_main=launch.local_rank == 0):
         store = open_store(launch)
         store_of_failures = clone_store(store, launch)
     with contextlib.ExitStack() as stack, report_failure(store_of_failures, launch, end) as context:
