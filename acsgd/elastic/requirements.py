@@ -18,6 +18,7 @@ from acsgd.run.plan.job import Job
 from acsgd.run.plan.layout import Cut, divide, layers_by_rank
 from acsgd.run.plan.limits import check_memory
 from acsgd.run.setup.inputs import RunInputs
+from acsgd.versions import digest_of_code
 
 
 def check_elastic(job: Job) -> None:
@@ -124,11 +125,3 @@ def _options(job: Job) -> dict[str, str]:
     """Return the value of each option that must be equal on all hosts, by the name that a user types."""
     sections = asdict(job.config.common)
     return {f"{name}.{key}": repr(value) for name, section in sections.items() for key, value in section.items()}
-
-
-def digest_of_code() -> str:
-    """Return a digest of the source files of this package."""
-    digest, package = hashlib.sha256(), Path(__file__).parents[1]
-    for path in sorted(package.rglob("*.py")):
-        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 from lib.processes import CONTEXT, WAIT_S, started
 
-from acsgd.commands.doctor.command import DoctorCommand, facts
+from acsgd.commands.doctor.command import DoctorCommand
 from acsgd.commands.doctor.links import Doctor
+from acsgd.versions import installed_versions
 from benchmarks.common import netlab
 
 PORT, MAPPED = 29400, 41000
@@ -236,13 +237,9 @@ def _answer(
         is_listening.set()
         while True:
             server.accept()[0].sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
-    with contextlib.closing(Doctor(port, secret.encode(), {**_facts(), **(facts or {})})):
+    with contextlib.closing(Doctor(port, secret.encode(), {**installed_versions(), **(facts or {})})):
         is_listening.set()
         time.sleep(WAIT_S)
-
-
-def _facts() -> dict[str, str]:
-    return facts()
 
 
 def _examine(

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 # From the bottom to the top: a package imports only packages of floors below its own.
 FLOORS = """
-    errors notes
+    errors notes versions
     launch streams config
     codecs comm layers metrics
     io.files model_classes topology
@@ -63,6 +63,7 @@ RESERVED = {
 }
 TORCH_FREE = (
     "acsgd.errors",
+    "acsgd.versions",
     "acsgd.comm.waits",
     "acsgd.comm.connections",
     "acsgd.launch",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -16,16 +17,18 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from acsgd.commands.launch import command as launch_command
+from acsgd.commands.launch import hosts as launch_hosts
 from acsgd.commands.launch.command import LaunchCommand
 from acsgd.commands.launch.hosts import SUPERVISOR, Launch, Remote
 from acsgd.commands.launch.slurm import submission
 from acsgd.commands.launch.supervisor import READY, Job, _Launcher, _wait
 from acsgd.config.run_file import parse
 from acsgd.errors import ReportedError
+from acsgd.versions import installed_versions
 
 ROOT = Path(__file__).parents[2]
 GPT2 = str(ROOT / "examples/gpt2.toml")
-ANSWER = f"echo '{READY}1234'; read job"
+ANSWER = f"echo '{READY}{json.dumps({'port': 1234, 'versions': installed_versions()})}'; read job"
 Script = Callable[..., str]
 
 
@@ -182,7 +185,9 @@ def test_a_host_that_vanishes_is_named_and_the_others_are_stopped(
         launch.connect()
         with pytest.raises(ReportedError):
             launch.run(jobs(2))
-    assert "error: b: the connection has ended (Broken pipe)" in capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert "error: b: the connection has ended (Broken pipe)" in err
+    assert "\na: ends as well, since b has ended" in err
 
 
 def test_an_elastic_run_goes_on_without_a_host(ssh: Script, tmp_path: Path) -> None:
@@ -191,6 +196,46 @@ def test_an_elastic_run_goes_on_without_a_host(ssh: Script, tmp_path: Path) -> N
         launch.connect()
         launch.run(jobs(2))
         assert [host.code for host in launch.hosts] == [0, 255]
+
+
+def test_a_host_of_an_elastic_run_that_is_back_gets_its_job_again(
+    ssh: Script, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the run is complete elsewhere, it is stopped: no other host would come."""
+    for name, seconds in {"AGAIN_S": 0.1, "BEAT_S": 0.05, "OTHERS_S": 0.2}.items():
+        monkeypatch.setattr(launch_hosts, name, seconds)
+    again = tmp_path / "again"
+    waits = 'while read line; do case "$line" in *SIGTERM*) exit 1;; esac; done'
+    first = f"if [ ! -e {again} ]; then touch {again}; {ANSWER}; exit 255; fi"
+    ends = f"while [ ! -e {tmp_path}/joined ]; do read line; done; exit 0"
+    second = f'{ANSWER}; echo "$job"; touch {tmp_path}/joined; {waits}'
+    with launched(tmp_path, ssh(a=f"{ANSWER}; {ends}", b=f"{first}; {second}"), "a", "b", may_lack=True) as launch:
+        launch.connect()
+        launch.run(jobs(2))
+        assert [host.code for host in launch.hosts] == [0, 1]
+    out, err = capfd.readouterr()
+    assert '"run_file": ""' in out, "what rank 0 prints is shown wherever it is"
+    assert "error: b: the connection has ended (ssh printed nothing); the run continues without it" in err
+    assert "b is back" in err
+    assert "b: ends as well, since a has ended" in err
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "expected"),
+    [
+        ("torch", "1.0", "nothing was started; torch differs: 1.0 on b, "),
+        ("torch", "none", "nothing was started; b has no torch for python"),
+        ("code", "0123", "nothing was started; code of acsgd differs: 0123 on b, "),
+    ],
+)
+def test_hosts_with_other_versions_are_refused(
+    package: str, version: str, expected: str, ssh: Script, tmp_path: Path
+) -> None:
+    other = json.dumps({"port": 1234, "versions": installed_versions() | {package: version}})
+    script = ssh(a=ANSWER, b=f"echo '{READY}{other}'; read job")
+    with launched(tmp_path, script, "a", "b") as launch, pytest.raises(ValueError) as caught:
+        launch.connect()
+    assert str(caught.value).startswith(expected)
 
 
 def test_ctrl_c_reaches_all_hosts(ssh: Script, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import signal
 import sys
@@ -30,6 +29,7 @@ from acsgd.commands.doctor.links import (
 )
 from acsgd.config.ranges import PORT, Range, out_of_range
 from acsgd.launch import gloo_interface, run_secret
+from acsgd.versions import installed_versions
 
 MARKS = {"ok": "ok", "warning": "[yellow]warning[/]", "error": "[bold red]error[/]"}
 
@@ -103,7 +103,7 @@ class DoctorCommand:
             link = measure(address, _secret(), self.seconds)
         except PeerError as error:
             return [Diagnosis("error", f"link to {address}", str(error), error.remedy)], None
-        return [*diagnose(link, facts(), _own_addresses()), *self._dial_back(address)], link
+        return [*diagnose(link, installed_versions(), _own_addresses()), *self._dial_back(address)], link
 
     def _forecast(self, links: Sequence[Measured]) -> Iterator[Diagnosis]:
         """Say how long a step of the run takes on this host and those at the measured links."""
@@ -143,7 +143,7 @@ class DoctorCommand:
     def _answer(self, port: int) -> Doctor:
         """Begin to answer other hosts. Raises ValueError if the port is taken."""
         try:
-            return Doctor(port, _secret(), facts())
+            return Doctor(port, _secret(), installed_versions())
         except OSError as error:
             strerror = str(error.strerror).partition(" (")[0]  # Python adds the address
             raise ValueError(f"port {port} cannot be listened on ({strerror}); give another --listen") from None
@@ -171,14 +171,6 @@ def _from(address: str) -> str:
 def _own_addresses() -> set[str]:
     """Return the addresses of this host."""
     return {each.address for some in psutil.net_if_addrs().values() for each in some}
-
-
-def facts() -> dict[str, str]:
-    """Return what must be equal on all hosts of a run."""
-    from acsgd.elastic.requirements import digest_of_code
-
-    versions = {name: importlib.metadata.version(name) for name in ("acsgd", "torch", "transformers")}
-    return {**versions, "code": digest_of_code()[:12]}
 
 
 def _secret() -> bytes:

@@ -28,6 +28,7 @@ from acsgd.errors import ReportedError, printable
 from acsgd.failures.report import print_error
 from acsgd.failures.signals import StopSignals
 from acsgd.notes import print_note
+from acsgd.versions import installed_versions
 
 SUPERVISOR = "acsgd.commands.launch.supervisor"
 BATCH_MODE = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
@@ -40,6 +41,8 @@ OTHERS_S = 30.0
 """Time for the other hosts to end by themselves after torchrun of one has failed, seconds; then they get SIGTERM."""
 SSH_FAILED = 255
 """Exit code of ssh for an error of its own. If a signal has ended it, its exit code is negative."""
+AGAIN_S = 15.0
+"""Time from the end of a connection to the next attempt, seconds, if the run continues without that host."""
 NOT_FOUND = (126, 127)
 """Exit codes of a shell that cannot start a command."""
 
@@ -111,8 +114,12 @@ class Host:
         self.name = name
         self.port: int | None = None
         """A free port there, once it has answered."""
+        self.versions: dict[str, str] = {}
+        """`installed_versions` there, once it has answered."""
         self.code: int | None = None
         """Exit code, once the connection has ended."""
+        self.ended_at = math.inf
+        """When the connection has ended, on `time.monotonic`."""
         self.last = ""
         """Last line from stderr."""
         self._log = log.open("a")
@@ -171,20 +178,23 @@ class Host:
 class Launch:
     """The hosts of a run, from the first connection to the last end. A context manager that ends all connections.
 
-    logs: directory of the log of each host. may_lack: whether the run continues without a host that ends.
+    logs: directory of the log of each host. may_lack: whether the run continues without a host that ends. Then a host
+    whose connection has ended is connected again, until the run ends.
     """
 
     def __init__(self, names: Sequence[str], remote: Remote, logs: Path, *, may_lack: bool = False) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self.remote = remote
+        self._logs = logs
         self._may_lack = may_lack
+        self._jobs: dict[str, Job] = {}
         self._events: queue.Queue[_Event] = queue.Queue()
         self._stops = 0
         self._shown = set[str]()
         self._beat_at = 0.0
         self._has_ended = False
         self._signals = StopSignals(lambda code: self._events.put(_Event(None)))
-        self.hosts = [Host(name, remote.command(name), log_of(logs, name), self._events) for name in names]
+        self.hosts = [self._host(name) for name in names]
 
     def __enter__(self) -> Self:
         self._signals.__enter__()
@@ -197,18 +207,37 @@ class Launch:
         self._signals.__exit__(None, None, None)
 
     def connect(self) -> None:
-        """Wait until all hosts have answered. Raises ValueError with a sentence on each one that has not."""
+        """Wait until all hosts have answered. Raises ValueError with what keeps them from it, or how they differ."""
         deadline = time.monotonic() + CONNECT_S
         while waiting := [host for host in self.hosts if host.port is None and host.code is None]:
             if not self._next(deadline - time.monotonic()):
                 raise ValueError(f"{_names(waiting)} did not answer in {CONNECT_S:g} s; nothing was started")
             self._check_stop()
         self._refuse_ended()
+        self._refuse_other_versions()
 
     def _refuse_ended(self) -> None:
         ended = [self.remote.explain(host.name, host.code, host.last) for host in self.hosts if host.code is not None]
         if ended:
             raise ValueError("; ".join(["nothing was started", *ended]))
+
+    def _refuse_other_versions(self) -> None:
+        """Raise ValueError if the hosts differ in what is installed, or from this machine in acsgd."""
+        first, here = self.hosts[0], installed_versions()
+        for host in self.hosts:
+            if host.versions["torch"] == "none":
+                raise ValueError(
+                    f"nothing was started; {host.name} has no torch for {self.remote.python}; give --python or --dir"
+                )
+            for name, version in host.versions.items():
+                is_ours = name in ("acsgd", "code")
+                expected, place = (here[name], "this machine") if is_ours else (first.versions[name], first.name)
+                if version != expected:
+                    what = "code of acsgd" if name == "code" else name
+                    raise ValueError(
+                        f"nothing was started; {what} differs: {version} on {host.name}, {expected} on {place}; "
+                        "install the same versions, or give --python or --dir"
+                    )
 
     def _check_stop(self) -> None:
         if self._stops:
@@ -221,10 +250,10 @@ class Launch:
             pass
         self._check_stop()
         self._refuse_ended()
-        for host, job in zip(self.hosts, jobs, strict=True):
-            host.send(job.line())
-        ends_at = math.inf
-        while running := [host for host in self.hosts if host.code is None]:
+        self._jobs = {host.name: job for host, job in zip(self.hosts, jobs, strict=True)}
+        for host in self.hosts:
+            host.send(self._jobs[host.name].line())
+        while running := self._running():
             stops = self._stops
             self._next(BEAT_S)
             if time.monotonic() >= self._beat_at:
@@ -232,18 +261,40 @@ class Launch:
                 self._send({}, running)
             if self._stops > stops:
                 self._send({"signal": self._signals.received}, running)
-            failed = [host for host in self.hosts if host.code]
-            if failed and not self._may_lack and not self._stops:
-                ends_at = min(ends_at, time.monotonic() + (0 if any(host.is_lost for host in failed) else OTHERS_S))
-            if time.monotonic() >= ends_at and not self._has_ended:
-                self._has_ended = True
-                print_note(f"{_names(running)}: ends as well, since {_names(failed)} has failed")
-                self._send({"signal": "SIGTERM"}, running)
+            if not self._stops:
+                self._end_others()
+                self._connect_again()
         if self._stops:
             raise ReportedError(self._exit_code)
-        codes = [host.code or 0 for host in self.hosts]
-        if any(codes) and (all(codes) or not self._may_lack):
+        if not (any if self._may_lack else all)(host.code == 0 for host in self.hosts):
             raise ReportedError(1)
+
+    def _end_others(self) -> None:
+        """Stop, once, hosts that would wait in vain for one that has failed or, in an elastic run, has completed."""
+        running = self._running()
+        ended = [host for host in self.hosts if (host.code == 0 if self._may_lack else host.code)]
+        if not running or not ended or self._has_ended:
+            return
+        others_s = 0.0 if any(host.is_lost for host in ended) else OTHERS_S
+        if time.monotonic() >= min(host.ended_at for host in ended) + others_s:
+            self._has_ended = True
+            print_note(f"{_names(running)}: ends as well, since {_names(ended)} has ended")
+            self._send({"signal": "SIGTERM"}, running)
+
+    def _connect_again(self) -> None:
+        """Connect to lost hosts of an elastic run that is not complete; each gets its job once it answers."""
+        if not self._may_lack or any(host.code == 0 for host in self.hosts):
+            return
+        for number, host in enumerate(self.hosts):
+            if host.is_lost and time.monotonic() >= host.ended_at + AGAIN_S:
+                host.close()
+                self.hosts[number] = self._host(host.name)
+
+    def _running(self) -> list[Host]:
+        return [host for host in self.hosts if host.port is not None and host.code is None]
+
+    def _host(self, name: str) -> Host:
+        return Host(name, self.remote.command(name), log_of(self._logs, name), self._events)
 
     @property
     def _exit_code(self) -> int:
@@ -263,11 +314,15 @@ class Launch:
         if host is None:
             self._stops += 1
         elif event.code is not None:
-            host.code = event.code
-            if host.port is not None and not self._stops:
+            host.code, host.ended_at = event.code, time.monotonic()
+            if self._jobs and not self._stops:
                 self._report_end(host)
         elif host.port is None and event.line.startswith(READY):
-            host.port = int(event.line.removeprefix(READY))
+            answer = json.loads(event.line.removeprefix(READY))
+            host.port, host.versions, host.last = answer["port"], answer["versions"], ""
+            if self._jobs:
+                print_note(f"{host.name} is back")
+                host.send(self._jobs[host.name].line())
         else:
             host.log(event.line)
             self._show(host, event.line, event.is_error)
@@ -283,17 +338,34 @@ class Launch:
             if text not in self._shown:
                 print_error(f"{host.name}: {text}")
             self._shown.add(text)
-        elif host is self.hosts[0] and not (is_error and (self._shown or self._stops)):  # torchrun's remarks
+        elif self._is_shown(host, is_error):
             print(line, file=sys.stderr if is_error else sys.stdout, flush=True)
+
+    def _is_shown(self, host: Host, is_error: bool) -> bool:
+        """Return whether a line is that of rank 0, which may be on any host of an elastic run: only rank 0 prints.
+
+        torchrun's remarks on an end are not shown.
+        """
+        if self._may_lack:
+            return not (is_error and self._stops)
+        return host is self.hosts[0] and not (is_error and (self._shown or self._stops))
 
     def _report_end(self, host: Host) -> None:
         """Report the end of a host that no error of its own explains."""
+        if host.is_lost and host.port is None:  # it is connected again, and again
+            return
         if host.is_lost:
-            print_error(f"{host.name}: the connection has ended ({host.last or 'ssh printed nothing'})")
-            self._shown.add(host.name)
+            text = f"{host.name}: the connection has ended ({host.last or 'ssh printed nothing'})"
+            if self._may_lack:
+                text += f"; the run continues without it, and connects again every {AGAIN_S:g} s"
+        elif host.port is None:
+            text = self.remote.explain(host.name, host.code or 0, host.last)
         elif host.code and not self._shown:
-            print_error(f"{host.name}: torchrun ended with exit code {host.code}: {host.last or 'it printed nothing'}")
-            self._shown.add(host.name)
+            text = f"{host.name}: torchrun ended with exit code {host.code}: {host.last or 'it printed nothing'}"
+        else:
+            return
+        print_error(text)
+        self._shown.add(host.name)
 
 
 def log_of(logs: Path, host: str) -> Path:

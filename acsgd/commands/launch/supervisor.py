@@ -25,9 +25,13 @@ from types import FrameType
 from typing import IO
 
 from acsgd.launch import environment_with, torchrun
+from acsgd.versions import installed_versions
 
-READY = "acsgd launch: ready at port "
-"""First line of the supervisor, with a free port of this host. What a shell's start-up files print comes before."""
+READY = "acsgd launch: ready "
+"""Start of the supervisor's first line, before a JSON object with a free port there and its `installed_versions`.
+What a shell's start-up files print comes before."""
+JOB_S = 600
+"""Seconds without a job after which the launcher counts as lost: more than it waits for all hosts."""
 BEAT_S = 5.0
 """Seconds between two lines of the launcher."""
 SILENCE_S = 60.0
@@ -63,9 +67,12 @@ def supervise() -> int:
     for number in STOP_SIGNALS:
         signal.signal(number, launcher.on_signal)
     with socket.create_server(("", 0)) as probe:
-        print(f"{READY}{probe.getsockname()[1]}", flush=True)
+        answer = {"port": probe.getsockname()[1], "versions": installed_versions()}
+        print(f"{READY}{json.dumps(answer)}", flush=True)
+    signal.alarm(JOB_S)
     if not (line := sys.stdin.readline()):
         return 1
+    signal.alarm(0)
     job = Job(**json.loads(line))
     with tempfile.NamedTemporaryFile("w", prefix="acsgd-", suffix=".toml") as run_file:
         run_file.write(job.run_file)
