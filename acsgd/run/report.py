@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from itertools import accumulate, pairwise
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -161,9 +163,17 @@ class StepSummary:
 
     @classmethod
     def of(cls, reports: Sequence[Report], topology: Topology) -> StepSummary:
-        """Return the summary of the reports of all ranks, which have the same fields."""
+        """Return the summary of the reports of all ranks, which have the same fields in the same order."""
+        return cls.of_columns(reports[0], zip(*(report.values() for report in reports), strict=True), topology)
+
+    @classmethod
+    def of_columns(
+        cls, fields: Iterable[StepField[Any]], columns: Iterable[Sequence[float]], topology: Topology
+    ) -> StepSummary:
+        """Return the summary of fields. columns: of each field, the number of each rank."""
         pipelines = topology.lines("pipeline")
-        return cls({f.name: [[reports[rank][f] for rank in ranks] for ranks in pipelines] for f in reports[0]})
+        numbers = zip(fields, columns, strict=True)
+        return cls({f.name: [[column[rank] for rank in ranks] for ranks in pipelines] for f, column in numbers})
 
     @classmethod
     def zeros(cls, topology: Topology) -> StepSummary:
@@ -213,8 +223,8 @@ class StepExchange:
         Raises RunError if a rank does not answer, and, the same on all ranks, if they read different texts.
         """
         mine = torch.tensor([report[field] for field in self._fields], dtype=torch.float64)
-        reports = [dict(zip(self._fields, row.tolist(), strict=True)) for row in self._gather.rows(mine)]
-        summary = StepSummary.of(reports, self._topology)
+        columns = torch.stack(self._gather.rows(mine)).T.tolist()
+        summary = StepSummary.of_columns(self._fields, columns, self._topology)
         check_texts(summary[CHECKSUM])
         return summary
 
@@ -230,43 +240,101 @@ def check_texts(checksums: Sequence[float]) -> None:
         )
 
 
-class Gather:
-    """All-gather of a few numbers of each rank.
+class Message(NamedTuple):
+    """A message of an exchange of numbers, as one of its ends sees it. Ranks are positions in the group."""
 
-    Every rank sends to every other rank directly; a ring of n ranks would take n - 1 round trips. Receives are posted
-    on construction, so numbers that are sent later arrive without waiting for a handshake.
-    lengths: how many numbers each rank sends, the same on all ranks; 0 = it sends none.
+    peer: int
+    ranks: range
+    """Whose numbers it carries."""
+
+
+class Round(NamedTuple):
+    """What a rank sends, and then waits for, in an exchange of numbers."""
+
+    sent: list[Message]
+    received: list[Message]
+
+
+MAX_DIRECT_RANKS = 8
+"""Number of ranks up to which each sends its numbers to every other."""
+
+
+def gather_rounds(rank: int, size: int) -> list[Round]:
+    """Return the rounds in which a rank gets the numbers of all ranks.
+
+    Up to MAX_DIRECT_RANKS ranks exchange directly, in one round. More are divided into about sqrt(size) rows: a rank
+    first exchanges with those of its row, and then sends the numbers of its row to about one rank of each other row.
+    That is 2 * sqrt(size) messages per rank in place of `size`, and one more delay.
+    """
+    count = 1 if size <= MAX_DIRECT_RANKS else math.isqrt(size)
+    cuts = [size * row // count for row in range(count + 1)]
+    rows = [range(*cut) for cut in pairwise(cuts)]
+    own = next(row for row in rows if rank in row)
+    direct = [Message(peer, range(peer, peer + 1)) for peer in own if peer != rank]
+    rounds = [Round([Message(each.peer, range(rank, rank + 1)) for each in direct], direct)]
+    others, column = [row for row in rows if row != own], own.index(rank)
+    if others:
+        sent = [Message(peer, own) for row in others for peer in row[column :: len(own)]]
+        rounds.append(Round(sent, [Message(row[column % len(row)], row) for row in others]))
+    return rounds
+
+
+class Gather:
+    """All-gather of a few numbers of each rank, in one or two round trips; see `gather_rounds`.
+
+    A ring of n ranks would take n - 1. Receives are posted on construction, so numbers that are sent later arrive
+    without waiting for a handshake. lengths: how many numbers each rank sends, the same on all ranks; 0 = none.
     """
 
     def __init__(self, lengths: Sequence[int], groups: Groups) -> None:
         group = groups.world
-        self._group = group
-        self._waits = groups.waits
-        self._rows = [torch.zeros(length, dtype=torch.float64) for length in lengths]
-        self._others = [rank for rank in group.ranks if rank != dist.get_rank()]
-        self._receiving: dict[int, Work] = {}
-        for row, rank in zip(self._rows, group.ranks, strict=True):
-            if rank != dist.get_rank() and len(row):
-                with _naming([rank]):
-                    self._receiving[rank] = group.irecv(row, rank, TAG)
+        self._group, self._ranks, self._waits = group, group.ranks, groups.waits
+        self._ends = [0, *accumulate(lengths)]
+        self._numbers = torch.zeros(self._ends[-1], dtype=torch.float64)
+        self._rounds = gather_rounds(group.rank(), group.size())
+        self._receiving = [self._post(each.received) for each in self._rounds]
 
     def rows(self, mine: Tensor) -> list[Tensor]:
         """Send `mine`, fp64 [length of this rank], to all ranks; return the numbers of all ranks.
 
-        Call it once. Raises RunError that names the ranks whose numbers did not arrive.
+        Call it once. Raises RunError that names the ranks from which numbers did not arrive.
         """
-        self._rows[self._group.rank()].copy_(mine)
-        missing = list(self._receiving)
-        with _naming(self._others):
-            sending = [self._group.isend(mine, rank, TAG) for rank in self._others if len(mine)]
+        me = self._group.rank()
+        self._of(range(me, me + 1)).copy_(mine)
+        sending = dict[int, Work]()
+        for each, receiving in zip(self._rounds, self._receiving, strict=True):
+            for message in each.sent:
+                sending |= self._send(message)
+            self._wait(receiving)
+        self._wait(sending)
+        return [self._numbers[begin:end] for begin, end in pairwise(self._ends)]
+
+    def _of(self, ranks: range) -> Tensor:
+        """Return the numbers of some ranks, in one piece."""
+        return self._numbers[self._ends[ranks.start] : self._ends[ranks.stop]]
+
+    def _post(self, messages: Sequence[Message]) -> dict[int, Work]:
+        """Post the receives of messages; return them by rank."""
+        receiving = {}
+        for peer, ranks in ((self._ranks[peer], ranks) for peer, ranks in messages):
+            if len(numbers := self._of(ranks)):
+                with _naming([peer]):
+                    receiving[peer] = self._group.irecv(numbers, peer, TAG)
+        return receiving
+
+    def _send(self, message: Message) -> dict[int, Work]:
+        """Start to send a message; return it by rank, nothing if it is empty."""
+        peer, numbers = self._ranks[message.peer], self._of(message.ranks)
+        with _naming([peer]):
+            return {peer: self._group.isend(numbers, peer, TAG)} if len(numbers) else {}
+
+    def _wait(self, works: Mapping[int, Work]) -> None:
+        """Wait for messages from or to some ranks."""
+        missing = [*works]
         with _naming(missing):
-            for work in self._receiving.values():
+            for work in works.values():
                 self._waits.wait(work)
                 missing.pop(0)
-        with _naming(self._others):
-            for work in sending:
-                self._waits.wait(work)
-        return self._rows
 
 
 class Vote:

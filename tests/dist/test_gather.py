@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,7 @@ from lib.ranks import on_ranks
 
 from acsgd.errors import RunError
 from acsgd.groups import connect
-from acsgd.run.report import Gather
+from acsgd.run.report import Gather, gather_rounds
 from acsgd.topology import Topology
 
 TIMEOUT = timedelta(seconds=NO_LIMIT_S)
@@ -35,10 +36,27 @@ def gather_rows(rank: int, world_size: int, store: Path) -> list[list[list[float
     return rounds
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("world_size", [1, 4, 11])
 def test_every_rank_gets_the_numbers_of_every_rank(world_size: int, tmp_path: Path) -> None:
     expected = [[[10 * rank + step] * ((rank + step) % 3) for rank in range(world_size)] for step in range(STEPS)]
     assert on_ranks(world_size, gather_rows, tmp_path / "store") == [expected] * world_size
+
+
+def test_messages_bring_all_numbers_to_every_rank() -> None:
+    """In one round to each of a few ranks, in two rounds of few messages to many; sends and receives match."""
+    for size in (*range(1, 40), 64, 1000):
+        by_rank = [gather_rounds(rank, size) for rank in range(size)]
+        known = [{rank} for rank in range(size)]
+        for rounds in zip(*by_rank, strict=True):
+            sent = {(rank, peer): ranks for rank, each in enumerate(rounds) for peer, ranks in each.sent}
+            assert sent == {(peer, rank): ranks for rank, each in enumerate(rounds) for peer, ranks in each.received}
+            assert all(known[source].issuperset(ranks) for (source, _), ranks in sent.items())
+            for (_, target), ranks in sent.items():
+                known[target] |= {*ranks}
+        assert known == [{*range(size)}] * size
+        assert {len(rounds) for rounds in by_rank} == {1 if size <= 8 else 2}
+        most = max(len(each.sent) + len(each.received) for rounds in by_rank for each in rounds)
+        assert most <= (14 if size <= 8 else 4 * math.isqrt(size))
 
 
 def wait_for_rank_1(rank: int, world_size: int, store: Path) -> tuple[int, ...]:

@@ -163,16 +163,15 @@ def trace() -> None:
 def _row_sent_to_one(hit: Hit) -> None:
     """The report of a step has been sent to one other rank."""
 
-    def send(gather: Gather, mine: Any) -> None:
-        if others := gather._others:
-            gather._group.isend(mine, others[0], 1).wait()
-            hit()
-
     original = Gather.rows
 
     def rows(gather: Gather, mine: Any) -> Any:
-        send(gather, mine)
-        gather._others = gather._others[1:]  # which has it
+        first = gather._rounds[0]
+        for message in first.sent[:1]:
+            gather._of(message.ranks).copy_(mine)
+            gather._wait(gather._send(message))
+            hit()
+        gather._rounds[0] = first._replace(sent=first.sent[1:])  # the other rank has it
         return original(gather, mine)
 
     Gather.rows = rows  # type: ignore[method-assign]
