@@ -128,7 +128,7 @@ EFFECTIVE = {
     *(f"optim.{name}" for name in ("lr", "steps", "epochs", "name", "warmup", "schedule", "clip", "weight_decay")),
     *(f"optim.{name}" for name in ("betas", "eps", "label_smoothing", "on_nan")),
     *(f"checkpoint.{name}" for name in ("dir", "every", "resume", "upload")),
-    *("model.tokenizer", "adapter.spec", "log.dir", "log.to", "log.every", "log.trace", "run.device"),
+    *("model.tokenizer", "adapter.spec", "log.dir", "log.to", "log.every", "log.trace", "run.device", "run.memory"),
 }
 """Options that change a run of one process of which no other option is given: see `PLAIN`."""
 REFUSED: dict[str, Any] = {

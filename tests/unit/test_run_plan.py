@@ -32,6 +32,7 @@ from acsgd.launch import Launch
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.ownership import OwnedWeights, Ownership, divide
 from acsgd.run.initial_weights import open_weight_source
+from acsgd.run.plan import planner
 from acsgd.run.plan.dry_run import AbsentPeers, dry_run
 from acsgd.run.plan.job import prepare
 from acsgd.run.plan.layer_trace import MemoryTracker
@@ -40,6 +41,7 @@ from acsgd.run.plan.model import describe_run_model
 from acsgd.run.plan.planner import GIB, RunPlanner
 from acsgd.run.setup.build import build_session
 from acsgd.shards.weights import Weight
+from acsgd.streams import Streams
 from acsgd.topology import Topology
 from acsgd.train import train_step
 from tests.lib.training import batches_of, make_config
@@ -277,6 +279,28 @@ def test_training_takes_every_run_that_a_plan_proposes(run_file: Path) -> None:
         typed = parse([*argv, *(word for flag in flags for word in flag.split())], prog="", is_main=False)
         check(typed)
         assert typed == changed
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_loads_weights(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tiny_model("llama", **WIDE), tmp_path, micro=6)
+    config = replace(config, run=replace(config.run, device="cpu"))
+    job = prepare(config, Launch())
+    [planned] = plan_memory(job, trace_model(job))
+    monkeypatch.setattr(planner, "PROCESS_BYTES", 0)
+    monkeypatch.setattr(Streams, "memory_bytes", lambda self: int(planned.total / 1.05))
+    prepare(config, Launch())
+    monkeypatch.setattr(Streams, "memory_bytes", lambda self: int(planned.total / 1.15))
+    with pytest.raises(
+        ValueError, match=r"the run does not fit: rank 0 needs .*; use --model\.recompute layers; --run"
+    ):
+        prepare(config, Launch())
+    prepare(config, Launch(), trains=False)
+    prepare(replace(config, run=replace(config.run, memory="ignore")), Launch())
+    monkeypatch.setattr(planner, "RunPlanner", None)  # is not called where there is room
+    monkeypatch.setattr(Streams, "memory_bytes", lambda self: 9 * planned.total)
+    prepare(config, Launch())
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from acsgd.run.plan.layout import RunPaths, sizes_of
 from acsgd.run.plan.limits import check_directories, check_reading, check_streams
 from acsgd.run.plan.model import RunModel, open_run_model
 from acsgd.run.plan.partition import Partition, divide_model, most_micros, open_grid, with_useful_delta
+from acsgd.run.plan.planner import check_fit
 from acsgd.run.plan.plugins import Plugins, parse_plugins
 from acsgd.run.plan.transports import check_transports, wanted_transport
 from acsgd.shards.chat_template import set_chat_template
@@ -178,6 +179,8 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True, model: RunMo
     model = model or _open_model(config, launch, streams, trains=trains)
     with report_if_slow(print_note, lambda: f"planning {model.describe_size()}", enabled=launch.rank == 0):
         partition = divide_model(config, grid, model, streams)
+        if trains:
+            check_fit(config, launch, model, streams)
     tokenizer = load_tokenizer(model.tokenizer, model.config, model.directory)
     set_chat_template(tokenizer, config.data)
     job = Job(

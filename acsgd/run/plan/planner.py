@@ -28,6 +28,8 @@ from acsgd.tasks import check_options
 GIB = 2**30
 PROCESS_BYTES = GIB
 """What a process with its libraries needs besides, in host memory and, as context and workspaces, on its GPU."""
+SMALL, MARGIN = 1 / 8, 1.1
+"""Parts of a memory: below the first one a run is not planned at its start, above the other one it is refused."""
 SCHEDULES = ("1f1b", "1f1b:lead=2", "interleaved:chunks=2", "zb", "zbv")
 CODEC = "fixpoint:bits=8"
 """Codec of alternatives, in both directions."""
@@ -231,3 +233,24 @@ def verdict(needed: Sequence[int], limit: int, fitting: tuple[str, ...] | None) 
     if fitting is None:
         return f"does not fit: {need}; use more processes with more pp.stages, or an adapter (adapter.spec)"
     return f"does not fit: {need}; use {' '.join(fitting)}"
+
+
+def check_fit(config: Config, launch: Launch, model: RunModel, streams: Streams) -> None:
+    """Raise ValueError with what fits if the tensors of a run exceed the memory of its host, or of this rank's GPU.
+
+    Runs whose weights and gradients take little of it are not planned, which takes seconds; elastic runs neither, whose
+    ranks change.
+    """
+    memory, on_gpu = streams.memory_bytes(), bool(streams.gpu)
+    processes = 1 if on_gpu else launch.local_world_size
+    least = model.parameters.needed_bytes(DTYPES[config.model.dtype]) / launch.world_size * processes
+    if config.run.memory == "ignore" or launch.daemon or least < SMALL * memory:
+        return
+    planner = RunPlanner(config, launch.world_size, model, on_gpu=on_gpu, per_host=launch.local_world_size)
+    ranks = planner.memory(config)
+    first = launch.rank if on_gpu else launch.rank - launch.local_rank
+    here = [ranks[rank % config.pp.stages] for rank in range(first, first + processes)]
+    if sum(each.on_device if on_gpu else each.total for each in here) > MARGIN * memory:
+        limit = memory // processes
+        text = verdict([*map(planner.needed, ranks)], limit, planner.first_that_fits(limit))
+        raise ValueError(f"the run {text}; --run.memory ignore starts it as it is")
