@@ -376,7 +376,7 @@ class Internet:
             "rotate": [name for name in connected if name in ports] if is_whole else [],
             "full": connected if is_whole and is_saved and len(connected) > 2 else [],
             "stop": ["all"] if is_whole and is_saved else [],
-            "fetch": connected if is_whole and is_saved else [],
+            "fetch": connected if is_whole and is_saved and self._complete() is not None else [],
         }
         return {kind: places for kind, places in events.items() if places}
 
