@@ -223,16 +223,22 @@ def flags_between(config: Config, changed: Config) -> tuple[str, ...]:
 
 def verdict(needed: Sequence[int], limit: int, fitting: tuple[str, ...] | None) -> str:
     """Return in a sentence whether ranks fit, and if not, what to type. fitting: see `RunPlanner.first_that_fits`."""
+    if max(needed) <= limit:
+        return f"fits: {_largest(needed, limit)}"
+    return f"does not fit: {_advice(needed, limit, fitting)}"
+
+
+def _largest(needed: Sequence[int], limit: int) -> str:
     rank = max(range(len(needed)), key=needed.__getitem__)
-    need = (
+    return (
         f"rank {rank} needs {needed[rank] / GIB:.2f} of {limit / GIB:.2f} GiB, of which the process and its libraries "
         f"{PROCESS_BYTES / GIB:.2f}"
     )
-    if needed[rank] <= limit:
-        return f"fits: {need}"
-    if fitting is None:
-        return f"does not fit: {need}; use more processes with more pp.stages, or an adapter (adapter.spec)"
-    return f"does not fit: {need}; use {' '.join(fitting)}"
+
+
+def _advice(needed: Sequence[int], limit: int, fitting: tuple[str, ...] | None) -> str:
+    instead = " ".join(fitting) if fitting else "more processes with more pp.stages, or an adapter (adapter.spec)"
+    return f"{_largest(needed, limit)}; use {instead}"
 
 
 def check_fit(config: Config, launch: Launch, model: RunModel, streams: Streams) -> None:
@@ -252,5 +258,5 @@ def check_fit(config: Config, launch: Launch, model: RunModel, streams: Streams)
     here = [ranks[rank % config.pp.stages] for rank in range(first, first + processes)]
     if sum(each.on_device if on_gpu else each.total for each in here) > MARGIN * memory:
         limit = memory // processes
-        text = verdict([*map(planner.needed, ranks)], limit, planner.first_that_fits(limit))
-        raise ValueError(f"the run {text}; --run.memory ignore starts it as it is")
+        advice = _advice([*map(planner.needed, ranks)], limit, planner.first_that_fits(limit))
+        raise ValueError(f"the run does not fit: {advice}; --run.memory ignore starts it as it is")
