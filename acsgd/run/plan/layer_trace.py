@@ -84,16 +84,17 @@ class MemoryTracker(TorchDispatchMode):
 
 
 S = TypeVar("S")
+S_co = TypeVar("S_co", covariant=True)
 
 
-class Recorder(Protocol[S]):
+class Recorder(Protocol[S_co]):
     """Records forward and backward in segments, while it is entered as a context."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *error: object) -> Any: ...
 
-    def end_segment(self) -> S:
+    def end_segment(self) -> S_co:
         """Return what was recorded since the last segment or the start, and start another."""
         ...
 

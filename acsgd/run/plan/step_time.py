@@ -130,7 +130,8 @@ class StepPlanner:
     def _messages(self, partition: Partition, micros: int) -> tuple[list[float], list[float], list[LinkLoad]]:
         """Return the times of activations and of their gradients by boundary, and the loads of the links."""
         config, layout = partition.config, partition.layout
-        rate, times, loads = (self._link or Link(math.inf)).bytes_per_s, ([], []), list[LinkLoad]()
+        rate, loads = (self._link or Link(math.inf)).bytes_per_s, list[LinkLoad]()
+        times: tuple[list[float], list[float]] = ([], [])
         specs = (
             CHOSEN if config.pp.compress else config.pp.forward,
             CHOSEN if config.pp.compress else config.pp.backward,
