@@ -21,7 +21,7 @@ from torch import Tensor
 
 from acsgd.comm.connections import GlooConnections
 from acsgd.comm.liveness import Heartbeat, heartbeat_interval_s
-from acsgd.comm.store import CallThread, StoreClient
+from acsgd.comm.store import CallThread, StoreClient, poll_pause_s
 from acsgd.comm.waits import SLICE_S, DeviceWork, QueryableWork, Waits, Work
 from acsgd.errors import ConnectError
 
@@ -30,9 +30,6 @@ T = TypeVar("T")
 _RUN_ID = "acsgd/run"
 POLL_S = 0.01
 """Seconds between two looks at whether an aborted group can be dropped."""
-MIN_CONNECT_POLL_S, MAX_CONNECT_POLL_S = 0.002, 0.05
-"""Seconds between two reads of the store while groups are opened: fewer if ranks start seconds apart, which would load
-the store of many ranks."""
 MARGIN_S = 1.0
 """Time that torch gets beyond the timeout of an operation to raise its own error, which has a reason, seconds."""
 
@@ -413,7 +410,7 @@ class _GroupStore(dist.Store):
             waited_s = time.monotonic() - started
             if waited_s > limit_s:
                 raise RuntimeError(f"a process has not started, or has ended: {' '.join(keys)} is not in the store")
-            time.sleep(min(MAX_CONNECT_POLL_S, MIN_CONNECT_POLL_S + waited_s / 20))
+            time.sleep(poll_pause_s(waited_s))
 
 
 def publish_host(store: StoreClient, rank: int) -> None:

@@ -21,6 +21,21 @@ from acsgd.errors import RunError, reason
 T = TypeVar("T")
 
 
+MIN_POLL_S, MAX_POLL_S = 0.002, 0.05
+"""Seconds between two reads of the store by a rank that waits for a key; one read takes about 0.2 ms."""
+MAX_POLLS_PER_S = 2000
+"""Reads of the store per second by all ranks that wait, if they are many."""
+
+
+def poll_pause_s(waited_s: float, ranks: int = 1) -> float:
+    """Return the time until a rank that waits for a key reads the store again, seconds.
+
+    It grows with the time that the rank has waited: while ranks start seconds apart, or one of them writes a long file,
+    the others would load the store. ranks: number that may wait.
+    """
+    return min(max(MAX_POLL_S, ranks / MAX_POLLS_PER_S), MIN_POLL_S + waited_s / 20)
+
+
 class StoreError(RunError):
     """The store does not answer, or its host has ended. Usually all ranks have the same error."""
 

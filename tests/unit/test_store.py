@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 from lib.patience import NO_LIMIT_S, Patience, stretched
 from lib.proxy import proxied_store
 
+from acsgd import groups
 from acsgd.comm.liveness import FAILURES, Heartbeat, PeerWatch, heartbeat
 from acsgd.comm.store import CallThread, StoreClient, StoreError
-from acsgd.comm.waits import InterruptibleWaits
+from acsgd.comm.waits import DIRECT, InterruptibleWaits
 from acsgd.errors import RunError, WaitInterruptedError
 
 TIMEOUT_S = 0.2
@@ -145,6 +148,32 @@ def test_a_rank_without_heartbeats_is_found_by_those_that_wait_for_it() -> None:
     assert error.awaited == (2,)
     beating.close()
     assert wait_for(PeerWatch(client, TIMEOUT_S), [1]).awaited == (1,)
+
+
+def test_waiting_for_one_of_many_ranks_takes_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank reads the store 20 times per second, and looks once for the keys of those that have answered."""
+    client, ranks, late_s, requests, now = client_of(dist.HashStore(), NO_LIMIT_S), 40, 20.0, list[int](), [0.0]
+    call = StoreClient._call
+
+    def counted(self: StoreClient, function: Callable[[], Any]) -> Any:
+        requests.append(1)
+        return call(self, function)
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] >= late_s:
+            client.set("acsgd/late/0/7", "7")
+
+    monkeypatch.setattr(StoreClient, "_call", counted)
+    monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    world: Any = SimpleNamespace(rank=lambda: 0, size=lambda: ranks)
+    late = groups.Groups({}, world, world, client, NO_LIMIT_S, "", DIRECT, None, cast(Any, None))
+    for rank in {*range(ranks)} - {0, 7}:
+        client.set(f"acsgd/late/0/{rank}", str(rank))
+    requests.clear()
+    assert late.all_gather_text("late", "0", timeout_s=100.0) == [str(rank) for rank in range(ranks)]
+    checks = late_s / 0.5
+    assert len(requests) < 2 * ranks + 20 * late_s + 4 * checks + 100, "fewer pauses while it has not waited for long"
 
 
 def test_a_reported_failure_ends_the_wait_for_ranks_that_live() -> None:
