@@ -130,7 +130,8 @@ def explain(error: BaseException) -> str | None:
         remedy = REMEDIES.get(error.errno)
         if not paths and error.errno == errno.ENOENT:
             return f"the current directory does not exist any more ({error.strerror}); change to another one"
-        return f"{paths or 'a file'}: {os.strerror(error.errno)}" + (f"; {remedy}" if remedy else "")
+        free = _free_bytes(error.filename) if error.errno == errno.ENOSPC else ""
+        return f"{paths or 'a file'}: {os.strerror(error.errno)}" + (f"; {remedy}{free}" if remedy else "")
     if isinstance(error, UnicodeEncodeError):
         excerpt = error.object[max(0, error.start - 40) : error.end + 40]
         return f"{excerpt} is not valid UTF-8; rename it"
@@ -194,6 +195,17 @@ def kind_of_file(mode: int) -> str:
     """Return what a file is by its st_mode, as in "a directory", without the article."""
     kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket"}
     return kinds.get(stat.S_IFMT(mode), "device")
+
+
+def _free_bytes(path: object) -> str:
+    """Return " (... bytes are free)" of the disk of a file that could not be written; empty if that is unknown.
+
+    What was written of the file may have been removed by now.
+    """
+    with contextlib.suppress(OSError, TypeError):
+        status = os.statvfs(Path(os.fsdecode(path)).parent)  # type: ignore[arg-type]
+        return f" ({status.f_bavail * status.f_frsize:,} bytes are free now)"
+    return ""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -143,6 +143,10 @@ def fail(
 
 OUTSIDE = [
     (OSError(errno.ENOSPC, "", "/d/x.bin"), "/d/x.bin: No space left on device; free space on its disk"),
+    (
+        OSError(errno.ENOSPC, "", "/x"),
+        "/x: No space left on device; free space on its disk, or give a path on another one (",
+    ),
     (PermissionError(errno.EACCES, "", b"/d/\xff"), "/d/\\udcff: Permission denied; give this user access"),
     (OSError(errno.EROFS, "", "a", None, "b"), "a -> b: Read-only file system; give a path on a file system that can"),
     (IsADirectoryError(errno.EISDIR, "", "metrics.jsonl"), "metrics.jsonl: Is a directory; remove the directory"),
