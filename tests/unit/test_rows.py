@@ -126,6 +126,14 @@ def test_documents_are_cut_only_if_they_are_longer_than_a_row() -> None:
     assert sorted(layout.lengths[:].tolist()) == sorted([8, 1, 8, 8, 8, 5, 4, 7, 8, 2, 8, 8, 1, 3])
 
 
+def test_packing_that_puts_no_two_documents_together_is_reported() -> None:
+    assert (
+        "data.isolate and data.rows=pack have no effect" in make_layout(documents_of([8, 9]), 8, "pack", "split").note
+    )
+    for kind, lengths in (("pack", [4, 4, 9]), ("single", [8, 9])):
+        assert "no effect" not in make_layout(documents_of(lengths), 8, kind, "split").note
+
+
 def test_single_rows_hold_one_document_each_in_order() -> None:
     rows = rows_of(documents_of(LENGTHS), 8, "single", "skip")
     kept = [(start, stop) for start, stop in SPANS if 2 <= stop - start <= 9]

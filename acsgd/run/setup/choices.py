@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from acsgd.config.adapters import LoRA
 from acsgd.config.checks import traced_steps
 from acsgd.config.options import Config, DataConfig, ElasticConfig, ModelConfig, OptimConfig
 from acsgd.dp.modes.diloco import DiLoCo
@@ -211,6 +212,16 @@ CHOICES = (
         "write stream:SOURCE in data.sources, or ",
     ),
     without_effect("data.weights", lambda job: len(job.sources) == 1, "there is one source"),
+    Choice(
+        lambda job, _: _repeats_source(job),
+        "data.sources={config.data.sources} lists a source more than once, and its records are trained on as often; "
+        "list it once and, to train on it more than on others, write SOURCE:WEIGHT",
+    ),
+    Choice(
+        lambda job, _: isinstance(job.model.adapter, LoRA) and job.model.adapter.r >= _hidden_size(job),
+        "adapter.spec={config.adapter.spec}: r is not below the hidden size of the model, so that the factors have "
+        "more parameters than the matrices that they adapt; give a smaller r, or train without an adapter",
+    ),
     without_effect(
         "data.split_special_tokens",
         lambda job: job.config.model.task == "seq2seq",
@@ -303,6 +314,11 @@ CHOICES = (
         )
         for each in fields(ElasticConfig)
     ),
+    Choice(
+        lambda job, _: job.is_elastic and job.config.elastic.hang >= job.config.run.timeout,
+        "elastic.hang={config.elastic.hang} is not below run.timeout={config.run.timeout}, after which the ranks that "
+        "wait for a worker that hangs end themselves; give a larger --run.timeout, or a smaller --elastic.hang",
+    ),
     without_effect("elastic.replan", lambda job: job.is_elastic and job.topology.stages == 1, "there is one stage"),
 )
 
@@ -334,6 +350,19 @@ def _has_dropout(job: Job) -> bool:
 def _is_alone(job: Job) -> bool:
     """Return whether there is one replica, and no other can join."""
     return job.topology.replicas == 1 and not (job.is_elastic and job.config.elastic.max_replicas != 1)
+
+
+def _repeats_source(job: Job) -> bool:
+    """Return whether a source of training is listed twice, to be read in the same way."""
+    if len(job.sources) == 1:  # whose fingerprint is not needed: it reads samples of all files
+        return False
+    read = [(source.fingerprint, source.options) for source, _ in job.sources]
+    return any(each in read[:index] for index, each in enumerate(read))
+
+
+def _hidden_size(job: Job) -> float:
+    """Return the number of features between the layers of the model; infinite if its config does not have it."""
+    return getattr(job.model.config.get_text_config(), "hidden_size", math.inf)
 
 
 def _evaluates(data: DataConfig) -> bool:

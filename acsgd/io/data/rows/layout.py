@@ -104,6 +104,8 @@ def make_layout(
     targets = targets_of_rows(corpus, starts, lengths, offsets)
     num_targets = int(targets.sum() if len(targets) else round(float(objective.learned(lengths).sum())))
     note = _describe(corpus, sequence, kind, long, objective.mean_sizes(lengths), len(offsets) - 1, num_long)
+    if kind == "pack" and len(starts) == len(offsets) - 1:
+        note += "; no row has two of them: data.isolate and data.rows=pack have no effect, give a longer data.sequence"
     return RowLayout(starts, lengths, offsets, note, num_targets, targets)
 
 
