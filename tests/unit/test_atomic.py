@@ -15,7 +15,7 @@ from queue import Queue
 import pytest
 from lib.processes import CONTEXT, WAIT_S, kill, started, wait_for_a_signal
 
-from acsgd.io.files.atomic import build_atomically, write_once
+from acsgd.io.files.atomic import build_atomically, replace_text, write_once
 
 
 def build_text(path: Path) -> None:
@@ -100,22 +100,35 @@ def test_a_taken_name_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "theirs"
 
 
-def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
     """The limit of the size of files stands for the disk: the system refuses the write."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
+
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     def build(path: Path) -> None:
         path.mkdir()
         (path / "large").write_bytes(bytes(2**17))
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
-    try:
-        with pytest.raises(OSError) as refused:
-            build_atomically(tmp_path / "new" / "target", build)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with full_disk(), pytest.raises(OSError) as refused:
+        build_atomically(tmp_path / "new" / "target", build)
     assert (refused.value.errno, refused.value.filename) == (errno.EFBIG, str(tmp_path / "new" / "target"))
     assert os.listdir(tmp_path) == []
+
+
+def test_a_text_is_replaced_as_a_whole_or_stays(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    replace_text(path, "former")
+    with full_disk(), pytest.raises(OSError) as refused:
+        replace_text(path, "x" * 2**17)
+    assert (refused.value.errno, refused.value.filename) == (errno.EFBIG, str(path))
+    assert (path.read_text(), os.listdir(tmp_path)) == ("former", [path.name])
 
 
 @pytest.mark.parametrize("has_links", [True, False])

@@ -28,7 +28,7 @@ class ReportCommand:
 
     def run(self) -> None:
         """Write the page and print where it is."""
-        from acsgd.io.files.atomic import rename
+        from acsgd.io.files.atomic import replace_text
         from acsgd.io.telemetry.history import read_run
 
         if not self.runs:
@@ -38,9 +38,7 @@ class ReportCommand:
         if output.is_dir() or not output.parent.is_dir():
             raise ValueError(f"--output {output}: give a file, in a directory that exists")
         page = page_of(histories)
-        partial = output.with_name(f".{output.name}.partial")
-        partial.write_text(page, encoding="utf-8")
-        rename(partial, output)
+        replace_text(output, page)
         for problem in (problem for history in histories for problem in history.problems):
             print(problem)
         print(f"wrote {output}, {len(page) / 1e6:.2f} MB; open it in a browser")

@@ -122,6 +122,23 @@ def write_once(path: Path, text: str) -> None:
         new.unlink(missing_ok=True)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file, in place of one that may exist: it is complete, or the former one stays.
+
+    Does not wait until it is on disk. Raises OSError that names `path`.
+    """
+    partial = path.with_name(f".{path.name}{SUFFIX}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        rename(partial, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None:  # of a full disk, it names no file
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
+        raise
+
+
 def _write_new(path: Path, text: str) -> None:
     """Create a file and wait until it is on disk; remove it if that fails. Raises FileExistsError."""
     with path.open("x") as file:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from acsgd.config.options import Config
 from acsgd.config.run_file import to_toml
+from acsgd.io.files.atomic import replace_text
 from acsgd.io.telemetry.json_lines import JsonLinesSink
 from acsgd.io.telemetry.record import RunEvent, Sink, StepRecord
 from acsgd.io.telemetry.terminal import TerminalSink
@@ -83,7 +84,7 @@ class Metrics:
         metrics = cls([], every=config.log.every or 1, ends=(resumed_at + 1, config.optim.num_steps))
         if is_main or keeps_files:
             run_dir.mkdir(parents=True, exist_ok=True)
-            (run_dir / "config.toml").write_text(to_toml(config.as_given))
+            replace_text(run_dir / "config.toml", to_toml(config.as_given))
             names = [name for name in config.log.to.split(",") if is_main or name == FILE]
             for tracker in (tracker for name, tracker in TRACKERS.items() if name in names):
                 metrics._sinks.append(tracker.open(config, run_dir, resumed_at, metrics.note))  # may print a sentence

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 from acsgd.config.options import Config
 from acsgd.config.run_file import to_toml
+from acsgd.io.files.atomic import replace_text
 from acsgd.io.telemetry.record import RunEvent, StepRecord
 
 Steps = Sequence[tuple[int, Mapping[str, float]]]
@@ -152,7 +153,7 @@ def _run_id(path: Path, resumed_at: int) -> str:
     """Return the id in a file. A run that continues no checkpoint writes a new one."""
     known = path.read_text().strip() if resumed_at and path.exists() else ""
     if not known:
-        path.write_text(known := uuid.uuid4().hex[:8])
+        replace_text(path, known := uuid.uuid4().hex[:8])
     return known
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from acsgd.comm.spans import Span, SpanRecorder
 from acsgd.config.checks import traced_steps
 from acsgd.groups import Groups, collective_errors
+from acsgd.io.files.atomic import replace_text
 from acsgd.run.report import Report, StepField, on_any
 from acsgd.run.session import Session
 from acsgd.run.step.hooks import LoopState, StepHook
@@ -107,7 +108,7 @@ class StepTrace(StepHook):
             plans, of_plan = [], f"; without a plan, since a step is not complete: {str(error).partition(chr(10))[0]}"
         error_ms = 1e3 * max(trace.clock_error_s for trace in traces)
         try:
-            self._path.write_text(trace_json(traces, plans))
+            replace_text(self._path, trace_json(traces, plans))
         except OSError as error:
             self._note(f"{self._path} cannot be written ({error.strerror}); training continues")
             return
