@@ -71,7 +71,7 @@ from acsgd import cli
 try:
     cli.main()
 finally:
-    assert "torch" not in sys.modules
+    assert not {"torch", "numpy"} & sys.modules.keys()
 """
 
 WITHOUT_MODELS = """

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from acsgd.metrics import Scores
-
 RankNumbers = Mapping[str, Sequence[Sequence[float]]]
 """Numbers of the ranks of a step by name, [replicas][ranks per pipeline]. A name that is missing stands for zeros."""
 
@@ -67,7 +65,7 @@ class StepRecord(NamedTuple):
     """Memory of the GPU of rank 0; 0 on CPUs. The rank of peak_memory_bytes may have a GPU with another."""
     ranks: RankNumbers = MappingProxyType({})
     """Numbers of each rank."""
-    evaluation: Scores = MappingProxyType({})
+    evaluation: Mapping[str, float] = MappingProxyType({})
     """Metrics of the held-out data after the update, each a separate field, such as eval_loss; empty = none."""
 
     def numbers(self) -> dict[str, float | None]:
