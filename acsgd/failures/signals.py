@@ -153,50 +153,63 @@ def reporting_stop(outcome: Callable[[], str] = lambda: "", *, clean_up_s: float
     user reads besides the name of the signal. Contexts may be nested; the innermost reports. Must be entered in the
     main thread.
     """
-    has_ended, is_noted, raises = threading.Event(), False, True
-
-    def raise_once(number: int, frame: FrameType | None) -> None:
-        nonlocal raises
-        if raises:
-            raises = False
-            raise ReportedError(128 + number)
-
-    def report() -> None:
-        print_error("; ".join(filter(None, [f"stopped by {signals.received}", outcome()])))
-
-    def end_early(code: int) -> None:
-        if is_noted:
-            report()
-            os._exit(code)
-
-    def watch() -> None:
-        nonlocal is_noted
-        if not has_ended.wait(NOTE_S):
-            print_note(f"{signals.received}: cleaning up; Ctrl-C ends this at once")
-            is_noted = True
-            if not has_ended.wait(clean_up_s):
-                end_early(_exit_code(signals))
-
-    watcher = threading.Thread(target=watch, name="clean-up watch", daemon=True)
-    signals = StopSignals(end_early, handle=raise_once).__enter__()
-    signals.on_signal(watcher.start)
+    command = _StoppableCommand(outcome, clean_up_s)
+    command.signals.__enter__()
+    command.signals.on_signal(command.watcher.start)
     try:
         try:
             yield
         finally:
-            raises = False  # unless it has just been raised: what follows is not interrupted
+            command.raises = False  # unless it has just been raised: what follows is not interrupted
     finally:
-        has_ended.set()
-        signals.__exit__(None, None, None)  # the handlers of the process are restored after errors, too
-        if signals.received is not None:
-            watcher.join()
-            report()
-            raise ReportedError(_exit_code(signals)) from None
+        command.end()
 
 
-def _exit_code(signals: StopSignals) -> int:
-    """Return the exit code of a process that the recorded signal ends."""
-    return 128 + signal.Signals[str(signals.received)]
+class _StoppableCommand:
+    """A command that a stop signal ends, with the thread that watches how long it cleans up."""
+
+    def __init__(self, outcome: Callable[[], str], clean_up_s: float) -> None:
+        self.signals = StopSignals(self._end_early, handle=self._raise_once)
+        self.watcher = threading.Thread(target=self._watch, name="clean-up watch", daemon=True)
+        self.raises = True
+        """Whether a signal raises in the main thread; the first one does."""
+        self._outcome = outcome
+        self._clean_up_s = clean_up_s
+        self._has_ended = threading.Event()
+        self._is_noted = False
+
+    def end(self) -> None:
+        """Restore the handlers of the process. Raises ReportedError after a signal, once it is reported."""
+        self._has_ended.set()
+        self.signals.__exit__(None, None, None)  # after errors, too
+        if self.signals.received is not None:
+            self.watcher.join()
+            self._report()
+            raise ReportedError(self._exit_code()) from None
+
+    def _raise_once(self, number: int, frame: FrameType | None) -> None:
+        if self.raises:
+            self.raises = False
+            raise ReportedError(128 + number)
+
+    def _report(self) -> None:
+        print_error("; ".join(filter(None, [f"stopped by {self.signals.received}", self._outcome()])))
+
+    def _exit_code(self) -> int:
+        """Return the exit code of a process that the recorded signal ends."""
+        return 128 + signal.Signals[str(self.signals.received)]
+
+    def _end_early(self, code: int) -> None:
+        if self._is_noted:
+            self._report()
+            os._exit(code)
+
+    def _watch(self) -> None:
+        if not self._has_ended.wait(NOTE_S):
+            print_note(f"{self.signals.received}: cleaning up; Ctrl-C ends this at once")
+            self._is_noted = True
+            if not self._has_ended.wait(self._clean_up_s):
+                self._end_early(self._exit_code())
 
 
 def build_until_stopped(path: Path, build: Callable[[Path], None], *, resumable: bool = False) -> bool:
