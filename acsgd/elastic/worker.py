@@ -32,7 +32,7 @@ from acsgd.elastic.membership.messages import (
     Stopped,
     View,
 )
-from acsgd.elastic.membership.plan import WorkerState
+from acsgd.elastic.membership.plan import Plan, WorkerState
 from acsgd.elastic.requirements import check_elastic, setup_of, with_stages
 from acsgd.elastic.state.handover import (
     ViewStart,
@@ -185,13 +185,7 @@ class ElasticWorker:
 
     def _run_view(self, view: View, name: str, signals: StopSignals, context: RunContext) -> bool:
         """Train in a view, until it ends; return whether the run has ended."""
-        if self._session is not None and name in view.plan.holders and not view.plan.from_snapshot:
-            complete_step(self._session, self._state, view.plan, is_behind=name in view.plan.behind)
-        if view.plan.ranks and view.plan.from_disk:
-            self._snapshots.return_to(0)
-        elif view.plan.from_snapshot:
-            self._snapshots.return_to(view.plan.step)
-            self._snapshots.complete(view.plan.step)
+        self._return_to(view.plan, name)
         rank = view.plan.rank_of(name)
         if rank is None:
             self._wait_as_spare(view)
@@ -218,16 +212,30 @@ class ElasticWorker:
             self._control.send(Broken(view.epoch, str(error)))
             return False
         finally:
-            self._control.detach()
-            self._stopped_at = time.monotonic()
-            if self._session is not None and self._is_connected:
-                self._session.abort(f"view {view.epoch} has ended")
-            self._is_connected = False
-            self._session = end_transfers(self._session, self._state, self._transfers)
-            self._transfers = None
+            self._leave_view(view)
         if is_stopped and not is_over:
             self._control.send(Idle())
         return is_over
+
+    def _return_to(self, plan: Plan, name: str) -> None:
+        """Bring the state and the snapshots that this worker keeps to the step at which a view begins."""
+        if self._session is not None and name in plan.holders and not plan.from_snapshot:
+            complete_step(self._session, self._state, plan, is_behind=name in plan.behind)
+        if plan.ranks and plan.from_disk:
+            self._snapshots.return_to(0)
+        elif plan.from_snapshot:
+            self._snapshots.return_to(plan.step)
+            self._snapshots.complete(plan.step)
+
+    def _leave_view(self, view: View) -> None:
+        """End the communication of a view. The state stays, unless parts of it were still to come."""
+        self._control.detach()
+        self._stopped_at = time.monotonic()
+        if self._session is not None and self._is_connected:
+            self._session.abort(f"view {view.epoch} has ended")
+        self._is_connected = False
+        self._session = end_transfers(self._session, self._state, self._transfers)
+        self._transfers = None
 
     def _wait_as_spare(self, view: View) -> None:
         """Drop the state, which others change from now on; keep it if nobody trains."""

@@ -106,7 +106,7 @@ def hand_over(
     session if the plan returns to one. observers: replicas that do not send updates. Raises
     RunError if one of these ranks fails.
     """
-    rank, received, received_bytes = job.topology.rank, LayersInMemory(constants), 0
+    rank, received = job.topology.rank, LayersInMemory(constants)
     incoming = [transfer for transfer in plan.transfers if transfer.target == rank]
     is_same = session is not None and not incoming and session.job.layout.spans == job.layout.spans
     is_source = any(transfer.source == rank for transfer in plan.transfers)
@@ -114,19 +114,9 @@ def hand_over(
     if session is not None and (is_source or not is_same):
         senders, _ = acting_domains(groups.dp, observers, groups.domains)
         held = HeldLayers(session, len(senders))
-    with collective_errors("handing over state", groups.world):
-        for transfer in plan.transfers:  # in the same order on all ranks, so that no two wait for each other
-            if transfer.source == rank and held is not None:
-                held.send(transfer.layers, groups, transfer.target)
-            elif transfer.target == rank:
-                received_bytes += receive_layers(groups, transfer.source, received)
+    received_bytes = _run_transfers(plan, groups, held, received)
     if session is not None and is_same:
-        key = session.peers.state_key
-        if isinstance(session.optimizer, FollowingOptimizer):  # of the observers of the view before
-            session = replace(session, optimizer=session.optimizer.followed)
-        new = reconnect(session, job, groups, cache_plan, observers)
-        align_domain(new, key)
-        return HandedOver(new, received_bytes)
+        return HandedOver(_continue_in(session, job, groups, cache_plan, observers), received_bytes)
     if held is not None:
         incoming_layers = {layer for transfer in incoming for layer in transfer.layers}
         held.keep([layer for layer in job.layout.layers if layer not in incoming_layers], received)
@@ -137,6 +127,30 @@ def hand_over(
     received.restore(new, ReplicaPlace(peers.replica, peers.size))
     align_domain(new, session.peers.state_key if isinstance(held, HeldLayers) and session else "", is_whole=False)
     return HandedOver(new, received_bytes)
+
+
+def _run_transfers(plan: Plan, groups: Groups, held: HeldLayers | Snapshot | None, received: LayersInMemory) -> int:
+    """Send and receive what the plan has this rank send and receive; return the number of received bytes."""
+    rank, received_bytes = groups.world.rank(), 0
+    with collective_errors("handing over state", groups.world):
+        for transfer in plan.transfers:  # in the same order on all ranks, so that no two wait for each other
+            if transfer.source == rank and held is not None:
+                held.send(transfer.layers, groups, transfer.target)
+            elif transfer.target == rank:
+                received_bytes += receive_layers(groups, transfer.source, received)
+    return received_bytes
+
+
+def _continue_in(
+    session: Session, job: Job, groups: Groups, cache_plan: CachePlan | None, observers: Collection[int]
+) -> Session:
+    """Return a session with the groups of a new view, in which this rank has the layers of the view before."""
+    key = session.peers.state_key
+    if isinstance(session.optimizer, FollowingOptimizer):  # of the observers of the view before
+        session = replace(session, optimizer=session.optimizer.followed)
+    new = reconnect(session, job, groups, cache_plan, observers)
+    align_domain(new, key)
+    return new
 
 
 class Joined(NamedTuple):
