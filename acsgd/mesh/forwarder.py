@@ -193,34 +193,16 @@ class Forwarder:
         """Keep a connection whose other end has sent its greeting, unless there is another one."""
         if self.identity.secret_of(connection.transport) is None:
             raise ConnectionResetError(OUTDATED)
-        peer = self._peers.setdefault(member.address, MeshPeer(member))
-        if peer.member.key != member.key:
-            if peer.lines is not None:
-                connection.transport.write(to_line(Misled(member.address, SHARED)))
-                connection.transport.close()
-                raise ConnectionError(f"{member.address} is taken")
-            peer.member = member
+        peer = self._peer_of(connection, member)
         if dialed is not None:
             self._on_endpoint(dialed, join_address(member.address, greeting.daemon_port))
-        first = min(self.identity.address, member.address)  # of two that dial each other, its connection is kept
-        dialer = self.identity.address if is_dialer else member.address
-        is_second = dialer != first and peer.is_dialer != is_dialer
-        is_relayed = connection.is_relayed
-        if peer.lines is not None and (is_second if is_relayed == peer.is_relayed else is_relayed):
+        if peer.lines is not None and self._prefers_old(peer, connection, is_dialer=is_dialer):
             connection.transport.close()
             return
+        is_new, is_relayed = not peer.connected.is_set(), connection.is_relayed
         announced = None if is_relayed else greeting.announced
-        old, peer.announced, peer.is_dialer, peer.ended = peer.lines, announced, is_dialer, False
-        peer.is_relayed = is_relayed
-        is_new = not peer.connected.is_set()
-        if peer.heard_at and (outage_s := time.monotonic() - peer.heard_at) > 3 * PING_S:
-            self._spawn(self._carrier.end_stuck(member.address, outage_s))
-        lines = Lines(lambda line: self._receive(peer, line), lambda: self._lost(peer, lines))
-        peer.lines, peer.heard_at = lines, time.monotonic()
-        connection.hand_over(lines)
-        if old is not None:
-            old.transport.abort()
-        peer.connected.set()
+        peer.announced, peer.is_dialer, peer.is_relayed, peer.ended = announced, is_dialer, is_relayed, False
+        self._attach(peer, connection)
         peer.daemon_port, peer.ports = greeting.daemon_port, Ports(0, greeting.ports)
         self._introduce(peer)
         if is_new:
@@ -228,6 +210,36 @@ class Forwarder:
             self._on_note(f"mesh: {member.address} is {member.name} ({place})")
         if announced is not None and not is_dialer:
             self._spawn(self._verify(peer, announced))
+
+    def _peer_of(self, connection: FirstLine, member: VerifiedHost) -> MeshPeer:
+        """Return the host of a connection. Raises ConnectionError if another one has its address."""
+        peer = self._peers.setdefault(member.address, MeshPeer(member))
+        if peer.member.key != member.key:
+            if peer.lines is not None:
+                connection.transport.write(to_line(Misled(member.address, SHARED)))
+                connection.transport.close()
+                raise ConnectionError(f"{member.address} is taken")
+            peer.member = member
+        return peer
+
+    def _prefers_old(self, peer: MeshPeer, connection: FirstLine, *, is_dialer: bool) -> bool:
+        """Return whether the connection that a host has is kept, and not a new one: both ends decide alike."""
+        if connection.is_relayed != peer.is_relayed:
+            return connection.is_relayed
+        first = min(self.identity.address, peer.member.address)  # of two that dial each other, its connection is kept
+        dialer = self.identity.address if is_dialer else peer.member.address
+        return dialer != first and peer.is_dialer != is_dialer
+
+    def _attach(self, peer: MeshPeer, connection: FirstLine) -> None:
+        """Use a new connection for the messages of a host, in place of the one that it may have."""
+        if peer.heard_at and (outage_s := time.monotonic() - peer.heard_at) > 3 * PING_S:
+            self._spawn(self._carrier.end_stuck(peer.member.address, outage_s))
+        lines = Lines(lambda line: self._receive(peer, line), lambda: self._lost(peer, lines))
+        old, peer.lines, peer.heard_at = peer.lines, lines, time.monotonic()
+        connection.hand_over(lines)
+        if old is not None:
+            old.transport.abort()
+        peer.connected.set()
 
     def _introduce(self, peer: MeshPeer) -> None:
         """Exchange ports with a host that has been connected, and tell it and the other hosts of each other."""
