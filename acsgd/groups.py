@@ -291,13 +291,11 @@ def connect(
     rank, timeout_s = topology.rank, timeout.total_seconds()
     opened = ProcessGroups(store, waits, rank, timeout, host)
     waits.on_interrupt(opened.interrupt)
-    lines = [line for axis in topology.sizes for line in topology.lines(axis)]
     try:
         with _connection_errors(rank, topology.world_size, timeout_s):
             domains = _find_domains(opened, topology, domain)
-            by_stage = topology.lines("replica")
-            local = [[line[r] for r in each] for each in domains.values() if len(each) > 1 for line in by_stage]
-            leaders = [[line[first] for first, *_ in domains.values()] for line in by_stage if domains]
+            local, leaders = _levels(domains, topology)
+            lines = [line for axis in topology.sizes for line in topology.lines(axis)]
             everyone = [list(range(topology.world_size))] if background else []
             members = [*lines, *local, *leaders, *everyone]
             run_id, (world, *others) = opened.open(topology.world_size, members, GLOO)
@@ -333,6 +331,16 @@ def _find_domains(opened: ProcessGroups, topology: Topology, name: str) -> dict[
     names = opened.gather_before("domain", name, topology.world_size)
     domains = topology.domains(names)
     return domains if all(names) and 1 < len(domains) < topology.replicas else {}
+
+
+def _levels(
+    domains: Mapping[tuple[str, ...], Sequence[int]], topology: Topology
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the ranks of each group within a domain, and of each group of the first replicas of all domains."""
+    by_stage = topology.lines("replica")
+    local = [[line[replica] for replica in each] for each in domains.values() if len(each) > 1 for line in by_stage]
+    leaders = [[line[first] for first, *_ in domains.values()] for line in by_stage if domains]
+    return local, leaders
 
 
 @contextlib.contextmanager

@@ -280,13 +280,9 @@ def share_manifests(
     with recorded(problems, directory.path):
         for step, raw in (item for text in texts for item in json.loads(text).items() if disks.is_leader(rank)):
             if digests.get(int(step)) != chosen[step]:
-                path = directory.of(int(step))
                 if int(step) in own:
-                    directory.set_aside(path)
-                path.mkdir(parents=True, exist_ok=True)
-                (path / f".{MANIFEST}").write_text(raw)
-                flush(path / f".{MANIFEST}")
-                rename(path / f".{MANIFEST}", path / MANIFEST)
+                    directory.set_aside(directory.of(int(step)))
+                _write_manifest(directory.of(int(step)), raw)
     # which all ranks of a disk read next
     failures = groups.all_gather_text("writing manifests", "".join(problems), timeout_s=timeout_s)
     others = [
@@ -297,6 +293,14 @@ def share_manifests(
         if each.get(step, chosen[step]) != chosen[step]
     ]
     return others, failures
+
+
+def _write_manifest(path: Path, raw: str) -> None:
+    """Write the manifest of a checkpoint, whose directory need not exist."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / f".{MANIFEST}").write_text(raw)
+    flush(path / f".{MANIFEST}")
+    rename(path / f".{MANIFEST}", path / MANIFEST)
 
 
 def set_later_aside(

@@ -17,6 +17,7 @@ from acsgd.comm.waits import Meter
 from acsgd.dp.modes.allreduce import open_sync
 from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaPlace, carry_over
+from acsgd.dp.sync import GradSync
 from acsgd.groups import Groups, machine_name
 from acsgd.layers.composed import ComposedModel, Inputs
 from acsgd.layers.skeleton import fill_with_stand_ins
@@ -233,34 +234,40 @@ def build_stages(
 
     deferred: see `build_session`.
     """
-    config, loader = job.config, _open_loader(job, composed, source, defers_constants=deferred is not None)
+    loader = _open_loader(job, composed, source, defers_constants=deferred is not None)
     layers = {index: [*map(loader.load, range(*job.layout.specs[index]))] for index in job.layout.stages}
     weights = {
         index: in_reduction_order(weight for layer in of_stage for weight in layer.weights)
         for index, of_stage in layers.items()
     }
     owned = OwnedWeights([*chain.from_iterable(weights.values())], job.ownership(weights.values()))
-    stages = {
-        index: Stage(
-            composed,
-            job.model.task,
-            layers[index],
-            open_sync(job.plugins.mode, weights[index], owned, peers, shard=config.dp.shard),
-            targets=job.shapes.max_targets,
-            seed=config.data.seed,
-            label_smoothing=config.optim.label_smoothing,
-            recompute=config.model.recompute == "layers",
-            splits_backward=job.programs.splits_backward,
-            first_trained=job.model.description.first_trained,
-            mask_per_sample=config.model.dropout_mask == "sample",
-            logits_at_once=job.streams.logits_at_once,
-        )
-        for index in job.layout.stages
-    }
+    stages = {}
+    for index in job.layout.stages:
+        sync = open_sync(job.plugins.mode, weights[index], owned, peers, shard=job.config.dp.shard)
+        stages[index] = _open_stage(job, composed, layers[index], sync)
     if deferred is not None:
         deferred.add(loader, (layer for stage in stages.values() for layer in stage.layers))
     fill_with_stand_ins(composed.model, job.model.description.blocks, job.streams.device, job.shapes.dtype)
     return stages, owned
+
+
+def _open_stage(job: Job, composed: ComposedModel, layers: Sequence[LoadedLayer], sync: GradSync) -> Stage:
+    """Return a stage with the options of the run."""
+    config = job.config
+    return Stage(
+        composed,
+        job.model.task,
+        layers,
+        sync,
+        targets=job.shapes.max_targets,
+        seed=config.data.seed,
+        label_smoothing=config.optim.label_smoothing,
+        recompute=config.model.recompute == "layers",
+        splits_backward=job.programs.splits_backward,
+        first_trained=job.model.description.first_trained,
+        mask_per_sample=config.model.dropout_mask == "sample",
+        logits_at_once=job.streams.logits_at_once,
+    )
 
 
 def _open_loader(job: Job, composed: ComposedModel, source: WeightSource, *, defers_constants: bool) -> LayerLoader:
