@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,6 +37,7 @@ from acsgd.errors import ReportedError
 from acsgd.failures.report import report_startup_error
 from acsgd.failures.signals import build_until_stopped, reporting_stop
 from acsgd.failures.stdio import protect_streams
+from acsgd.io.files.atomic import describe_stopped_build
 from acsgd.launch import Launch, refuse_several_processes
 from acsgd.notes import print_note, progress_bar
 
@@ -256,7 +258,7 @@ class Convert:
 
     def run(self) -> None:
         """Run the subcommand."""
-        with as_typed(type(self.direction)):
+        with as_typed(type(self.direction)), reporting_stop(partial(describe_stopped_build, self.direction.target)):
             self.direction.run()
 
 

@@ -260,15 +260,18 @@ TRAINING = "--model.name m --data.sources demo --data.sequence 8 --data.batch 2 
 
 
 @pytest.mark.parametrize(
-    ("module", "number", "line"),
+    ("module", "number", "line", "when"),
     [
-        ("tyro", INT, "convert from-hf a b"),
-        ("acsgd.commands.evaluation.command", TERM, "eval m --data demo --sequence 8"),
-        ("acsgd.main", USR1, f"train {TRAINING}"),
+        ("tyro", INT, "convert from-hf a b", " before the start"),
+        ("acsgd.shards.convert", USR1, "convert from-hf a b", ""),
+        ("acsgd.commands.evaluation.command", TERM, "eval m --data demo --sequence 8", " before the start"),
+        ("acsgd.main", USR1, f"train {TRAINING}", " before the start"),
     ],
 )
-def test_a_stop_signal_among_the_imports_is_reported_and_ends_the_command(module: str, number: int, line: str) -> None:
+def test_a_stop_signal_among_the_imports_is_reported_and_ends_the_command(
+    module: str, number: int, line: str, when: str
+) -> None:
     command = [sys.executable, "-c", AMONG_IMPORTS, module, str(number), *line.split()]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": ROOT})
-    text = f"\nerror: stopped by {signal.Signals(number).name} before the start; nothing was written\n"
+    text = f"\nerror: stopped by {signal.Signals(number).name}{when}; nothing was written\n"
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, "", text)
