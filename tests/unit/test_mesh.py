@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from lib.patience import stretched
+from lib.patience import stretched, wait_until
 
 from acsgd.comm.process_groups import VirtualHost
 from acsgd.errors import ConnectError
@@ -38,6 +38,13 @@ from acsgd.mesh.streams import CarriedEnd
 
 SECRET = secrets.token_hex(16).encode()
 WAIT_S = stretched(20.0)
+LIMITS = [
+    *((forwarder, limit) for limit in ("SILENCE_S", "CONNECT_S", "OPENED_S")),
+    (carrier, "OPEN_S"),
+    *((mesh, limit) for limit in ("PUBLISH_S", "END_S")),
+]
+"""Limits after which a host of a busy machine would be taken for one that is cut off, or a port for one that is closed.
+"""
 HELD = min(3000, resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 1000)
 """Number of connections of strangers that are open at once."""
 
@@ -94,6 +101,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     open it at another address: 127.89.x.y leads through the mesh, 127.88.x.y does not."""
     open_mirror = mirrors.open_mirror
     monkeypatch.setattr(mirrors, "open_mirror", lambda address, port: open_mirror(mirror(address), port))
+    for module, limit in LIMITS:
+        monkeypatch.setattr(module, limit, WAIT_S)
     with contextlib.ExitStack() as stack:
 
         def start_host(*args: object, **kwargs: object) -> Host:
@@ -112,13 +121,6 @@ def connect(server: socket.socket) -> socket.socket:
     """Connect through the mesh to a port of a host."""
     address, port = server.getsockname()
     return socket.create_connection((mirror(address), port), WAIT_S)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def two(start: Callable[..., Host], **kwargs: object) -> tuple[Host, Host]:
@@ -750,6 +752,7 @@ def test_when_the_initiator_of_a_rotation_ends_the_others_stay_connected_and_the
     step: str, start: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, one, other = three(start)
+    pairs = (one, other), (other, one)
     send = rotation.SecretRotation._send
 
     def send_to_one(own: rotation.SecretRotation, members: list[peers.MeshPeer], request: Rotate) -> None:
@@ -763,7 +766,7 @@ def test_when_the_initiator_of_a_rotation_ends_the_others_stay_connected_and_the
     monkeypatch.setattr(rotation.SecretRotation, "_send", send_to_one)
     with contextlib.suppress(OSError, ValueError):
         mesh.request(first.socket_path, "rotate", 2.0)
-    first.mesh.stop()
+    wait_until(lambda: not first.mesh._thread.is_alive())  # on a busy machine, it has not sent that step yet
     with one.listen() as server, other.listen() as other_server:
         for each in (server, other_server):
             echo(each)
@@ -771,6 +774,8 @@ def test_when_the_initiator_of_a_rotation_ends_the_others_stay_connected_and_the
         wait_until(lambda: all(each.mesh.forwarder._peers[first.address].lines is None for each in (one, other)))
         if step == "end":
             wait_until(lambda: all(len(each.mesh.forwarder.identity.secrets) == 1 for each in (one, other)))
+        # a host that is not connected at this moment has no part in a rotation, and is shut out by it
+        wait_until(lambda: all(linked.mesh.forwarder._peers[to.address].lines for linked, to in pairs))
         wait_until(lambda: f"{other.address})" in mesh.request(one.socket_path, "rotate", WAIT_S))
         assert new_secret(one) == new_secret(other)
         wait_until(lambda: all(len(each.mesh.forwarder.identity.secrets) == 1 for each in (one, other)))
