@@ -37,22 +37,21 @@ def _listed(name: str) -> set[tuple[str, ...]]:
 
 SLOW = _listed("slow.txt")
 SOAK = _listed("soak.txt")
+UNKNOWN = pytest.StashKey[list[str]]()
+"""Names of the lists that no collected test has."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are not selected are removed
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Name the tests that one process runs, for --dist loadgroup: those of a file that share what a fixture makes.
 
     All others of `dist` and `run` may run anywhere, so that none of the workers is left with a long file at the end.
     """
-    modules = {item.path.name: item.module for item in items}
-    for file, *tests in SLOW | SOAK:
-        if file in modules and not all(hasattr(modules[file], test.partition("[")[0]) for test in tests):
-            raise pytest.UsageError(f"tests/slow.txt or tests/soak.txt: {file} has no {tests[0]}")
+    config.stash[UNKNOWN] = _unknown(items)
     for item in items:
         if _modules_used(item.module) & STARTS_PROCESSES:
             item.add_marker(pytest.mark.processes)
-        names = {(item.path.name,), (item.path.name, item.name.partition("[")[0]), (item.path.name, item.name)}
+        names = _names_of(item)
         if names & SLOW:
             item.add_marker(pytest.mark.slow)
         if names & SOAK:
@@ -61,6 +60,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         shares = any(fixtures[-1].scope == "module" for fixtures in _fixtures_of(item).values())
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(file if shares or "/unit/" in file else f"{file} {name}"))
+
+
+def _unknown(items: list[pytest.Item]) -> list[str]:
+    """Return the files, tests and rows of the lists that do not exist, of the files that were collected."""
+    collected = {name for item in items for name in _names_of(item)}
+    files = {path.name for path in Path(__file__).parent.glob("*/test_*.py")}
+    unknown = [
+        name for name in SLOW | SOAK if name[0] not in files or (name[:1] in collected and name not in collected)
+    ]
+    return sorted("::".join(name) for name in unknown)
+
+
+def _names_of(item: pytest.Item) -> set[tuple[str, ...]]:
+    """Return the names of the lists that mean a test: its file, the test with all of its rows, its row."""
+    file = item.path.name
+    return {(file,), (file, item.name.partition("[")[0]), (file, item.name)}
 
 
 @functools.cache
@@ -105,6 +120,13 @@ def selected(request: pytest.FixtureRequest) -> Callable[[str], set[Any]]:
     """
     specs = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     return lambda parameter: {spec.params[parameter] for spec in specs if spec is not None and parameter in spec.params}
+
+
+@pytest.fixture
+def unknown_tests(pytestconfig: pytest.Config) -> list[str]:
+    """Names in slow.txt and soak.txt that no collected test has. An error while collecting would end the workers of
+    pytest-xdist without a word."""
+    return pytestconfig.stash[UNKNOWN]
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.soak.campaign import Campaign
 from tests.soak.leases import check_tenures
 from tests.soak.oracle import in_child, refusal
 
-CASES = {"wire": 20, "checkpoints": 2, "caches": 6, "configs": 8, "data": 20, "leases": 1, "views": 3}
+CASES = {"wire": 20, "checkpoints": 1, "caches": 3, "configs": 4, "data": 10, "leases": 1, "views": 3}
 """Number of cases of each area; together they take a few seconds."""
 
 
@@ -170,6 +170,10 @@ def test_an_area_that_prints_rows_runs_each_case_once(capsys: pytest.CaptureFixt
     campaign.run(seconds=60, limits={"rows": 3})
     assert campaign.tallies["rows"].rows == [["0", "x"], ["1", "x"], ["2", "x"]]
     assert capsys.readouterr().out.splitlines() == ["rows 0: 0 | x", "rows 1: 1 | x", "rows 2: 2 | x"]
+
+
+def test_the_lists_of_slow_tests_name_tests_that_exist(unknown_tests: list[str]) -> None:
+    assert not unknown_tests, "in tests/slow.txt or tests/soak.txt"
 
 
 @pytest.mark.parametrize("area", CASES)
