@@ -6,10 +6,14 @@ import gzip
 import json
 import os
 import socket
+import sys
 import tracemalloc
+import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,6 +24,7 @@ from acsgd.config.spec import suggest
 from acsgd.io.data.formats.base import Example, TextSegment
 from acsgd.io.data.sources import json_records
 from acsgd.io.data.sources import text as pieces
+from acsgd.io.data.sources.address import Address
 from acsgd.io.data.sources.base import OnError, ReadOptions, RecordCounts, Source
 from acsgd.io.data.sources.sources import SOURCES, parse_sources
 
@@ -49,7 +54,7 @@ def read(name: str) -> list[str]:
     return [example.text for example in examples]
 
 
-LOCAL = [pattern for pattern in SOURCES if not pattern.startswith("http")]
+LOCAL = [pattern for pattern in SOURCES if not pattern.startswith(("http", "hf://"))]
 """Patterns of sources that need no network."""
 
 
@@ -90,6 +95,7 @@ def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         "*.parquet": str(tmp_path / "a.parquet"),
         "*.arrow": str(tmp_path / "a.arrow"),
         "*.txt": write(tmp_path / "a.txt", LINES),
+        "*://*": f"file://{tmp_path / 'dir'}",
         "*/": f"{tmp_path / 'dir'}/",
     }
 
@@ -278,6 +284,8 @@ KNOWN = suggest("", SOURCES)
         ("hf:", "hf: is not the name of a dataset; write hf:NAME, hf:NAME:CONFIG:SPLIT"),
         ("hf:a:b:c:d", "hf:a:b:c:d is not the name of a dataset"),
         ("http://host/a.xml:0.5", "http://host/a.xml is not the address of a file that can be read, *.jsonl"),
+        ("s4://bucket/a.jsonl", "s4://bucket/a.jsonl has a protocol that fsspec does not know; use s3, gs, hf, sftp"),
+        ("s3://", "s3:// must be an address, such as s3://bucket"),
         ("empty.jsonl", "empty.jsonl is empty; give a file with text"),
         ("fifo.txt", "fifo.txt is a named pipe; its text is read more than once: write it to a file"),
         ("socket.txt", "socket.txt is a socket; its text is read more than once: write it to a file"),
@@ -469,3 +477,71 @@ def test_real_zstd_files_are_read(tmp_path: Path) -> None:
         pytest.skip(f"no {DATA}")
     for file in sorted((DATA / "pile-zst").glob("*.jsonl.zst")):
         assert all(example.text for example in examples_of(only(str(file))))
+
+
+# ---- addresses
+
+
+@pytest.fixture
+def address() -> str:
+    """A directory of a file system in memory, with the same records as JSON lines and as a compressed file."""
+    name = f"memory://{uuid.uuid4()}"
+    for file in ("a.jsonl", "data/b.jsonl.gz", ".cache/c.jsonl", "LICENSE.txt"):
+        content = LINES.encode()
+        fsspec.filesystem("memory").pipe(f"{name}/{file}", gzip.compress(content) if file.endswith("gz") else content)
+    return name
+
+
+def test_files_at_an_address_are_read_as_local_ones(address: str, tmp_path: Path) -> None:
+    expected = read(write(tmp_path / "a.jsonl", LINES))
+    assert read(f"{address}/a.jsonl") == read(f"{address}/a*l") == read(f"{address}/data/") == expected
+    assert read(address) == [*expected, *expected]
+
+
+def test_what_changes_at_an_address_changes_the_fingerprint(address: str) -> None:
+    files, former = fsspec.filesystem("memory"), only(address).fingerprint
+    assert only(address).fingerprint == former
+    for change in (
+        lambda: files.pipe(f"{address}/a.jsonl", LINES[::-1].encode()),
+        lambda: files.pipe(f"{address}/c.jsonl", LINES.encode()),
+        lambda: files.rm(f"{address}/data/b.jsonl.gz"),
+    ):
+        change()
+        assert only(address).fingerprint != former
+        former = only(address).fingerprint
+
+
+def test_no_message_holds_the_password_of_an_address() -> None:
+    with pytest.raises(ValueError, match=r'data.sources="demo,s3://bucket/a": .* holds a password') as caught:
+        parse_sources("demo,s3://user:secret@bucket/a")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_missing_package_of_a_protocol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ValueError, match=r"s3://bucket/a.jsonl needs s3fs, which is not installed; pip install s3fs"):
+        parse_sources("s3://bucket/a.jsonl")
+
+
+def test_files_at_an_address_that_cannot_be_read_are_named(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = fsspec.filesystem("memory")
+    with pytest.raises(ValueError, match=r"data.sources: memory://none/a.jsonl cannot be read \(it does not exist\)"):
+        _ = only("memory://none/a.jsonl").fingerprint
+    with pytest.raises(ValueError, match=r"memory://none holds no files that can be read, \*.jsonl"):
+        read("memory://none")
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=5))
+        with pytest.raises(ValueError, match=f"room for 0.0 GB; set TMPDIR to .* without a copy: stream:{address}/a"):
+            read(f"{address}/a.jsonl")
+    records = only(f"{address}/a.jsonl")
+    with monkeypatch.context() as patched:
+        patched.setattr(Address, "_entries", lambda self: {f"{address}/a.jsonl": {"size": len(LINES) + 9}})
+        with pytest.raises(ValueError, match=r"was cut off after .* bytes; start again"):
+            list(records.records(RecordCounts()))
+    source = only(address)
+    assert isinstance(source, Address)
+    with pytest.raises(ValueError, match=r"a.jsonl changed while it was read"), source.open(f"{address}/a.jsonl"):
+        files.pipe(f"{address}/a.jsonl", b"{}")
+    files.pipe(f"{address}/train/a.jsonl", b"{}")
+    with pytest.raises(ValueError, match=rf"has several splits, others, train; give .* such as {address}/\*train\*"):
+        read(address)

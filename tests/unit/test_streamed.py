@@ -6,12 +6,14 @@ import contextlib
 import gzip
 import json
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -266,6 +268,34 @@ def test_a_file_at_an_address_is_read_from_any_record_on(
     if has_ranges and ending == ".jsonl":
         assert server.starts[-1] == cursor[2]  # type: ignore[index]
     assert not delays
+
+
+@pytest.mark.parametrize("ending", WRITERS)
+def test_files_of_fsspec_are_read_from_any_record_on(
+    ending: str, delays: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And continue after an error of the file system."""
+    WRITERS[ending](tmp_path / "a", FIELDS)
+    files, address = fsspec.filesystem("memory"), f"memory://{uuid.uuid4()}"
+    for name in ("a", "b"):
+        files.pipe(f"{address}/{name}{ending}", (tmp_path / "a").read_bytes())
+    source = stream(address)
+    records, after = read(source)
+    assert fields_of(records) == [*FIELDS, *FIELDS]
+    cursor, count = after[50]
+    assert read(source, cursor, count)[0] == records[51:]
+    assert not delays
+
+    failures, opened = iter([OSError("reset"), OSError("reset")]), type(files).open
+
+    def failing(*args: object, **options: object) -> object:
+        for error in failures:
+            raise error
+        return opened(*args, **options)
+
+    monkeypatch.setattr(type(files), "open", failing)
+    assert read(source)[0] == records
+    assert delays == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -27,31 +27,47 @@ CHUNK_BYTES = 1 << 20
 """Size of a read from disk or network."""
 
 
+VERSIONS = ("ETag", "etag", "blob_id", "generation", "mtime", "LastModified", "created")
+"""Keys of what fsspec knows of a file that change with its content, the best one first."""
+PASSWORD = re.compile(r"(?<=://)[^/@\s,]*:[^/@\s,]*@")
+"""User and password in an address."""
+
+
 def is_address(text: str) -> bool:
     """Return whether a text is an address, not a path or a Hugging Face id."""
     return re.match(r"[a-z][a-z0-9+.-]*://", text, re.IGNORECASE) is not None
 
 
-def check_address(address: str, option: str) -> None:
-    """Raise ValueError for an address that cannot be opened here, or that holds a password. Uses no network."""
+def version_of(entry: Mapping[str, Any]) -> str:
+    """Return what changes with the content of a file, and is equal on all hosts. entry: what fsspec knows of it."""
+    known = next((entry[key] for key in VERSIONS if entry.get(key) is not None), None)
+    return f"{entry['size']} {known}"
+
+
+def check_address(address: str, option: str | None = None) -> None:
+    """Raise ValueError for an address that cannot be opened here, or that holds a password. Uses no network.
+
+    option: that has this value, for messages.
+    """
     from fsspec import get_filesystem_class  # imports packages of the protocol
 
     protocol, _, rest = address.partition("://")
-    if re.match(r"[^/]*:[^/]*@", rest):
+    if PASSWORD.search(address):
         raise ValueError(
-            f"{option} holds a password, which would be recorded with the run; remove it, and give it as the "
-            f"documentation of {PACKAGES.get(protocol, protocol)} says"
+            f"{option or PASSWORD.sub('', address)} holds a password, which would be recorded with the run; remove it, "
+            f"and give it as the documentation of {PACKAGES.get(protocol, protocol)} says"
         )
+    given = f"{option}={address}" if option else address
     if not is_address(address) or not rest.strip("/"):
-        raise ValueError(f"{option}={address} must be an address, such as s3://bucket/run or file:///mnt/run")
+        raise ValueError(f"{given} must be an address, such as s3://bucket/run or file:///mnt/run")
     try:
         get_filesystem_class(protocol)
     except ImportError:
         package = PACKAGES.get(protocol, f"the package of fsspec for {protocol}")
-        raise ValueError(f"{option}={address} needs {package}, which is not installed; pip install {package}") from None
+        raise ValueError(f"{given} needs {package}, which is not installed; pip install {package}") from None
     except ValueError:
         known = "s3, gs, hf, sftp or file"
-        raise ValueError(f"{option}={address} has a protocol that fsspec does not know; use {known}") from None
+        raise ValueError(f"{given} has a protocol that fsspec does not know; use {known}") from None
 
 
 def explain_remote(error: BaseException) -> str:
@@ -168,7 +184,7 @@ def fetch_directory(
     chosen = {name: entry for name, entry in entries.items() if any(fnmatch(name, each) for each in patterns)}
     if not chosen:
         raise FileNotFoundError(f"{remote.address} holds no files" + (" of a model" if entries else ""))
-    versions = [[entry.get(key) for key in ("size", "ETag", "etag", "mtime")] for entry in chosen.values()]
+    versions = [version_of(entry) for entry in chosen.values()]
     key = hashlib.sha256(repr((remote.address, [*chosen], versions)).encode()).hexdigest()[:32]
 
     def build(directory: Path) -> None:

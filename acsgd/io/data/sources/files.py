@@ -135,9 +135,15 @@ def read_files(
     names: Sequence[str],
     counts: RecordCounts,
     read: Callable[[str, RecordCounts], Iterator[SourceRecord | BadRecord]],
+    *,
+    sizes: Sequence[int] | None = None,
 ) -> Iterator[SourceRecord | BadRecord]:
-    """Yield the records of each file. counts: updated in place. read: reads a file, with counts of its own."""
-    sizes = [_size(name) for name in names]
+    """Yield the records of each file.
+
+    counts: updated in place; read: reads a file, with counts of its own; sizes: bytes of each, by default those of
+    local files.
+    """
+    sizes = [_size(name) for name in names] if sizes is None else sizes
     for number, name in enumerate(names):
         part, earlier = RecordCounts(), counts.records
         counts.fraction = partial(_fraction, sizes, number, part)

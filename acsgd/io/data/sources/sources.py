@@ -20,6 +20,7 @@ from typing import NamedTuple, NoReturn
 
 from acsgd.config.options import DataConfig
 from acsgd.config.spec import suggest
+from acsgd.io.data.sources.address import Address
 from acsgd.io.data.sources.base import TEXT, NamedSource, ReadOptions, RecordCounts, Source, SourceRecord
 from acsgd.io.data.sources.files import READERS, Files, readable_endings, reader_of, refuse_missing
 from acsgd.io.data.sources.glue import Glue
@@ -30,6 +31,7 @@ from acsgd.io.data.sources.split_files import Arxiv21, Pile, PromptPool
 from acsgd.io.data.sources.streamed import Streamed
 from acsgd.io.data.sources.url import Url
 from acsgd.io.data.sources.wikitext import WikiText
+from acsgd.io.files.remote import PASSWORD
 
 DEFAULTS = (ReadOptions(),)
 
@@ -66,6 +68,7 @@ class Demo(NamedSource):
 SOURCES: dict[str, Callable[[str, str, ReadOptions], Source]] = {
     "demo": Demo,
     "stream:*": Streamed,
+    "hf://*": Address,
     "hf:*": HubDataset,
     "wikitext:*": WikiText,
     "cot:*": ChainOfThought,
@@ -76,6 +79,7 @@ SOURCES: dict[str, Callable[[str, str, ReadOptions], Source]] = {
     "p3:*": PromptPool,
     "http://*": Url,
     "https://*": Url,
+    "*://*": Address,
     **{f"*{ending}": Files for ending in READERS},
     "*/": Files,
 }
@@ -100,7 +104,7 @@ def parse_sources(
     try:
         parts = [_parse(name.strip(), key, reading) for name, reading in zip(names, each, strict=True)]
     except ValueError as error:
-        raise ValueError(f'{key}="{spec}": {error}') from None
+        raise ValueError(f'{key}="{PASSWORD.sub("", spec)}": {error}') from None
     if all(part.weight is None for part in parts):
         return tuple(parts)
     weights = [1.0 if part.weight is None else part.weight for part in parts]

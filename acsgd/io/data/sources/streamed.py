@@ -9,12 +9,14 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 from urllib.parse import urlsplit
 
+from acsgd.io.data.sources.address import Address
 from acsgd.io.data.sources.base import BadRecord, NamedSource, RecordCounts, SourceRecord
 from acsgd.io.data.sources.files import STATE, Files, version_of
 from acsgd.io.data.sources.hub import PREFIX as HUB
@@ -24,6 +26,7 @@ from acsgd.io.data.sources.seekable import SEEKABLE, FilePlace
 from acsgd.io.data.sources.tables import row_of
 from acsgd.io.data.sources.text import reading
 from acsgd.io.data.sources.url import Url
+from acsgd.io.files.remote import is_address
 from acsgd.notes import print_note
 
 PREFIX = "stream:"
@@ -60,11 +63,11 @@ class Streamed(NamedSource):
     def stream(self) -> RecordStream:
         """Reader of the records."""
         name = self.name.removeprefix(PREFIX)
-        if name.startswith(HUB):
-            return HubStream(name, self.key)
         if name.startswith(("http://", "https://")):
-            return FileStream(name, self.key, remote=True)
-        return FileStream(name, self.key)
+            return FileStream(Url(name, self.key))
+        if is_address(name):
+            return FileStream(Address(name, self.key))
+        return HubStream(name, self.key) if name.startswith(HUB) else FileStream(Files(name, self.key))
 
     @property
     def fingerprint(self) -> str:
@@ -103,29 +106,26 @@ class Streamed(NamedSource):
 
 
 class FileStream:
-    """Records of files of JSON lines, Parquet or Arrow: local ones, or one at an address.
+    """Records of files of JSON lines, Parquet or Arrow: local ones, or those at an address.
 
     A cursor is the number of a file and a place in it: [file, record, byte].
     """
 
-    def __init__(self, name: str, key: str, *, remote: bool = False) -> None:
-        self._name = name
-        self._key = key
-        self._source: Files | Url = Url(name, key) if remote else Files(name, key)
+    def __init__(self, source: Files | Url | Address) -> None:
+        self._name = source.name
+        self._key = source.key
+        self._source = source
 
     def check(self) -> None:
         """Raise ValueError unless all files can be opened and streamed."""
-        for name in self._names():
-            if _ending(name) is None:
-                raise ValueError(
-                    f"{PREFIX}{self._name}: {Path(name).name} cannot be streamed, only {', '.join(SEEKABLE)} and {HUB} "
-                    f"can; give {self._name} without {PREFIX}, and it is tokenized before training"
-                )
+        names = [] if isinstance(self._source, Address) else self._names()  # those need the network
+        for name in names:
+            self._ending(name)
         self._source.check()
 
     def version(self) -> str:
         """Return a hash of sizes and samples of the files; of an address what the server sends about it."""
-        if isinstance(self._source, Url):
+        if not isinstance(self._source, Files):
             return self._source.version()
         parts = []
         for name in self._names():
@@ -139,8 +139,7 @@ class FileStream:
         for number, name in itertools.islice(enumerate(self._names()), first, None):
             here = FilePlace(*place) if number == first else FilePlace()
             earlier = counts.records - here.record
-            ending = _ending(name)
-            assert ending
+            ending = self._ending(name)
             with reading(Path(name), key=self._key), self._open(name) as file:
                 for record, after in SEEKABLE[ending](file, name, self._key, here):
                     counts.cursor, counts.records = [number, *after], earlier + after.record
@@ -149,15 +148,20 @@ class FileStream:
     def _names(self) -> Sequence[str]:
         return [self._name] if isinstance(self._source, Url) else self._source.names()
 
-    def _open(self, name: str) -> BinaryIO:
+    def _open(self, name: str) -> AbstractContextManager[BinaryIO]:
         if isinstance(self._source, Url):
             return io.BufferedReader(RemoteFile(name), BUFFER_BYTES)
-        return Path(name).expanduser().open("rb")
+        return self._source.open(name) if isinstance(self._source, Address) else Path(name).expanduser().open("rb")
 
-
-def _ending(name: str) -> str | None:
-    path = urlsplit(name).path if name.startswith("http") else name
-    return next((ending for ending in SEEKABLE if path.endswith(ending)), None)
+    def _ending(self, name: str) -> str:
+        """Return the ending of a file that can be streamed. Raises ValueError for others."""
+        path = urlsplit(name).path if isinstance(self._source, Url) else name
+        if found := next((ending for ending in SEEKABLE if path.endswith(ending)), None):
+            return found
+        raise ValueError(
+            f"{PREFIX}{self._name}: {Path(name).name} cannot be streamed, only {', '.join(SEEKABLE)} and {HUB} can; "
+            f"give {self._name} without {PREFIX}, and it is tokenized before training"
+        )
 
 
 class HubStream:

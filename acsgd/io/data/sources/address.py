@@ -1,0 +1,138 @@
+"""Files at an address of fsspec, such as s3://bucket/data: downloaded when they are tokenized, or streamed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from glob import has_magic
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+from acsgd.io.data.sources.base import BadRecord, NamedSource, RecordCounts, SourceRecord
+from acsgd.io.data.sources.files import NO_RECORDS, SPLITS, read_files, readable_endings, reader_of, split_of
+from acsgd.io.data.sources.remote import ConnectionLostError
+from acsgd.io.files.remote import check_address, explain_remote, version_of
+
+CHUNK_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Address(NamedSource):
+    """Files at an address: one, all of a directory, or those that match a pattern."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Address, and names and versions of the files. Raises ValueError."""
+        return f"{self.name} {self.version()}"
+
+    def version(self) -> str:
+        """Return a hash of names and versions of the files, equal on all hosts. Raises ValueError."""
+        versions = [(address, version_of(entry)) for address, entry in self._entries().items()]
+        return hashlib.sha256(repr(versions).encode()).hexdigest()
+
+    def check(self) -> None:
+        """Raise ValueError if the address cannot be opened here, or holds a password. Does not need the network."""
+        check_address(self.name)
+
+    def names(self) -> list[str]:
+        """Return the addresses of the files. Raises ValueError if there are none."""
+        return [*self._entries()]
+
+    def records(self, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
+        """Download each file into a temporary directory, and yield its records."""
+        entries = self._entries()
+
+        def read(address: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
+            reader = reader_of(address)
+            assert reader
+            with tempfile.TemporaryDirectory(prefix="acsgd-") as directory:
+                target = Path(directory) / PurePosixPath(address).name
+                self._download(address, target, entries[address]["size"])
+                yield from reader(target, address, self.key, counts)
+
+        return read_files([*entries], counts, read, sizes=[entry["size"] for entry in entries.values()])
+
+    @contextlib.contextmanager
+    def open(self, address: str) -> Iterator[BinaryIO]:
+        """Open a file, readable and seekable. Raises ConnectionLostError if trying again may succeed.
+
+        Raises ValueError if the file is refused, or if it has changed by the end of the context.
+        """
+        try:
+            files = self._file_system()[0]
+            before = version_of(files.info(address))
+            with files.open(address, "rb") as file:
+                yield file
+            files.invalidate_cache()
+            after = version_of(files.info(address))
+        except (FileNotFoundError, PermissionError) as error:
+            raise self._refused(error) from None
+        except OSError as error:
+            raise ConnectionLostError(explain_remote(error)) from None
+        if before != after:
+            raise ValueError(f"{self.key}: {address} changed while it was read; start again")
+
+    def _download(self, address: str, target: Path, size: int) -> None:
+        """Copy a file of `size` bytes. Raises ValueError."""
+        if size > (free := shutil.disk_usage(target.parent).free):
+            raise ValueError(
+                f"{self.key}: {address} has {size / 1e9:.1f} GB, and {target.parent} has room for {free / 1e9:.1f} GB; "
+                f"set TMPDIR to a larger directory, or read it without a copy: stream:{self.name}"
+            )
+        with self._errors(), self.open(address) as content, target.open("wb") as file:
+            shutil.copyfileobj(content, file, CHUNK_BYTES)
+        if (received := target.stat().st_size) != size:
+            raise ValueError(f"{self.key}: {address} was cut off after {received} of {size} bytes; start again")
+
+    def _entries(self) -> dict[str, Mapping[str, Any]]:
+        """Return what fsspec knows of each file, by address, in the order of their names. Raises ValueError."""
+        with self._errors():
+            files, path = self._file_system()
+            if reader_of(path) and not has_magic(path) and not files.isdir(path):
+                return {files.unstrip_protocol(path): files.info(path)}
+            search = files.glob if has_magic(path) else files.find
+            found = {name: entry for name, entry in search(path, detail=True).items() if entry["type"] == "file"}
+        return {files.unstrip_protocol(name): found[name] for name in self._chosen(sorted(found), path)}
+
+    def _chosen(self, paths: Sequence[str], directory: str) -> Sequence[str]:
+        """Return those of the files of a directory or pattern that hold records. Raises ValueError."""
+        below = {path: Path(path.removeprefix(directory).lstrip("/")) for path in paths}
+        paths = [path for path in paths if not any(map(NO_RECORDS.fullmatch, below[path].parts)) and reader_of(path)]
+        paths = [path for path in paths if not path.endswith(".txt")] or paths  # as in a local directory
+        if not paths:
+            raise ValueError(f"{self.key}: {self.name} holds no files that can be read, {readable_endings()}")
+        splits = {SPLITS.get(split_of(below[path]), "") for path in paths}
+        if len(splits) > 1 and not has_magic(directory):
+            named, pattern = sorted(split or "others" for split in splits), f"{self.name.rstrip('/')}/*{max(splits)}*"
+            raise ValueError(
+                f"{self.key}: {self.name} has several splits, {', '.join(named)}; give one of them by a pattern, such "
+                f"as {pattern}"
+            )
+        return paths
+
+    def _file_system(self) -> tuple[Any, str]:
+        """Return the file system of fsspec, and the path there."""
+        from fsspec.core import url_to_fs
+
+        files, path = url_to_fs(self.name, skip_instance_cache=True)  # which would hold outdated directories
+        return files, path
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Turn an error of a file system into a ValueError that names the address."""
+        try:
+            yield
+        except ValueError:
+            raise
+        except Exception as error:  # packages of protocols raise errors of many classes
+            raise self._refused(error) from None
+
+    def _refused(self, error: Exception) -> ValueError:
+        problem = "it does not exist" if isinstance(error, FileNotFoundError) else explain_remote(error)
+        return ValueError(
+            f"{self.key}: {self.name} cannot be read ({problem}); check the address, its credentials and the network"
+        )
