@@ -15,7 +15,7 @@ from lib.cache import with_shared_cache
 from lib.commands import acsgd
 from lib.labelled import save_model, with_special_tokens
 from lib.ranks import on_ranks
-from lib.resume import checkpoint_of, train_ranks
+from lib.resume import HALF, STEPS, checkpoint_of, losses_of, stopped_half_way, train_ranks
 from lib.training import (
     RELATIVE,
     TIMEOUT,
@@ -179,6 +179,25 @@ def test_virtual_tokens_of_an_encoder_load_in_peft_and_generate(
         files = ("--file", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", "--max-new-tokens", 6)
         assert acsgd("generate", *arguments, *files)[0] == 0
         assert json.loads((tmp_path / "out.jsonl").read_text())["generated_text"] == expected
+
+
+@pytest.mark.soak  # the tokens of decoders in test_adapters.py are those of replicas and resumed in make test
+def test_virtual_tokens_of_an_encoder_train_in_stages_and_replicas_and_resume(
+    special: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    config = run_on_table(tmp_path, special, "seq2seq", "t5", stages=2)
+    config = dataclasses.replace(
+        config,
+        optim=dataclasses.replace(config.optim, steps=STEPS),
+        checkpoint=dataclasses.replace(config.checkpoint, every=str(HALF)),
+        adapter=AdapterConfig(PROMPT),
+    )
+    expected = pytest.approx(losses_of_whole(config), rel=RELATIVE)
+    on_ranks(4, train_ranks, tmp_path / "store", [config])
+    assert losses_of(config) == expected
+    resumed = stopped_half_way(config, tmp_path / "resumed", stages=1)
+    train_ranks(0, 1, tmp_path / "store-resumed", [resumed])
+    assert losses_of(resumed) == expected
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "encoder_ffn_dim": 48,
         "decoder_ffn_dim": 48,
     },
+    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "feed_forward_proj": "gated-gelu"},
 }
 
 
