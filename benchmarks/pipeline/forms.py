@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from acsgd.comm.spans import SpanRecorder
 from acsgd.config.options import Config
 from acsgd.groups import Groups, connect
 from acsgd.io.checkpoint.progress import Progress
@@ -21,6 +22,7 @@ from acsgd.run.plan.job import Job
 from acsgd.run.session import Session, StepResult
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import plan_activation_caches
+from acsgd.run.step.tracing import record_to
 from acsgd.train import train_step
 
 UNCOMPRESSED = "none/none"
@@ -56,6 +58,10 @@ class Training:
         result = train_step(self._session, batch, self._progress)
         self._progress = result.progress
         return result
+
+    def record_to(self, recorder: SpanRecorder | None) -> None:
+        """Trace the next steps; None = no longer."""
+        record_to(self._session, recorder)
 
 
 def with_form(config: Config, form: str) -> Config:

@@ -26,7 +26,7 @@ from acsgd.io.telemetry.metrics import Metrics
 from acsgd.launch import Launch
 from acsgd.pp.schedules.actions import Action, parse_action
 from acsgd.pp.schedules.lowering import lower
-from acsgd.pp.schedules.schedules import OneFOneB
+from acsgd.pp.schedules.schedules import OneFOneB, Schedule, ZeroBubble, ZeroBubbleV
 from acsgd.pp.schedules.simulate import Cost, Time, simulate
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
@@ -182,8 +182,9 @@ class SlowCost(Cost):
         return super().of(action) + 6 * (str(action) == "1F3")
 
 
-def test_what_differs_from_the_plan_is_marked_where_it_arises() -> None:
-    program = lower(OneFOneB().program(3, 6))
+@pytest.mark.parametrize("schedule", [OneFOneB(), ZeroBubble(), ZeroBubbleV()], ids=lambda each: type(each).__name__)
+def test_what_differs_from_the_plan_is_marked_where_it_arises(schedule: Schedule) -> None:
+    program = lower(schedule.program(3, 6))
 
     def traces(cost: Cost) -> list[RankTrace]:
         """Return the traces of ranks whose actions take what they cost."""
@@ -193,7 +194,7 @@ def test_what_differs_from_the_plan_is_marked_where_it_arises() -> None:
         return [RankTrace(rank, 0, f"rank {rank}", 0.0, [step, *of_rank]) for rank, of_rank in enumerate(spans)]
 
     (plan,) = plan_steps(traces(Cost()))
-    assert plan.measured_s == plan.timeline.makespan == 24.0
+    assert plan.measured_s == plan.timeline.makespan == simulate(program, Cost()).makespan
     assert not any(each.is_marked for each in plan.differences.values())
     (plan,) = plan_steps(slow := traces(SlowCost()))
     assert [str(each.action) for each in plan.differences.values() if each.is_marked] == ["1F3"]
@@ -202,7 +203,7 @@ def test_what_differs_from_the_plan_is_marked_where_it_arises() -> None:
     ]
     assert [(event["cat"], event["pid"], event["name"]) for event in marked] == [
         ("action", 1, "1F3"),
-        ("plan", 3, "1F3"),
+        ("plan", 3, "1F3"),  # after the processes of the ranks
     ]
 
 

@@ -30,6 +30,13 @@ FULL = StepField("trace_full", on_any)
 """Whether a rank has no room for the spans of another step."""
 
 
+def record_to(session: Session, recorder: SpanRecorder | None) -> None:
+    """Record what this rank does from now on; None = nothing."""
+    session.pipeline.trace = recorder
+    for subject, meter in session.meters():
+        meter.trace = recorder and recorder.about(subject)
+
+
 class StepTrace(StepHook):
     """Records the steps of log.trace, as many as have room, and writes them after the last one.
 
@@ -60,12 +67,12 @@ class StepTrace(StepHook):
     def before_step(self, state: LoopState) -> None:
         if state.progress.step + 1 in self._steps:
             self._recorder = self._recorder or SpanRecorder(limit=self._limit)
-            self._record_to(self._recorder)
+            record_to(self._session, self._recorder)
 
     def after_step(self, state: LoopState) -> None:
         if self._recorder is not None:
             assert state.summary is not None
-            self._record_to(None)
+            record_to(self._session, None)
             self._recorder.add("step", f"step {state.progress.step}", state.started_at, time.perf_counter())
             self._ends[state.progress.step] = len(self._recorder.spans)
             if state.summary[FULL]:
@@ -84,11 +91,6 @@ class StepTrace(StepHook):
         elif self._steps and not self._path.exists():
             first, last, step = self._steps[0], self._steps[-1], state.progress.step
             self._note(f"log.trace: steps {first} to {last} were not trained by this start, which ends at step {step}")
-
-    def _record_to(self, recorder: SpanRecorder | None) -> None:
-        self._session.pipeline.trace = recorder
-        for subject, meter in self._session.meters():
-            meter.trace = recorder and recorder.about(subject)
 
     def _write(self) -> None:
         """Gather the spans of all ranks and write the file, on rank 0. A collective call."""
