@@ -83,18 +83,15 @@ def trace(
     known = KnownValues()
     batch = probe_batch(model, inputs, sizes, known)
     tracer = _Tracer(model, paths, batch, known)
-    try:
-        with stubbed(tracer.blocks, tracer.stub), experts_without_values(model), known, tracer.uses, tracer.random:
-            logits = model(**batch, use_cache=False).logits
-    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-        raise LayersError(f"{type(model).__name__}: forward depends on the values of tensors ({error.func})") from None
-    except LayersError:
-        raise
-    except Exception as error:  # raised in transformers' code
-        reason = f"{error}".rstrip(".")
-        if "padding token" in reason:  # of classifiers, which look for the last token of each sequence
-            reason += '; set "pad_token_id" in config.json'
-        raise LayersError(f"{type(model).__name__}: forward fails with {', '.join(inputs)} alone: {reason}") from error
+    with (
+        _forward_errors(model, inputs),
+        stubbed(tracer.blocks, tracer.stub),
+        experts_without_values(model),
+        known,
+        tracer.uses,
+        tracer.random,
+    ):
+        logits = model(**batch, use_cache=False).logits
     called = [path for index, path in enumerate(paths) if index in tracer.order]
     if 0 < len(called) < len(paths):
         return trace(model, inputs, sizes, called)
@@ -109,6 +106,22 @@ def trace(
         context_inputs=tracer.context_inputs,
         random=tracer.random_layers(),
     )
+
+
+@contextlib.contextmanager
+def _forward_errors(model: PreTrainedModel, inputs: Iterable[str]) -> Iterator[None]:
+    """Turn errors of forward into a LayersError."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+        raise LayersError(f"{type(model).__name__}: forward depends on the values of tensors ({error.func})") from None
+    except LayersError:
+        raise
+    except Exception as error:  # raised in transformers' code
+        reason = f"{error}".rstrip(".")
+        if "padding token" in reason:  # of classifiers, which look for the last token of each sequence
+            reason += '; set "pad_token_id" in config.json'
+        raise LayersError(f"{type(model).__name__}: forward fails with {', '.join(inputs)} alone: {reason}") from error
 
 
 class _BlockResult(NamedTuple):
