@@ -93,6 +93,11 @@ class StopSignals:
         for number, handler in self._former.items():
             signal.signal(number, handler)
 
+    @property
+    def exit_code(self) -> int:
+        """Exit code of a process that the recorded signal ends."""
+        return 128 + signal.Signals[str(self.received)]
+
     def on_signal(self, callback: Callable[[], None]) -> None:
         """Call a function at the first stop signal, in the thread that records it; now, if there was one."""
         with self._lock:
@@ -136,7 +141,7 @@ def starting(end: Callable[[int], None] = os._exit, *, is_main: bool = True) -> 
     def stop() -> None:
         if is_main:
             print_error(f"stopped by {signals.received} before the start; nothing was written")
-        end(_exit_code(signals))
+        end(signals.exit_code)
 
     with StopSignals(end) as signals:
         signals.on_signal(stop)
@@ -185,7 +190,7 @@ class _StoppableCommand:
         if self.signals.received is not None:
             self.watcher.join()
             self._report()
-            raise ReportedError(self._exit_code()) from None
+            raise ReportedError(self.signals.exit_code) from None
 
     def _raise_once(self, number: int, frame: FrameType | None) -> None:
         if self.raises:
@@ -194,10 +199,6 @@ class _StoppableCommand:
 
     def _report(self) -> None:
         print_error("; ".join(filter(None, [f"stopped by {self.signals.received}", self._outcome()])))
-
-    def _exit_code(self) -> int:
-        """Return the exit code of a process that the recorded signal ends."""
-        return 128 + signal.Signals[str(self.signals.received)]
 
     def _end_early(self, code: int) -> None:
         if self._is_noted:
@@ -209,7 +210,7 @@ class _StoppableCommand:
             print_note(f"{self.signals.received}: cleaning up; Ctrl-C ends this at once")
             self._is_noted = True
             if not self._has_ended.wait(self._clean_up_s):
-                self._end_early(self._exit_code())
+                self._end_early(self.signals.exit_code)
 
 
 def build_until_stopped(path: Path, build: Callable[[Path], None], *, resumable: bool = False) -> bool:

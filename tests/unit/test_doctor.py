@@ -381,7 +381,7 @@ def test_hosts_that_hold_connections_do_not_keep_others_out(doctor: Doctor, monk
 
 def test_a_peer_dials_back(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACSGD_SECRET", SECRET.decode())
-    monkeypatch.setattr("acsgd.commands.doctor.command.facts", lambda: FACTS)
+    monkeypatch.setattr("acsgd.commands.doctor.command.installed_versions", lambda: FACTS)
     with contextlib.closing(Doctor(0, SECRET, FACTS)) as mine:
         command = DoctorCommand(listen=mine.port, seconds=0.1)
         [*_, found] = command._check_link(f"127.0.0.1:{doctor.port}")[0]
