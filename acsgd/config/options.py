@@ -370,8 +370,8 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device: "auto" = one GPU per local rank if the host has any, else the CPU."""
     memory: Literal["check", "ignore"] = "check"
-    """What is done with a run whose tensors, as `acsgd plan` counts them, need a tenth more than the memory of the host
-    or GPU: "check" refuses it at its start. A model whose weights and gradients alone exceed it is always refused."""
+    """What is done with a run that, as `acsgd plan` counts, does not fit the memory of the host or GPU: "check" refuses
+    it at its start. A model whose weights and gradients alone exceed it is always refused."""
     transport: TransportName = "auto"
     """Transport of device tensors: "gloo", "nccl", or "auto" = NCCL among GPUs of one host, else gloo. NCCL needs one
     GPU per rank, the same version on all hosts, and codecs without entropy coding, other than delta."""

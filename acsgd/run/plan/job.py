@@ -179,8 +179,9 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True, model: RunMo
     model = model or _open_model(config, launch, streams, trains=trains)
     with report_if_slow(print_note, lambda: f"planning {model.describe_size()}", enabled=launch.rank == 0):
         partition = divide_model(config, grid, model, streams)
-        if trains:
-            check_fit(config, launch, model, streams)
+        note = check_fit(config, launch, model, streams) if trains else None
+    if note is not None and launch.rank == 0:
+        print_note(note)
     tokenizer = load_tokenizer(model.tokenizer, model.config, model.directory)
     set_chat_template(tokenizer, config.data)
     job = Job(

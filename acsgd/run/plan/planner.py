@@ -28,8 +28,10 @@ from acsgd.tasks import check_options
 GIB = 2**30
 PROCESS_BYTES = GIB
 """What a process with its libraries needs besides, in host memory and, as context and workspaces, on its GPU."""
-SMALL, MARGIN = 1 / 8, 1.1
-"""Parts of a memory: below the first one a run is not planned at its start, above the other one it is refused."""
+SMALL = 1 / 8
+"""Fraction of a memory that weights and gradients take in a run that is not planned at its start."""
+MARGIN = 1.1
+"""Planned memory relative to that which there is, from which on a run is refused."""
 SCHEDULES = ("1f1b", "1f1b:lead=2", "interleaved:chunks=2", "zb", "zbv")
 CODEC = "fixpoint:bits=8"
 """Codec of alternatives, in both directions."""
@@ -41,7 +43,7 @@ class Alternative(NamedTuple):
     """A run that differs in a few options."""
 
     flags: tuple[str, ...]
-    """What makes it of the planned one."""
+    """Flags that change the planned run into this one."""
     step: StepTime
 
 
@@ -206,7 +208,7 @@ def _with(config: Config, *, stages: int, micro: int, compresses: bool = False) 
 
 
 def flags_between(config: Config, changed: Config) -> tuple[str, ...]:
-    """Return the flags that make one run of another."""
+    """Return the flags that change a run into another."""
     pairs = {
         "--pp.stages": (config.pp.stages, changed.pp.stages),
         "--pp.layers": (config.pp.layers, changed.pp.layers),
@@ -241,22 +243,33 @@ def _advice(needed: Sequence[int], limit: int, fitting: tuple[str, ...] | None) 
     return f"{_largest(needed, limit)}; use {instead}"
 
 
-def check_fit(config: Config, launch: Launch, model: RunModel, streams: Streams) -> None:
-    """Raise ValueError with what fits if the tensors of a run exceed the memory of its host, or of this rank's GPU.
+def check_fit(config: Config, launch: Launch, model: RunModel, streams: Streams) -> str | None:
+    """Compare the memory that a run is planned to need with that of its host, or of this rank's GPU.
 
-    Runs whose weights and gradients take little of it are not planned, which takes seconds; elastic runs neither, whose
-    ranks change.
+    Raises ValueError, with what fits, if weights, gradients and state exceed it, or, in a run on CPUs whose layers are
+    not compiled, all tensors do by more than MARGIN. Returns a sentence if activations might exceed it: those on a GPU
+    or of compiled layers are estimates. Runs whose weights and gradients take little of it are not planned, which takes
+    seconds; elastic runs neither, whose ranks change.
     """
     memory, on_gpu = streams.memory_bytes(), bool(streams.gpu)
     processes = 1 if on_gpu else launch.local_world_size
-    least = model.parameters.needed_bytes(DTYPES[config.model.dtype]) / launch.world_size * processes
+    least = model.parameters.needed_bytes(DTYPES[config.model.dtype]) / config.pp.stages * processes
     if config.run.memory == "ignore" or launch.daemon or least < SMALL * memory:
-        return
+        return None
     planner = RunPlanner(config, launch.world_size, model, on_gpu=on_gpu, per_host=launch.local_world_size)
-    ranks = planner.memory(config)
+    try:
+        ranks = planner.memory(config)
+    except Exception as error:  # of a plug-in or a model whose code no plan can run without values
+        return f"memory: not planned ({type(error).__name__}: {error})"
     first = launch.rank if on_gpu else launch.rank - launch.local_rank
     here = [ranks[rank % config.pp.stages] for rank in range(first, first + processes)]
-    if sum(each.on_device if on_gpu else each.total for each in here) > MARGIN * memory:
-        limit = memory // processes
-        advice = _advice([*map(planner.needed, ranks)], limit, planner.first_that_fits(limit))
-        raise ValueError(f"the run does not fit: {advice}; --run.memory ignore starts it as it is")
+    # caches of delta hold no more sequences than the data has, which is not known yet
+    planned = sum(each.on_device if on_gpu else each.total - each.caches for each in here)
+    is_estimate = on_gpu or config.model.compile
+    if planned <= MARGIN * memory:
+        return None
+    limit = memory // processes
+    advice = _advice([*map(planner.needed, ranks)], limit, planner.first_that_fits(limit))
+    if is_estimate and sum(each.constant for each in here) <= memory:
+        return f"memory: the run may not fit: {advice}"
+    raise ValueError(f"the run does not fit: {advice}; --run.memory ignore starts it as it is")
