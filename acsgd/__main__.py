@@ -46,7 +46,7 @@ def run(argv: list[str], *, prog: str) -> None:
     if command:
         argv, prog = argv[1:], f"{prog} {command}"
     # torchrun of an elastic run sends SIGTERM to start its workers again: nothing is reported then
-    with contextlib.nullcontext() if launch.daemon else starting(end_process, is_main=launch.local_rank == 0):
+    with contextlib.nullcontext() if launch.daemon else starting(launch, end_process):
         main_of_command = _import(argv, launch, prog=prog, command=command)
     main_of_command(argv, launch, prog=prog, end=end_process)
 

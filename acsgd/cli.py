@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -258,7 +257,13 @@ class Convert:
 
     def run(self) -> None:
         """Run the subcommand."""
-        with as_typed(type(self.direction)), reporting_stop(partial(describe_stopped_build, self.direction.target)):
+        target = self.direction.target
+        was_there = os.path.lexists(target)  # and is not written, so that it is not called complete
+
+        def outcome() -> str:
+            return "nothing was written" if was_there else describe_stopped_build(target)
+
+        with as_typed(type(self.direction)), reporting_stop(outcome):
             self.direction.run()
 
 

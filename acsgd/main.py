@@ -50,7 +50,7 @@ def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], Non
     if launch.daemon:
         _run_elastic(argv, launch, prog, end)
         return
-    with report_startup_error(launch), starting(end, is_main=launch.local_rank == 0):
+    with report_startup_error(launch), starting(launch, end):
         store = open_store(launch)
         store_of_failures = clone_store(store, launch)
     with contextlib.ExitStack() as stack, report_failure(store_of_failures, launch, end) as context:

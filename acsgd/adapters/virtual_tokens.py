@@ -67,8 +67,18 @@ def prompt_config(
 
 
 def inject_prompt(model: PreTrainedModel, adapter: PromptTuning) -> None:
-    """Replace the embedding of a model, or of its encoder, by one with virtual tokens, in place."""
-    embedding = (model.get_encoder() if model.config.is_encoder_decoder else model).get_input_embeddings()
+    """Replace the embedding of a model, or of its encoder, by one with virtual tokens, in place.
+
+    Raises ValueError for an encoder that multiplies embeddings by a factor, unless its input is embeddings, as in PEFT.
+    """
+    owner = model.get_encoder() if model.config.is_encoder_decoder else model
+    embedding = owner.get_input_embeddings()
+    scale = getattr(owner, "embed_scale", 1.0)
+    if scale != 1.0 and not hasattr(embedding, "embed_scale"):
+        raise ValueError(
+            f"adapter.spec: {type(model).__name__} multiplies its embeddings by {scale:g}, but not those that PEFT "
+            "gives it, so that prompt_tuning would train another model than PEFT loads; use lora"
+        )
     path = next(path for path, module in model.named_modules() if module is embedding)
     assert isinstance(embedding, nn.Module)
     model.set_submodule(path, PromptedEmbedding(embedding, adapter.tokens))

@@ -31,7 +31,7 @@ def check(config: Config) -> None:
             "dp.domain is empty; give a name such as --dp.domain rack-1, the same on all hosts of a domain"
         )
     _check_evaluation(config)
-    _check_elastic(config.elastic, micros=config.data.batch // config.pp.micro)
+    _check_elastic(config.elastic)
     _check_adapter(config)
     traced_steps(config.log.trace)
     steps, every = config.optim.steps, config.checkpoint.every_steps
@@ -158,15 +158,9 @@ def _check_evaluation(config: Config) -> None:
         )
 
 
-def _check_elastic(elastic: ElasticConfig, *, micros: int) -> None:
-    """Check the options of an elastic run. micros: number of micro-batches of a global batch."""
+def _check_elastic(elastic: ElasticConfig) -> None:
     low, high = elastic.min_replicas, elastic.max_replicas
     if high is not None and low > high:
         raise ValueError(f"elastic.min_replicas={low} must be at most elastic.max_replicas={high}")
-    if low > micros:
-        raise ValueError(
-            f"elastic.min_replicas={low} replicas cannot share the {micros} micro-batches of data.batch; give "
-            f"--elastic.min_replicas {micros} or less, a smaller pp.micro, or a larger data.batch"
-        )
     if elastic.snapshot != "auto" and not (elastic.snapshot.isdecimal() and int(elastic.snapshot) <= COUNT.high):
         raise ValueError(f'elastic.snapshot={elastic.snapshot} is not an interval; give steps, "20", "0", or "auto"')

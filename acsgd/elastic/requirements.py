@@ -42,6 +42,12 @@ def check_elastic(job: Job) -> None:
             f"elastic.join_moments=rounded: replicas of dp.mode={config.dp.mode} need equal moments; remove it, or use "
             "cocktail, cocktail_grad, diloco, sparseloco or local"
         )
+    low, micros = config.elastic.min_replicas, config.data.batch // config.pp.micro
+    if low > micros:
+        raise ValueError(
+            f"elastic.min_replicas={low} replicas cannot share the {micros} micro-batches of data.batch; give "
+            f"--elastic.min_replicas {micros} or less, a smaller pp.micro, or a larger data.batch"
+        )
     if config.elastic.replan and config.pp.layers is not None:
         raise ValueError(
             f"pp.layers={list(config.pp.layers)} is for pp.stages={config.pp.stages}, but elastic.replan changes the "

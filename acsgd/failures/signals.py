@@ -17,6 +17,7 @@ from acsgd.errors import ReportedError
 from acsgd.failures.processes import find_torchrun, has_proc, start_time
 from acsgd.failures.report import print_error
 from acsgd.io.files.atomic import build_atomically, describe_stopped_build
+from acsgd.launch import Launch, forbid_restart
 from acsgd.notes import print_note
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
@@ -131,21 +132,31 @@ class StopSignals:
 
 
 @contextlib.contextmanager
-def starting(end: Callable[[int], None] = os._exit, *, is_main: bool = True) -> Iterator[None]:
+def starting(launch: Launch | None = None, end: Callable[[int], None] = os._exit) -> Iterator[None]:
     """Context of what comes before a command: its imports, and the wait for torchrun's store. Nothing is cleaned up.
 
-    A stop signal ends the process from a thread, since the main thread may be inside native code. is_main: whether
-    this process reports the signal; one per host. end: as of StopSignals. Must be entered in the main thread.
+    A stop signal ends the process from a thread, since the main thread may be inside native code. launch: of a process
+    of torchrun, of which the first one of a host reports the signal; none reports SIGTERM, which torchrun sends if
+    another process has failed. end: as of StopSignals. Must be entered in the main thread.
     """
 
     def stop() -> None:
-        if is_main:
+        if (
+            launch is None
+            or not launch.under_torchrun
+            or (launch.local_rank == 0 and signals.received != signal.SIGTERM.name)
+        ):
             print_error(f"stopped by {signals.received} before the start; nothing was written")
+        forbid_restart()
         end(signals.exit_code)
 
     with StopSignals(end) as signals:
         signals.on_signal(stop)
-        yield
+        try:
+            yield
+        except BaseException:
+            signals.on_signal(lambda: None)  # the error is reported, also if torchrun ends this process for it
+            raise
 
 
 @contextlib.contextmanager

@@ -255,8 +255,8 @@ class Round(NamedTuple):
     received: list[Message]
 
 
-MAX_DIRECT_RANKS = 8
-"""Number of ranks up to which each sends its numbers to every other."""
+MAX_DIRECT_RANKS = 32
+"""Number of ranks up to which each sends its numbers to every other. A second round takes the delay of a link more."""
 
 
 def gather_rounds(rank: int, size: int) -> list[Round]:
@@ -264,7 +264,7 @@ def gather_rounds(rank: int, size: int) -> list[Round]:
 
     Up to MAX_DIRECT_RANKS ranks exchange directly, in one round. More are divided into about sqrt(size) rows: a rank
     first exchanges with those of its row, and then sends the numbers of its row to about one rank of each other row.
-    That is 2 * sqrt(size) messages per rank in place of `size`, and one more delay.
+    That is 2 * sqrt(size) messages per rank in place of `size`, and the delay of one more message.
     """
     count = 1 if size <= MAX_DIRECT_RANKS else math.isqrt(size)
     cuts = [size * row // count for row in range(count + 1)]
@@ -280,7 +280,7 @@ def gather_rounds(rank: int, size: int) -> list[Round]:
 
 
 class Gather:
-    """All-gather of a few numbers of each rank, in one or two round trips; see `gather_rounds`.
+    """All-gather of a few numbers of each rank, in one or two rounds of messages; see `gather_rounds`.
 
     A ring of n ranks would take n - 1. Receives are posted on construction, so numbers that are sent later arrive
     without waiting for a handshake. lengths: how many numbers each rank sends, the same on all ranks; 0 = none.

@@ -205,7 +205,7 @@ class Session:
         self.pipeline.send_ahead()
 
     def settle(self) -> None:
-        """Wait for the rows that `send_ahead` sends, after the last step. Collective: all ranks call it together."""
+        """Wait for the rows that `send_ahead` sends, for the next step. All ranks of a pipeline call it together."""
         self.pipeline.settle()
 
     def scale_and_clip(self, factor: float, norm: float) -> None:

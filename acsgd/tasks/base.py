@@ -103,7 +103,7 @@ class Task(ABC):
         if isinstance(adapter, VirtualTokens) and not self._takes(adapter, data):
             raise ValueError(
                 f'adapter.spec="{config.adapter.spec}": virtual tokens are for model.task=lm with '
-                "data.objective=causal and without data.isolate, and prompt_tuning for seq2seq, too; use lora"
+                "data.objective=causal and without data.isolate; prompt_tuning also for model.task=seq2seq; use lora"
             )
         if data.objective != "causal" and not self.has_documents:
             raise ValueError(f"data.objective={data.objective} is for model.task=lm; remove data.objective")

@@ -6,6 +6,7 @@ import math
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from lib.patience import NO_LIMIT_S, stretched
 from lib.ranks import on_ranks
 
 from acsgd.errors import RunError
+from acsgd.failures.failures import FailureReport, attribute_failure
 from acsgd.groups import connect
+from acsgd.run import report
 from acsgd.run.report import Gather, gather_rounds
 from acsgd.topology import Topology
 
@@ -26,7 +29,10 @@ def gather_rows(rank: int, world_size: int, store: Path) -> list[list[list[float
     """Gather a few rounds of 0 to 2 numbers per rank, each rank sending later than the one before it."""
     file_store = dist.FileStore(str(store), world_size)
     rounds = []
-    with connect(Topology.of(rank, world_size, 1), timeout=TIMEOUT, store=file_store) as groups:
+    with (
+        mock.patch.object(report, "MAX_DIRECT_RANKS", 8),
+        connect(Topology.of(rank, world_size, 1), timeout=TIMEOUT, store=file_store) as groups,
+    ):
         for step in range(STEPS):
             lengths = [(rank + step) % 3 for rank in range(world_size)]
             gather = Gather(lengths, groups)
@@ -54,28 +60,44 @@ def test_messages_bring_all_numbers_to_every_rank() -> None:
             for (_, target), ranks in sent.items():
                 known[target] |= {*ranks}
         assert known == [{*range(size)}] * size
-        assert {len(rounds) for rounds in by_rank} == {1 if size <= 8 else 2}
+        is_direct = size <= report.MAX_DIRECT_RANKS
+        assert {len(rounds) for rounds in by_rank} == {1 if is_direct else 2}
         most = max(len(each.sent) + len(each.received) for rounds in by_rank for each in rounds)
-        assert most <= (14 if size <= 8 else 4 * math.isqrt(size))
+        assert most <= (2 * (size - 1) if is_direct else 4 * math.isqrt(size))
 
 
-def wait_for_rank_1(rank: int, world_size: int, store: Path) -> tuple[int, ...]:
+def wait_for_rank_1(rank: int, world_size: int, store: Path, most_direct: int) -> tuple[int, ...]:
     """Wait for rank 1, which is alive but sends nothing; return the ranks that the failure names."""
-    file_store = dist.FileStore(str(store), world_size)
-    with connect(
-        Topology.of(rank, world_size, 1), timeout=timedelta(seconds=stretched(1.0)), store=file_store
-    ) as groups:
-        gather = Gather([1, 1, 1], groups)
+    file_store, others = dist.FileStore(str(store), world_size), [each for each in range(world_size) if each != 1]
+    with (
+        mock.patch.object(report, "MAX_DIRECT_RANKS", most_direct),
+        connect(
+            Topology.of(rank, world_size, 1), timeout=timedelta(seconds=stretched(1.0)), store=file_store
+        ) as groups,
+    ):
+        gather = Gather([1] * world_size, groups)
         if rank == 1:
-            file_store.wait(["failed 0", "failed 2"], TIMEOUT)
+            file_store.wait([f"failed {each}" for each in others], TIMEOUT)
             return ()
-        with pytest.raises(RunError, match=r"exchanging loss and gradient norm with ranks \[1") as failed:
+        with pytest.raises(RunError, match=r"exchanging loss and gradient norm with ranks \[\d") as failed:
             gather.rows(torch.zeros(1, dtype=torch.float64))
         file_store.set(f"failed {rank}", "")
-        file_store.wait(["failed 0", "failed 2"], TIMEOUT)  # both connections must outlive the other rank's timeout
+        file_store.wait([f"failed {each}" for each in others], TIMEOUT)  # connections outlive the others' timeouts
         return failed.value.awaited
 
 
-def test_ranks_that_do_not_report_are_named(tmp_path: Path) -> None:
-    """Rank 0 waits in the order of ranks, so it still waits for rank 2, too; rank 2 has received from rank 0."""
-    assert on_ranks(3, wait_for_rank_1, tmp_path / "store") == [(1, 2), (), (1,)]
+@pytest.mark.parametrize(
+    ("size", "most_direct", "awaited"),
+    [
+        # rank 0 waits in the order of ranks, so it still waits for rank 2, too; rank 2 has received from rank 0
+        (3, 3, [(1, 2), (), (1,)]),
+        # two rows of two ranks: rank 2 waits for rank 0, which reports that it waits for rank 1
+        (4, 1, [(1,), (), (0,), (1,)]),
+    ],
+)
+def test_ranks_that_do_not_report_are_named(
+    size: int, most_direct: int, awaited: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    assert on_ranks(size, wait_for_rank_1, tmp_path / "store", most_direct) == awaited
+    reports = {rank: FailureReport("", ranks) for rank, ranks in enumerate(awaited) if ranks}
+    assert "rank 1 on host is alive, but stuck" in attribute_failure(reports, [], 0, lambda _: "host")

@@ -54,6 +54,18 @@ def test_copies_of_a_tied_weight_stay_equal_or_the_mode_is_refused(
         check_elastic(job)
 
 
+def test_more_replicas_than_micro_batches_are_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    config = make_config(tiny_model(), tmp_path, micro=2)
+    most = config.data.batch // 2
+    for low in (most, most + 1):
+        elastic = dataclasses.replace(config.elastic, min_replicas=low)
+        job = prepare(dataclasses.replace(config, elastic=elastic), Launch())
+        if low == most:
+            check_elastic(job)
+    with pytest.raises(ValueError, match=rf"min_replicas={most + 1} replicas cannot share the {most} micro-batches"):
+        check_elastic(job)
+
+
 @pytest.mark.parametrize(
     ("mode", "is_refused"),
     [("allreduce", True), ("powersgd", True), ("quantized", True), ("cocktail", False), ("local", False)],
