@@ -321,18 +321,10 @@ def test_a_signal_among_the_imports_ends_at_once_without_a_traceback(
         maps = Path(f"/proc/{run.process.pid}/maps")
         run.wait_until(lambda: "libtorch" in maps.read_text(), 60)  # among the imports
         run.process.send_signal(number)
-        is_command = arguments[0] == "-m"
-        assert run.wait() == (128 + number if is_command else -number)
-        if is_command:  # an import may have caught the exception, which Python then reports as ignored
-            assert run.stderr.endswith(f"\nerror: stopped by {number.name}\n")
-        else:
-            assert run.stderr == ""
-
-
-def test_an_interrupt_among_the_imports_of_the_command_ends_without_a_traceback(tmp_path: Path) -> None:
-    (tmp_path / "tyro.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
-    with running([sys.executable, "-c", "from acsgd.command import main; main()", "--help"], tmp_path) as run:
-        assert (run.wait(), run.stdout, run.stderr) == (-signal.SIGINT, "", "")
+        assert run.wait() == 128 + number
+        when = "" if arguments[0] == "-m" else " before the start; nothing was written"
+        # an import may have caught the exception, which Python then reports as ignored
+        assert run.stderr.endswith(f"\nerror: stopped by {number.name}{when}\n")
 
 
 TORCHRUN = """

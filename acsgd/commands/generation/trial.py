@@ -22,7 +22,7 @@ from acsgd.shards.plan import StageSpec
 TOKENS = WINDOW + 4
 """Length of the generated texts: more than sliding windows have."""
 LONGEST_WAIT_S = 60.0
-"""Longest wait of a stage for the other, which may have failed, seconds."""
+"""Longest wait of a stage for the other, seconds."""
 
 
 def find_difference(model_class: ModelClass, config: PreTrainedConfig, layers: ModelLayers) -> str:
@@ -35,9 +35,13 @@ def find_difference(model_class: ModelClass, config: PreTrainedConfig, layers: M
         specs = divide(small.whole, small.layers, 2)
         skeletons = [model_class.build(small.whole.config) for _ in specs]
         expected = _generate(small.whole.eval())
+        wire = _QueueWire()
         with ThreadPoolExecutor(len(specs)) as pool:
-            queues: list[SimpleQueue[Tensor]] = [SimpleQueue(), SimpleQueue()]
-            logits = [*pool.map(lambda stage: _run_stage(small, skeletons[stage], specs[stage], queues), range(2))][-1]
+            first, last = (pool.submit(_run_stage, small, *each, wire) for each in zip(skeletons, specs, strict=True))
+        if isinstance(first.exception(), _OtherFailedError):
+            last.result()
+        first.result()
+        logits = last.result()
     except LayersError as error:
         return str(error)
     except Exception as error:  # raised in transformers' code, in any of its models
@@ -53,15 +57,17 @@ def _refusal(config: PreTrainedConfig, reason: str) -> str:
     )
 
 
-def _run_stage(
-    small: Stages, skeleton: PreTrainedModel, spec: StageSpec, queues: Sequence[SimpleQueue[Tensor]]
-) -> Sequence[Tensor]:
+def _run_stage(small: Stages, skeleton: PreTrainedModel, spec: StageSpec, wire: _QueueWire) -> Sequence[Tensor]:
     """Generate with a stage, the first or the last; return the logits of each token."""
-    stage = Stages(small.whole, skeleton, small.layers)
-    stage.load(range(*spec))
-    model = StageModel(skeleton.eval(), small.layers, spec)
-    with model.running():
-        return _generate(skeleton, **model.arguments(_QueueWire(*queues)))
+    try:
+        stage = Stages(small.whole, skeleton, small.layers)
+        stage.load(range(*spec))
+        model = StageModel(skeleton.eval(), small.layers, spec)
+        with model.running():
+            return _generate(skeleton, **model.arguments(wire))
+    except BaseException:
+        wire.close()
+        raise
 
 
 @torch.inference_mode()
@@ -92,24 +98,39 @@ def _difference(one: Tensor, two: Tensor) -> float:
     return float((one - two)[finite].abs().max() / two[finite].abs().max().clamp(min=1))
 
 
+class _OtherFailedError(Exception):
+    """The other stage has failed, and sends no more."""
+
+
 class _QueueWire:
     """Messages between two stages in one process: hidden states to the last one, tokens to the first."""
 
-    def __init__(self, hidden: SimpleQueue[Tensor], tokens: SimpleQueue[Tensor]) -> None:
-        self._hidden = hidden
-        self._tokens = tokens
+    def __init__(self) -> None:
+        self._hidden: SimpleQueue[Tensor | None] = SimpleQueue()
+        self._tokens: SimpleQueue[Tensor | None] = SimpleQueue()
 
     def begin(self, hidden: Tensor) -> None:
         pass
 
     def receive_hidden(self) -> Tensor:
-        return self._hidden.get(timeout=LONGEST_WAIT_S)
+        return self._receive(self._hidden)
 
     def send_hidden(self, hidden: Tensor) -> None:
         self._hidden.put(hidden.clone())
 
     def receive_tokens(self) -> Tensor:
-        return self._tokens.get(timeout=LONGEST_WAIT_S)
+        return self._receive(self._tokens)
 
     def send_tokens(self, ids: Tensor) -> None:
         self._tokens.put(ids.clone())
+
+    def close(self) -> None:
+        """Let a stage that waits for a message fail at once."""
+        self._hidden.put(None)
+        self._tokens.put(None)
+
+    @staticmethod
+    def _receive(queue: SimpleQueue[Tensor | None]) -> Tensor:
+        if (tensor := queue.get(timeout=LONGEST_WAIT_S)) is None:
+            raise _OtherFailedError
+        return tensor
