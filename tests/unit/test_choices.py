@@ -90,6 +90,7 @@ GOOD: list[tuple[dict[str, dict[str, Any]], float]] = [
     ({"pp": {"stages": 2, "forward": "delta:bits=4"}, "model": {"dropout_mask": "sample"}}, 3),
     ({"pp": {"stages": 2, "forward": "delta:bits=4"}, "model": {"name": QUIET}}, 3),
     ({"data": {"eval_fraction": 0.1}, "eval": {"metrics": "perplexity"}}, 3),
+    ({"data": {"sources": "demo,memory://absent/a.jsonl"}}, 3),  # whose fingerprint would need the network
     ({"checkpoint": {"every": "5", "keep_every": 10}}, 3),
     ({"data": {"batch": 3, "deal": "speed"}, "dp": {"replicas": 2}, "optim": {"warmup": 99}}, 3),
     ({"dp": {"replicas": 2, "mode": "diloco:inner=100"}, "log": {"trace": "100:105"}}, 3),

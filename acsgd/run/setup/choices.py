@@ -354,9 +354,7 @@ def _is_alone(job: Job) -> bool:
 
 def _repeats_source(job: Job) -> bool:
     """Return whether a source of training is listed twice, to be read in the same way."""
-    if len(job.sources) == 1:  # whose fingerprint is not needed: it reads samples of all files
-        return False
-    read = [(source.fingerprint, source.options) for source, _ in job.sources]
+    read = [(source.name, source.options) for source, _ in job.sources]  # fingerprints may need the network
     return any(each in read[:index] for index, each in enumerate(read))
 
 
