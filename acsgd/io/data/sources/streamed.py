@@ -118,7 +118,7 @@ class FileStream:
 
     def check(self) -> None:
         """Raise ValueError unless all files can be opened and streamed."""
-        names = [] if isinstance(self._source, Address) else self._names()  # those need the network
+        names = [] if isinstance(self._source, Address) else self._names  # those need the network
         for name in names:
             self._ending(name)
         self._source.check()
@@ -128,7 +128,7 @@ class FileStream:
         if not isinstance(self._source, Files):
             return self._source.version()
         parts = []
-        for name in self._names():
+        for name in self._names:
             with reading(Path(name), key=self._key):
                 parts.append(version_of(Path(name).expanduser()))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -136,7 +136,7 @@ class FileStream:
     def records(self, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
         """Yield the records of each file, in the order of their names."""
         first, *place = counts.cursor or (0,)
-        for number, name in itertools.islice(enumerate(self._names()), first, None):
+        for number, name in itertools.islice(enumerate(self._names), first, None):
             here = FilePlace(*place) if number == first else FilePlace()
             earlier = counts.records - here.record
             ending = self._ending(name)
@@ -145,7 +145,9 @@ class FileStream:
                     counts.cursor, counts.records = [number, *after], earlier + after.record
                     yield record
 
+    @cached_property
     def _names(self) -> Sequence[str]:
+        """Files in the order of their names, listed once: a cursor has the number of one, and others may be added."""
         return [self._name] if isinstance(self._source, Url) else self._source.names()
 
     def _open(self, name: str) -> AbstractContextManager[BinaryIO]:
