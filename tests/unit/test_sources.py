@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -26,6 +27,7 @@ from acsgd.io.data.sources import json_records
 from acsgd.io.data.sources import text as pieces
 from acsgd.io.data.sources.address import Address
 from acsgd.io.data.sources.base import OnError, ReadOptions, RecordCounts, Source
+from acsgd.io.data.sources.remote import ConnectionLostError
 from acsgd.io.data.sources.sources import SOURCES, parse_sources
 
 LINES = '{"text": "one\\ntwo"}\n\n  \n{"meta": 1, "text": "zwölf"}\r\n{"text": ""}'
@@ -523,6 +525,10 @@ def test_a_missing_package_of_a_protocol_is_named(monkeypatch: pytest.MonkeyPatc
         parse_sources("s3://bucket/a.jsonl")
 
 
+def raise_full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_files_at_an_address_that_cannot_be_read_are_named(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     files = fsspec.filesystem("memory")
     with pytest.raises(ValueError, match=r"data.sources: memory://none/a.jsonl cannot be read \(it does not exist\)"):
@@ -538,8 +544,18 @@ def test_files_at_an_address_that_cannot_be_read_are_named(address: str, monkeyp
         patched.setattr(Address, "_entries", lambda self: {f"{address}/a.jsonl": {"size": len(LINES) + 9}})
         with pytest.raises(ValueError, match=r"was cut off after .* bytes; start again"):
             list(records.records(RecordCounts()))
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.copyfileobj", lambda content, file, length: raise_full(content.read(1)))
+        with pytest.raises(ValueError, match=r"a.jsonl cannot be copied to .*No space"):
+            read(f"{address}/a.jsonl")
     source = only(address)
     assert isinstance(source, Address)
+    with monkeypatch.context() as patched, source.open(f"{address}/a.jsonl") as content:
+        patched.setattr(type(files.open(f"{address}/a.jsonl")), "read", raise_full, raising=False)
+        with pytest.raises(ConnectionLostError, match="No space"):
+            content.read(1)
+    with pytest.raises(OSError, match="of a reader"), source.open(f"{address}/a.jsonl"):
+        raise OSError("of a reader")
     with pytest.raises(ValueError, match=r"a.jsonl changed while it was read"), source.open(f"{address}/a.jsonl"):
         files.pipe(f"{address}/a.jsonl", b"{}")
     files.pipe(f"{address}/train/a.jsonl", b"{}")

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from glob import has_magic
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from acsgd.io.data.sources.base import BadRecord, NamedSource, RecordCounts, SourceRecord
 from acsgd.io.data.sources.files import NO_RECORDS, SPLITS, read_files, readable_endings, reader_of, split_of
 from acsgd.io.data.sources.remote import ConnectionLostError
 from acsgd.io.files.remote import check_address, explain_remote, version_of
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 CHUNK_BYTES = 2**20
 
@@ -62,17 +67,15 @@ class Address(NamedSource):
 
         Raises ValueError if the file is refused, or if it has changed by the end of the context.
         """
-        try:
+        with self._lost():
             files = self._file_system()[0]
             before = version_of(files.info(address))
-            with files.open(address, "rb") as file:
-                yield file
+            file = files.open(address, "rb")
+        with contextlib.closing(file), io.BufferedReader(_Reader(file, self._lost), CHUNK_BYTES) as content:
+            yield content
+        with self._lost():
             files.invalidate_cache()
             after = version_of(files.info(address))
-        except (FileNotFoundError, PermissionError) as error:
-            raise self._refused(error) from None
-        except OSError as error:
-            raise ConnectionLostError(explain_remote(error)) from None
         if before != after:
             raise ValueError(f"{self.key}: {address} changed while it was read; start again")
 
@@ -83,8 +86,15 @@ class Address(NamedSource):
                 f"{self.key}: {address} has {size / 1e9:.1f} GB, and {target.parent} has room for {free / 1e9:.1f} GB; "
                 f"set TMPDIR to a larger directory, or read it without a copy: stream:{self.name}"
             )
-        with self._errors(), self.open(address) as content, target.open("wb") as file:
-            shutil.copyfileobj(content, file, CHUNK_BYTES)
+        with self._errors(), self.open(address) as content:
+            try:
+                with target.open("wb") as file:
+                    shutil.copyfileobj(content, file, CHUNK_BYTES)
+            except OSError as error:  # of the copy: reading raises ConnectionLostError
+                raise ValueError(
+                    f"{self.key}: {address} cannot be copied to {target.parent} ({error.strerror}); set TMPDIR to "
+                    f"another directory, or read it without a copy: stream:{self.name}"
+                ) from None
         if (received := target.stat().st_size) != size:
             raise ValueError(f"{self.key}: {address} was cut off after {received} of {size} bytes; start again")
 
@@ -122,6 +132,16 @@ class Address(NamedSource):
         return files, path
 
     @contextlib.contextmanager
+    def _lost(self) -> Iterator[None]:
+        """Turn an OSError of a file system into a ConnectionLostError, or a ValueError if the file is refused."""
+        try:
+            yield
+        except (FileNotFoundError, PermissionError) as error:
+            raise self._refused(error) from None
+        except OSError as error:
+            raise ConnectionLostError(explain_remote(error)) from None
+
+    @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
         """Turn an error of a file system into a ValueError that names the address."""
         try:
@@ -136,3 +156,29 @@ class Address(NamedSource):
         return ValueError(
             f"{self.key}: {self.name} cannot be read ({problem}); check the address, its credentials and the network"
         )
+
+
+class _Reader(io.RawIOBase):
+    """A file of fsspec whose errors are told from those of its readers. Does not close it."""
+
+    def __init__(self, file: BinaryIO, errors: Callable[[], AbstractContextManager[None]]) -> None:
+        self._file = file
+        self._errors = errors
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        with self._errors():
+            self._file.seek(offset, whence)
+            return self._file.tell()
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer).cast("B")
+        with self._errors():
+            content = self._file.read(len(view))
+        view[: len(content)] = content
+        return len(content)
