@@ -497,7 +497,8 @@ def address() -> str:
 def test_files_at_an_address_are_read_as_local_ones(address: str, tmp_path: Path) -> None:
     expected = read(write(tmp_path / "a.jsonl", LINES))
     assert read(f"{address}/a.jsonl") == read(f"{address}/a*l") == read(f"{address}/data/") == expected
-    assert read(address) == [*expected, *expected]
+    assert read(address) == read(f"{address}/**") == [*expected, *expected]
+    assert read(f"{address}/.cache/*.jsonl") == expected  # hidden files are read where they are named
 
 
 def test_what_changes_at_an_address_changes_the_fingerprint(address: str) -> None:

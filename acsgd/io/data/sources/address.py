@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,7 +100,7 @@ class Address(NamedSource):
             raise ValueError(f"{self.key}: {address} was cut off after {received} of {size} bytes; start again")
 
     def _entries(self) -> dict[str, Mapping[str, Any]]:
-        """Return what fsspec knows of each file, by address, in the order of their names. Raises ValueError."""
+        """Return fsspec's info of each file, by address, in the order of their names. Raises ValueError."""
         with self._errors():
             files, path = self._file_system()
             if reader_of(path) and not has_magic(path) and not files.isdir(path):
@@ -110,7 +111,8 @@ class Address(NamedSource):
 
     def _chosen(self, paths: Sequence[str], directory: str) -> Sequence[str]:
         """Return those of the files of a directory or pattern that hold records. Raises ValueError."""
-        below = {path: Path(path.removeprefix(directory).lstrip("/")) for path in paths}
+        fixed = "/".join(itertools.takewhile(lambda part: not has_magic(part), directory.split("/")))
+        below = {path: Path(path.removeprefix(fixed).lstrip("/")) for path in paths}
         paths = [path for path in paths if not any(map(NO_RECORDS.fullmatch, below[path].parts)) and reader_of(path)]
         paths = [path for path in paths if not path.endswith(".txt")] or paths  # as in a local directory
         if not paths:
