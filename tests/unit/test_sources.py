@@ -514,6 +514,15 @@ def test_what_changes_at_an_address_changes_the_fingerprint(address: str) -> Non
         former = only(address).fingerprint
 
 
+def test_copies_of_a_file_on_several_hosts_have_one_fingerprint(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "a.jsonl", LINES))
+    former = only(f"file://{path}").fingerprint
+    os.utime(path, (1, 1))
+    assert only(f"file://{path}").fingerprint == former
+    path.write_text(LINES[::-1])
+    assert only(f"file://{path}").fingerprint != former
+
+
 def test_no_message_holds_the_password_of_an_address() -> None:
     with pytest.raises(ValueError, match=r'data.sources="demo,s3://bucket/a": .* holds a password') as caught:
         parse_sources("demo,s3://user:secret@bucket/a")

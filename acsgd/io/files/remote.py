@@ -19,7 +19,9 @@ from acsgd.io.files.checksum import new_file_checksum
 
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "sftp": "paramiko", "ssh": "paramiko"}
 """Package that a protocol needs, if it is not one of acsgd's own."""
-WITH_DIRECTORIES = ("file", "local", "sftp", "ssh")
+LOCAL = ("file", "local")
+"""Protocols of files of this host."""
+WITH_DIRECTORIES = (*LOCAL, "sftp", "ssh")
 """Protocols in which a file needs a directory that exists."""
 PART_BYTES = 1 << 24
 """Size of the parts in which a file is sent to a store of objects."""
@@ -27,8 +29,8 @@ CHUNK_BYTES = 1 << 20
 """Size of a read from disk or network."""
 
 
-VERSIONS = ("ETag", "etag", "blob_id", "generation", "mtime", "LastModified", "created")
-"""Keys of what fsspec knows of a file that change with its content, the best one first."""
+VERSIONS = ("ETag", "etag", "blob_id", "sha", "checksum", "generation", "mtime", "LastModified", "created")
+"""Keys of fsspec's info of a file whose values change with its content, the best one first."""
 PASSWORD = re.compile(r"(?<=://)[^/@\s,]*:[^/@\s,]*@")
 """User and password in an address."""
 
@@ -39,7 +41,10 @@ def is_address(text: str) -> bool:
 
 
 def version_of(entry: Mapping[str, Any]) -> str:
-    """Return what changes with the content of a file, and is equal on all hosts. entry: what fsspec knows of it."""
+    """Return what changes with the content of a file, and is equal on all hosts unless each has a copy of its own.
+
+    Of a protocol that has none of VERSIONS, it is only the size. entry: fsspec's info of the file.
+    """
     known = next((entry[key] for key in VERSIONS if entry.get(key) is not None), None)
     return f"{entry['size']} {known}"
 
@@ -99,7 +104,7 @@ class RemoteDirectory:
         return RemoteDirectory(f"{self.address}/{name}", self.files, f"{self.path}/{name}")
 
     def list(self) -> dict[str, dict[str, Any]]:
-        """Return what fsspec knows of each file and directory in this one, by name; empty if it does not exist."""
+        """Return fsspec's info of each file and directory in this one, by name; empty if it does not exist."""
         self.files.invalidate_cache()
         try:
             entries = self.files.ls(self.path, detail=True)

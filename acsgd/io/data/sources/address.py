@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from acsgd.io.data.sources.base import BadRecord, NamedSource, RecordCounts, SourceRecord
 from acsgd.io.data.sources.files import NO_RECORDS, SPLITS, read_files, readable_endings, reader_of, split_of
+from acsgd.io.data.sources.files import version_of as version_of_content
 from acsgd.io.data.sources.remote import ConnectionLostError
-from acsgd.io.files.remote import check_address, explain_remote, version_of
+from acsgd.io.data.sources.text import reading
+from acsgd.io.files.remote import LOCAL, check_address, explain_remote, version_of
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -37,7 +39,7 @@ class Address(NamedSource):
 
     def version(self) -> str:
         """Return a hash of names and versions of the files, equal on all hosts. Raises ValueError."""
-        versions = [(address, version_of(entry)) for address, entry in self._entries().items()]
+        versions = [(address, self._version_of(entry)) for address, entry in self._entries().items()]
         return hashlib.sha256(repr(versions).encode()).hexdigest()
 
     def check(self) -> None:
@@ -125,6 +127,13 @@ class Address(NamedSource):
                 f"as {pattern}"
             )
         return paths
+
+    def _version_of(self, entry: Mapping[str, Any]) -> str:
+        """Return the version of a file; of a local one that of its content, since each host may have a copy."""
+        if self.name.partition("://")[0].lower() not in LOCAL:
+            return version_of(entry)
+        with reading(Path(entry["name"]), key=self.key):
+            return version_of_content(Path(entry["name"]))
 
     def _file_system(self) -> tuple[Any, str]:
         """Return the file system of fsspec, and the path there."""
