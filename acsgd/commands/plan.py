@@ -76,7 +76,11 @@ class PlanCommand:
         limit = None if self.memory is None else parse_size(self.memory, option="--memory", example="24GiB")
         if self.calibrate and self.device is not None:
             raise ValueError("--calibrate measures this machine, and --device names another; give one of them")
+        if self.rates is not None and self.device is not None:
+            raise ValueError("--rates reads measured rates, and --device takes those of a GPU; give one of them")
         config = parse([str(self.run_file), *self.overrides], prog="acsgd plan", is_main=False)
+        if self.device is not None and config.run.device == "cpu":
+            raise ValueError(f"--device {self.device} names a GPU, and run.device=cpu uses none; give one of them")
         planned = self._plan(config, limit)
         if self.json:
             print(json.dumps(planned.as_json(), indent=2))

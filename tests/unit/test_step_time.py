@@ -161,7 +161,7 @@ def test_measured_rates_are_kept_in_the_run_directory(
     assert code
     assert "add --calibrate, or --device NAME" in text.replace("\n", " ")
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(CorruptFileError, match="does not hold measured rates"):
+    with pytest.raises(CorruptFileError, match=r"does not hold measured rates: .*; --calibrate writes it anew"):
         Rates.read(tmp_path / "other.json")
 
 
@@ -169,6 +169,8 @@ def test_links_and_devices_are_named() -> None:
     assert parse_link("100mbit,20ms") == Link(12.5e6, 0.02)
     assert parse_link("1Gbit") == Link(125e6, 0.0)
     assert rates_of_gpu("RTX 4090", "bf16").device == rates_of_gpu("geforce rtx4090", "bf16").device
+    assert rates_of_gpu("H100 nvl", "bf16").device == rates_of_gpu("NVIDIA H100 NVL", "bf16").device == "H100 NVL"
+    assert rates_of_gpu("A100", "bf16").device == "A100"
     assert rates_of_gpu("A100", "bf16").operations_per_s > 2 * rates_of_gpu("A100", "fp32").operations_per_s
 
 
@@ -178,7 +180,11 @@ def test_links_and_devices_are_named() -> None:
         (["--link", "100"], "--link 100 is not a rate and a delay; give, for example, --link 100mbit,20ms"),
         (["--link", "0mbit"], "--link 0mbit is not a rate"),
         (["--device", "RTX 4091"], "--device RTX 4091 is not a known GPU"),
+        (["--device", "0"], "--device 0 is not a known GPU"),
+        (["--device", "H100"], "--device H100 may be H100 80GB HBM3 or H100 NVL or H100 PCIe; give its whole name"),
         (["--device", "A100", "--calibrate"], "give one of them"),
+        (["--device", "A100", "--rates", "rates.json"], "give one of them"),
+        (["--device", "A100", "--run.device", "cpu"], "--device A100 names a GPU, and run.device=cpu uses none"),
         (["--rates", "absent.json"], "--rates absent.json is not there; --calibrate measures this machine"),
     ],
 )

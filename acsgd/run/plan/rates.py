@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import asdict, dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from acsgd.codecs.identity import DTYPES
 from acsgd.config.spec import suggest
 from acsgd.errors import CorruptFileError
+from acsgd.io.files.atomic import replace_text
 from acsgd.io.files.fields import Positive, from_json
 from acsgd.streams import PEAK_TB_PER_S, peak_of_gpu
 
@@ -61,7 +63,7 @@ class Rates:
     def write(self, path: Path) -> None:
         """Write to a file."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        replace_text(path, json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Rates:
@@ -69,7 +71,7 @@ class Rates:
         try:
             return from_json(cls, json.loads(path.read_bytes()))
         except ValueError as error:
-            raise CorruptFileError(path, f"does not hold measured rates: {error}") from None
+            raise CorruptFileError(path, f"does not hold measured rates: {error}; --calibrate writes it anew") from None
 
 
 def parse_link(text: str) -> Link:
@@ -82,14 +84,27 @@ def parse_link(text: str) -> Link:
 
 
 def rates_of_gpu(name: str, dtype: str) -> Rates:
-    """Return the usual rates of a GPU. dtype: model.dtype. Raises ValueError for one that is not in the table."""
-    known = {re.sub(r"\W", "", each).lower(): each for each in PEAK_TB_PER_S}
-    wanted = re.sub(r"\W", "", name).lower()
-    found = known.get(wanted) or next((each for short, each in known.items() if short.endswith(wanted)), None)
-    if found is None or not wanted:
+    """Return the usual rates of a GPU. dtype: model.dtype. Raises ValueError for one that is not in the table.
+
+    name: whole words of its name in the table, such as "RTX 4090", which no other GPU there has.
+    """
+    wanted = "".join(name.lower().removeprefix("nvidia").split())
+    named = [each for each in PEAK_TB_PER_S if wanted in _phrases(each)]
+    exact = [each for each in named if wanted == "".join(each.lower().split())]
+    if not named:
         raise ValueError(
             f"--device {name} is not a known GPU; on the machine itself, --calibrate measures"
             f"{suggest(name, PEAK_TB_PER_S)}"
         )
+    if not exact and len(named) > 1:
+        raise ValueError(f'--device {name} may be {" or ".join(named)}; give its whole name: --device "{named[0]}"')
+    found = (exact or named)[0]
     peak, bandwidth = peak_of_gpu(f"NVIDIA {found}", DTYPES[dtype]), 1e12 * PEAK_TB_PER_S[found]
     return Rates(found, True, dtype, SHARE_OF_PEAK * peak, SHARE_OF_BANDWIDTH * bandwidth)
+
+
+def _phrases(name: str) -> set[str]:
+    """Return all sequences of words of a name, in lower case and without spaces."""
+    words = name.lower().split()
+    ends = itertools.combinations(range(len(words) + 1), 2)
+    return {"".join(words[first:last]) for first, last in ends}
