@@ -1,4 +1,4 @@
-"""Say before a run what memory and time it needs: acsgd plan RUN.toml. Reads config.json, no weights and no data."""
+"""Memory and time that a run will need: acsgd plan RUN.toml. Reads config.json, no weights and no data."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class PlanCommand:
         return replace(planned, rates=rates, step=step, fastest=planner.fastest(steps, limit))
 
     def _rates(self, config: Config) -> Rates | None:
-        """Return the rates of the device, None if nothing says them."""
+        """Return the rates of the device; None if they are neither given nor measured."""
         from acsgd.run.plan.rates import RATES, Rates, rates_of_gpu
 
         path = self.rates or Path(config.log.dir) / RATES

@@ -29,12 +29,12 @@ MODES = {
 }
 
 COMPRESSION = {"powersgd": 22.0, "cocktail_grad": 134.0, "cocktail": 188.0, "sparseloco": 100.0, "local": math.inf}
-"""By how much fewer bytes than all-reduce in fp32 an exchange sends, with default options, by
-docs/measurements/replicas.md. That of other modes is 32 / bits."""
+"""Bytes of an fp32 all-reduce divided by those of the mode, with default options, by docs/measurements/replicas.md.
+That of other modes is 32 / bits."""
 
 
 def compression(mode: str) -> float:
-    """Return by how much fewer bytes than all-reduce in fp32 a mode sends, on average over steps. mode: dp.mode."""
+    """Return the bytes of an fp32 all-reduce divided by those of a mode, on average over steps. mode: dp.mode."""
     parsed = from_spec(mode, MODES, key="dp.mode")
     bits = 32 if getattr(parsed, "dtype", "fp32") == "fp32" else 16
     return COMPRESSION.get(mode.partition(":")[0], 32 / getattr(parsed, "bits", bits)) * getattr(parsed, "inner", 1)

@@ -72,7 +72,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Sum of all."""
+        """Sum of KINDS."""
         return sum(getattr(self, name) for name in KINDS)
 
     @property

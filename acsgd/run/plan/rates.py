@@ -18,7 +18,7 @@ from acsgd.streams import PEAK_TB_PER_S, peak_of_gpu
 RATES = "rates.json"
 """Name of the file of measured rates in a run directory."""
 SHARE_OF_PEAK, SHARE_OF_BANDWIDTH = 0.5, 0.8
-"""Of the peak rates of a GPU, what training reaches; a rule of thumb, not measured."""
+"""Fraction of a GPU's peak arithmetic and bandwidth that training reaches; a rule of thumb, not measured."""
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -58,7 +58,7 @@ class Rates:
     link: Link | None = None
     """Between two processes of one host; None = not measured."""
     layers: LayerTimes | None = None
-    """Of one model, where they were measured."""
+    """Times of the layers of one model; None = not measured."""
 
     def write(self, path: Path) -> None:
         """Write to a file."""
