@@ -9,7 +9,7 @@ from pathlib import Path
 
 def installed_versions() -> dict[str, str]:
     """Return what must be equal on all hosts of a run: versions of packages, and a digest of acsgd's code."""
-    versions = {name: _version(name) for name in ("acsgd", "torch", "transformers")}
+    versions = {name: _version(name) for name in ("torch", "transformers")}
     return {**versions, "code": digest_of_code()[:12]}
 
 

@@ -220,22 +220,33 @@ def test_a_host_of_an_elastic_run_that_is_back_gets_its_job_again(
     assert "b: ends as well, since a has ended" in err
 
 
+def answer_with(**versions: str) -> str:
+    return json.dumps({"port": 1234, "versions": installed_versions() | versions})
+
+
 @pytest.mark.parametrize(
-    ("package", "version", "expected"),
+    ("answer", "expected"),
     [
-        ("torch", "1.0", "nothing was started; torch differs: 1.0 on b, "),
-        ("torch", "none", "nothing was started; b has no torch for python"),
-        ("code", "0123", "nothing was started; code of acsgd differs: 0123 on b, "),
+        (answer_with(torch="1.0"), "nothing was started; torch differs: 1.0 on b, "),
+        (answer_with(torch="none"), "nothing was started; b has no torch for python"),
+        (answer_with(code="0123"), "nothing was started; code of acsgd differs: 0123 on b, "),
+        ("at port 1234", "nothing was started; code of acsgd differs: unknown on b, "),
+        ('{"port": 1234}', "nothing was started; code of acsgd differs: unknown on b, "),
     ],
 )
-def test_hosts_with_other_versions_are_refused(
-    package: str, version: str, expected: str, ssh: Script, tmp_path: Path
-) -> None:
-    other = json.dumps({"port": 1234, "versions": installed_versions() | {package: version}})
-    script = ssh(a=ANSWER, b=f"echo '{READY}{other}'; read job")
+def test_hosts_with_other_versions_are_refused(answer: str, expected: str, ssh: Script, tmp_path: Path) -> None:
+    """Also one whose supervisor is older than the answer in JSON."""
+    script = ssh(a=ANSWER, b=f"echo '{READY}{answer}'; read job")
     with launched(tmp_path, script, "a", "b") as launch, pytest.raises(ValueError) as caught:
         launch.connect()
     assert str(caught.value).startswith(expected)
+
+
+def test_hosts_with_other_builds_of_a_version_are_accepted(ssh: Script, tmp_path: Path) -> None:
+    torch = installed_versions()["torch"].partition("+")[0]
+    script = ssh(a=ANSWER, b=f"echo '{READY}{answer_with(torch=f'{torch}+other')}'; read job")
+    with launched(tmp_path, script, "a", "b") as launch:
+        launch.connect()
 
 
 def test_ctrl_c_reaches_all_hosts(ssh: Script, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

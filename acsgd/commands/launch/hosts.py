@@ -47,6 +47,10 @@ NOT_FOUND = (126, 127)
 """Exit codes of a shell that cannot start a command."""
 
 
+COMPARED = {"code": "code of acsgd", "torch": "torch", "transformers": "transformers"}
+"""What must be equal on all hosts, by its key in `installed_versions`; code first, on which the other keys depend."""
+
+
 @dataclass(frozen=True)
 class Remote:
     """How hosts are reached, and where they run torchrun."""
@@ -225,15 +229,14 @@ class Launch:
         """Raise ValueError if the hosts differ in what is installed, or from this machine in acsgd."""
         first, here = self.hosts[0], installed_versions()
         for host in self.hosts:
-            if host.versions["torch"] == "none":
+            if host.versions.get("torch") == "none":
                 raise ValueError(
                     f"nothing was started; {host.name} has no torch for {self.remote.python}; give --python or --dir"
                 )
-            for name, version in host.versions.items():
-                is_ours = name in ("acsgd", "code")
-                expected, place = (here[name], "this machine") if is_ours else (first.versions[name], first.name)
-                if version != expected:
-                    what = "code of acsgd" if name == "code" else name
+            for name, what in COMPARED.items():
+                versions, place = (here, "this machine") if name == "code" else (first.versions, first.name)
+                version, expected = host.versions.get(name, "unknown"), versions[name]
+                if version.partition("+")[0] != expected.partition("+")[0]:  # 2.13.0+cpu works with 2.13.0+cu126
                     raise ValueError(
                         f"nothing was started; {what} differs: {version} on {host.name}, {expected} on {place}; "
                         "install the same versions, or give --python or --dir"
@@ -318,8 +321,7 @@ class Launch:
             if self._jobs and not self._stops:
                 self._report_end(host)
         elif host.port is None and event.line.startswith(READY):
-            answer = json.loads(event.line.removeprefix(READY))
-            host.port, host.versions, host.last = answer["port"], answer["versions"], ""
+            host.port, host.versions, host.last = *_read_answer(event.line), ""
             if self._jobs:
                 print_note(f"{host.name} is back")
                 host.send(self._jobs[host.name].line())
@@ -371,6 +373,15 @@ class Launch:
 def log_of(logs: Path, host: str) -> Path:
     """Return the log of a host in a directory."""
     return logs / f"host-{re.sub(r'[^A-Za-z0-9.@_*-]', '_', host)}.log"
+
+
+def _read_answer(line: str) -> tuple[int, dict[str, str]]:
+    """Return the port and the versions in a supervisor's first line; 0 and none if its code is of another version."""
+    try:
+        answer = json.loads(line.removeprefix(READY))
+        return int(answer["port"]), dict(answer["versions"])
+    except (ValueError, TypeError, KeyError):
+        return 0, {}
 
 
 def _names(hosts: Sequence[Host]) -> str:
