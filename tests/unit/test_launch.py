@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -218,6 +219,21 @@ def test_a_host_of_an_elastic_run_that_is_back_gets_its_job_again(
     assert "error: b: the connection has ended (ssh printed nothing); the run continues without it" in err
     assert "b is back" in err
     assert "b: ends as well, since a has ended" in err
+
+
+@pytest.mark.parametrize("is_back", [True, False])
+def test_an_elastic_run_without_a_connected_host_ends_after_a_limited_time(
+    is_back: bool, ssh: Script, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in {"AGAIN_S": 0.05, "BEAT_S": 0.05, "ABSENT_S": 60.0 if is_back else 0.2}.items():
+        monkeypatch.setattr(launch_hosts, name, seconds)
+    lost = f"if [ ! -e {tmp_path}/lost ]; then touch {tmp_path}/lost; {ANSWER}; exit 255; fi"
+    script = ssh(a=f"{lost}; {ANSWER}; exit 0" if is_back else f"{lost}; exit 255")
+    with launched(tmp_path, script, "a", may_lack=True) as launch:
+        launch.connect()
+        with contextlib.nullcontext() if is_back else pytest.raises(ReportedError):
+            launch.run(jobs(1))
+    assert ("no host could be reached for 0.2 s" in capfd.readouterr().err) == (not is_back)
 
 
 def answer_with(**versions: str) -> str:

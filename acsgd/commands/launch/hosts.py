@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple, Self
 
-from acsgd.commands.launch.supervisor import BEAT_S, READY, Job
+from acsgd.commands.launch.supervisor import BEAT_S, READY, SILENCE_S, Job
 from acsgd.errors import ReportedError, printable
 from acsgd.failures.report import print_error
 from acsgd.failures.signals import StopSignals
@@ -43,6 +43,8 @@ SSH_FAILED = 255
 """Exit code of ssh for an error of its own. If a signal has ended it, its exit code is negative."""
 AGAIN_S = 15.0
 """Time from the end of a connection to the next attempt, seconds, if the run continues without that host."""
+ABSENT_S = SILENCE_S + AGAIN_S
+"""Time without a connection to any host after which an elastic run counts as ended, seconds: the hosts end it, too."""
 NOT_FOUND = (126, 127)
 """Exit codes of a shell that cannot start a command."""
 
@@ -196,6 +198,7 @@ class Launch:
         self._stops = 0
         self._shown = set[str]()
         self._beat_at = 0.0
+        self._connected_at = 0.0
         self._has_ended = False
         self._signals = StopSignals(lambda code: self._events.put(_Event(None)))
         self.hosts = [self._host(name) for name in names]
@@ -256,8 +259,8 @@ class Launch:
         self._jobs = {host.name: job for host, job in zip(self.hosts, jobs, strict=True)}
         for host in self.hosts:
             host.send(self._jobs[host.name].line())
-        while running := self._running():
-            stops = self._stops
+        while self._is_running():
+            stops, running = self._stops, self._running()
             self._next(BEAT_S)
             if time.monotonic() >= self._beat_at:
                 self._beat_at = time.monotonic() + BEAT_S
@@ -271,6 +274,22 @@ class Launch:
             raise ReportedError(self._exit_code)
         if not (any if self._may_lack else all)(host.code == 0 for host in self.hosts):
             raise ReportedError(1)
+
+    def _is_running(self) -> bool:
+        """Return whether a host runs or, for a limited time, a lost host of an elastic run may be back."""
+        if self._running():
+            self._connected_at = time.monotonic()
+            return True
+        ends = not self._may_lack or self._stops or any(host.code == 0 for host in self.hosts)
+        if ends or not any(host.is_lost or host.code is None for host in self.hosts):
+            return False
+        if time.monotonic() < self._connected_at + ABSENT_S:
+            return True
+        print_error(
+            f"no host could be reached for {ABSENT_S:g} s; a host that still runs torchrun stops it, which saves; "
+            "the same command resumes the run"
+        )
+        return False
 
     def _end_others(self) -> None:
         """Stop, once, hosts that would wait in vain for one that has failed or, in an elastic run, has completed."""
@@ -325,6 +344,8 @@ class Launch:
             if self._jobs:
                 print_note(f"{host.name} is back")
                 host.send(self._jobs[host.name].line())
+                if self._stops or self._has_ended:
+                    self._send({"signal": self._signals.received or "SIGTERM"}, [host])
         else:
             host.log(event.line)
             self._show(host, event.line, event.is_error)
