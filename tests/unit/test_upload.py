@@ -364,7 +364,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.soak
-def test_training_goes_on_after_credentials_end_and_the_next_start_continues_the_upload(
+def test_training_continues_after_credentials_end_and_the_next_start_continues_the_upload(
     s3: Any, tiny_model: Callable[..., Path], tmp_path: Path, home: Path, monkeypatch: Any, capfd: Any
 ) -> None:
     """The server answers 403 from the second file on, for as long as it examines the credentials."""
