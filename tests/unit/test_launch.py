@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from acsgd.commands.launch import hosts as launch_hosts
 from acsgd.commands.launch.command import LaunchCommand
 from acsgd.commands.launch.hosts import SUPERVISOR, Launch, Remote
 from acsgd.commands.launch.slurm import submission
-from acsgd.commands.launch.supervisor import READY, Job, _Launcher, _wait
+from acsgd.commands.launch.supervisor import READY, Job, _Launcher, _locked, _wait
 from acsgd.config.run_file import parse
 from acsgd.errors import ReportedError
 from acsgd.versions import installed_versions
@@ -52,7 +53,7 @@ def launched(tmp_path: Path, ssh: str, *names: str, may_lack: bool = False) -> L
 
 
 def jobs(number: int) -> list[Job]:
-    return [Job([], "", [], {}, 1.0)] * number
+    return [Job([], "", [], {}, 1.0, "name")] * number
 
 
 def test_the_remote_command_is_read_by_a_shell_as_it_is_meant(tmp_path: Path) -> None:
@@ -295,6 +296,31 @@ def test_a_lost_connection_ends_torchrun_in_a_limited_time(ignores: bool, code: 
         launcher = _Launcher()
         launcher._has_ended = True
         assert _wait(process, launcher, 0.3 if ignores else 60.0) == code
+
+
+def test_a_host_runs_a_job_once_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several supervisors wait for the end of one; each removes the file for which the next ones wait."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    running, counts = list[None](), list[int]()
+
+    def supervise() -> None:
+        with _locked("job"):
+            running.append(None)
+            time.sleep(0.01)
+            number = len(running)
+            running.pop()
+        counts.append(number)
+
+    with _locked("job"), _locked("other"):
+        threads = [threading.Thread(target=supervise, daemon=True) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        threads[0].join(0.1)
+        assert not counts
+    for thread in threads:
+        thread.join(60.0)
+    assert counts == [1] * 8
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_line_that_is_cut_is_the_end_of_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:

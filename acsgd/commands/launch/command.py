@@ -130,7 +130,7 @@ class LaunchCommand(WorkerOptions):
                 print_note(f"{host.name}: torchrun {shown}")
             print_note(f"what each host prints: {log_of(logs, '*')}")
             content, options = self.run_file.read_text(), [*self.overrides]
-            launch.run([Job(each, content, options, variables, self.grace) for each in arguments])
+            launch.run([Job(each, content, options, variables, self.grace, secrets.token_hex(8)) for each in arguments])
 
     def _static(self, launch: Launch) -> list[list[str]]:
         """Return the arguments of torchrun for each host: the first has the store at which all meet."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -20,7 +21,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import IO
 
@@ -55,6 +58,8 @@ class Job:
     """Variables for torchrun."""
     grace_s: float
     """Maximum time to end after a signal, seconds."""
+    name: str
+    """Unique name. A host on which it still runs, for a connection that was lost, first waits for its end."""
 
     def line(self) -> str:
         """Return the line by which it is sent."""
@@ -74,7 +79,10 @@ def supervise() -> int:
         return 1
     signal.alarm(0)
     job = Job(**json.loads(line))
-    with tempfile.NamedTemporaryFile("w", prefix="acsgd-", suffix=".toml") as run_file:
+    threading.Thread(target=launcher.listen, daemon=True).start()
+    with _locked(job.name), tempfile.NamedTemporaryFile("w", prefix="acsgd-", suffix=".toml") as run_file:
+        if launcher.is_lost:  # while this one waited
+            return 1
         run_file.write(job.run_file)
         run_file.flush()
         process = subprocess.Popen(
@@ -89,12 +97,34 @@ def supervise() -> int:
         assert process.stderr is not None
         outputs = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
         pumps = [threading.Thread(target=_pump, args=(source, sink.fileno()), daemon=True) for source, sink in outputs]
-        for thread in (*pumps, threading.Thread(target=launcher.listen, daemon=True)):
-            thread.start()
+        for pump in pumps:
+            pump.start()
         code = _wait(process, launcher, job.grace_s)
         for pump in pumps:
             pump.join(BEAT_S)  # a process that torchrun has left behind may hold the pipe
     return code
+
+
+@contextlib.contextmanager
+def _locked(name: str) -> Iterator[None]:
+    """Hold the lock of a job on this host. Blocks while another supervisor has it: torchrun may still save there."""
+    path = Path(tempfile.gettempdir(), f"acsgd-{name}.lock")
+    while True:
+        with path.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if _is_same(file, path):  # not removed by the supervisor that had it
+                try:
+                    yield
+                finally:
+                    path.unlink()
+                return
+
+
+def _is_same(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 class _Launcher:
