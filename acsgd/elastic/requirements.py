@@ -72,7 +72,7 @@ def setup_of(job: Job, inputs: RunInputs) -> Setup:
         # checksums, since each host reads frozen weights from its own files
         "model": job.model.config.to_json_string() + base_checksums(job),
         "data": inputs.reader.fingerprint(),
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        "versions": f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}",
         "code": digest_of_code(),
     }
     digests = {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in parts.items()}

@@ -31,7 +31,7 @@ from acsgd.versions import installed_versions
 
 SECRET = b"secret"
 Break = Callable[[pytest.MonkeyPatch, Path], None]
-FACTS = {"acsgd": "1", "code": "a", "torch": "2", "transformers": "5"}
+FACTS = {"code": "a", "torch": "2", "transformers": "5"}
 
 
 def _old_package(patch: pytest.MonkeyPatch, path: Path) -> None:

@@ -102,7 +102,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     open_mirror = mirrors.open_mirror
     monkeypatch.setattr(mirrors, "open_mirror", lambda address, port: open_mirror(mirror(address), port))
     for module, limit in LIMITS:
-        monkeypatch.setattr(module, limit, WAIT_S)
+        monkeypatch.setattr(module, limit, WAIT_S / 2)  # a test may wait for the end of one of them
     with contextlib.ExitStack() as stack:
 
         def start_host(*args: object, **kwargs: object) -> Host:

@@ -268,7 +268,7 @@ def _rates(
 def diagnose(link: Measured, facts: Mapping[str, str], own: set[str]) -> Iterator[Diagnosis]:
     """Yield what a measured link means for training. facts, own: of this host: facts, and addresses."""
     subject = f"link to {link.address}"
-    for name in ("acsgd", "code", "torch", "transformers"):
+    for name in ("code", "torch", "transformers"):
         mine, other = facts[name], link.facts.get(name, "none")
         if mine != other:
             what = "source code of acsgd" if name == "code" else name
