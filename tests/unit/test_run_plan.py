@@ -282,7 +282,7 @@ def test_training_takes_every_run_that_a_plan_proposes(run_file: Path) -> None:
 
 
 def test_a_run_that_cannot_fit_is_refused_before_it_loads_weights(
-    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(tiny_model("llama", **WIDE), tmp_path, micro=6)
     config = replace(config, run=replace(config.run, device="cpu"))
@@ -298,6 +298,9 @@ def test_a_run_that_cannot_fit_is_refused_before_it_loads_weights(
         prepare(config, Launch())
     prepare(config, Launch(), trains=False)
     prepare(replace(config, run=replace(config.run, memory="ignore")), Launch())
+    assert "may not fit" not in capsys.readouterr().err
+    prepare(replace(config, model=replace(config.model, compile=True)), Launch())  # of which activations are estimates
+    assert "memory: the run may not fit: rank 0 needs" in capsys.readouterr().err
     monkeypatch.setattr(planner, "RunPlanner", None)  # is not called where there is room
     monkeypatch.setattr(Streams, "memory_bytes", lambda self: 9 * planned.total)
     prepare(config, Launch())

@@ -268,8 +268,8 @@ def check_fit(config: Config, launch: Launch, model: RunModel, streams: Streams)
     is_estimate = on_gpu or config.model.compile
     if planned <= MARGIN * memory:
         return None
-    limit = memory // processes
-    advice = _advice([*map(planner.needed, ranks)], limit, planner.first_that_fits(limit))
+    needed, limit = [*map(planner.needed, ranks)], memory // processes
     if is_estimate and sum(each.constant for each in here) <= memory:
-        return f"memory: the run may not fit: {advice}"
+        return f"memory: the run may not fit: {_largest(needed, limit)}; acsgd plan --memory names runs that fit"
+    advice = _advice(needed, limit, planner.first_that_fits(limit))
     raise ValueError(f"the run does not fit: {advice}; --run.memory ignore starts it as it is")
