@@ -20,8 +20,8 @@ from acsgd.config.run_file import parse, with_run_options
 if TYPE_CHECKING:
     from acsgd.run.plan.memory import RankMemory
     from acsgd.run.plan.planner import Alternative, RunPlanner
-    from acsgd.run.plan.rates import Link, Rates
-    from acsgd.run.plan.step_time import StepTime
+    from acsgd.run.plan.rates import LinkRate, Rates
+    from acsgd.run.plan.step_time import PlannedStep
 
 GIB = 2**30
 CALIBRATED_S = 30.0
@@ -148,7 +148,7 @@ def measure_here(config: Config) -> Rates:
     from acsgd.run.plan.measure import measure_rates
     from acsgd.run.plan.model import describe_run_model
     from acsgd.run.plan.planner import RunPlanner
-    from acsgd.run.plan.rates import Link
+    from acsgd.run.plan.rates import LinkRate
     from acsgd.streams import open_streams
 
     streams = open_streams(config.run.device, local_rank=0)
@@ -161,7 +161,7 @@ def measure_here(config: Config) -> Rates:
     finally:
         doctor.close()
     bits = [rate for rate in (found.sent, found.received) if rate is not None]
-    return replace(rates, link=Link(min(bits) / 8, found.delay_s / 2)) if bits else rates
+    return replace(rates, link=LinkRate(min(bits) / 8, found.delay_s / 2)) if bits else rates
 
 
 @dataclass(frozen=True)
@@ -174,9 +174,9 @@ class Planned:
     needed: Sequence[int]
     limit: int | None
     fitting: tuple[str, ...] | None
-    link: Link | None
+    link: LinkRate | None
     rates: Rates | None = None
-    step: StepTime | None = None
+    step: PlannedStep | None = None
     fastest: Sequence[Alternative] = ()
 
     @property
@@ -216,7 +216,7 @@ class Planned:
             print(verdict(self.needed, self.limit, self.fitting))
 
 
-def _describe_step(config: Config, step: StepTime, rates: Rates) -> list[str]:
+def _describe_step(config: Config, step: PlannedStep, rates: Rates) -> list[str]:
     """Return lines on the time of a step."""
     tokens = config.data.batch * config.data.sequence
     steps = config.optim.steps
@@ -236,7 +236,7 @@ def _describe_step(config: Config, step: StepTime, rates: Rates) -> list[str]:
     ]
 
 
-def _describe_fastest(step: StepTime, fastest: Sequence[Alternative], *, fits: bool) -> str:
+def _describe_fastest(step: PlannedStep, fastest: Sequence[Alternative], *, fits: bool) -> str:
     """Return lines on the fastest runs that fit."""
     from acsgd.run.plan.planner import CODEC, GAIN
 

@@ -28,9 +28,11 @@ from lib.training import (
 )
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from acsgd.adapters.export import merge, to_peft
+from acsgd.adapters.virtual_tokens import inject_prompt
+from acsgd.config.adapters import PromptTuning
 from acsgd.config.options import AdapterConfig, Config
 from acsgd.groups import connect
 from acsgd.launch import Launch
@@ -198,6 +200,22 @@ def test_virtual_tokens_of_an_encoder_train_in_stages_and_replicas_and_resume(
     resumed = stopped_half_way(config, tmp_path / "resumed", stages=1)
     train_ranks(0, 1, tmp_path / "store-resumed", [resumed])
     assert losses_of(resumed) == expected
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_prompts_of_an_encoder_that_scales_embeddings_itself_are_refused(scaled: bool) -> None:
+    """PEFT gives it embeddings, which it does not scale; BART scales in the module of the embedding."""
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    for family in ("marian", "bart"):
+        config = AutoConfig.for_model(
+            family, vocab_size=64, d_model=16, scale_embedding=scaled, pad_token_id=0, **sizes
+        )
+        model = MODEL_CLASSES["seq2seq"].build(config)
+        if scaled and family == "marian":
+            with pytest.raises(ValueError, match="multiplies its embeddings by 4, but not those that PEFT"):
+                inject_prompt(model, PromptTuning())
+        else:
+            inject_prompt(model, PromptTuning())
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from acsgd.config.spec import suggest
 from acsgd.io.data.formats.base import Example, TextSegment
 from acsgd.io.data.sources import json_records
 from acsgd.io.data.sources import text as pieces
-from acsgd.io.data.sources.address import Address
+from acsgd.io.data.sources.address import FsspecFiles
 from acsgd.io.data.sources.base import OnError, ReadOptions, RecordCounts, Source
 from acsgd.io.data.sources.remote import ConnectionLostError
 from acsgd.io.data.sources.sources import SOURCES, parse_sources
@@ -551,7 +551,7 @@ def test_files_at_an_address_that_cannot_be_read_are_named(address: str, monkeyp
             read(f"{address}/a.jsonl")
     records = only(f"{address}/a.jsonl")
     with monkeypatch.context() as patched:
-        patched.setattr(Address, "_entries", lambda self: {f"{address}/a.jsonl": {"size": len(LINES) + 9}})
+        patched.setattr(FsspecFiles, "_entries", lambda self: {f"{address}/a.jsonl": {"size": len(LINES) + 9}})
         with pytest.raises(ValueError, match=r"was cut off after .* bytes; start again"):
             list(records.records(RecordCounts()))
     with monkeypatch.context() as patched:
@@ -559,7 +559,7 @@ def test_files_at_an_address_that_cannot_be_read_are_named(address: str, monkeyp
         with pytest.raises(ValueError, match=r"a.jsonl cannot be copied to .*No space"):
             read(f"{address}/a.jsonl")
     source = only(address)
-    assert isinstance(source, Address)
+    assert isinstance(source, FsspecFiles)
     with monkeypatch.context() as patched, source.open(f"{address}/a.jsonl") as content:
         patched.setattr(type(files.open(f"{address}/a.jsonl")), "read", raise_full, raising=False)
         with pytest.raises(ConnectionLostError, match="No space"):

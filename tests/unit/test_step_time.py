@@ -20,16 +20,16 @@ from acsgd.pp.schedules.simulate import Cost
 from acsgd.run.plan import step_time
 from acsgd.run.plan.model import describe_run_model
 from acsgd.run.plan.planner import RunPlanner
-from acsgd.run.plan.rates import LayerTimes, Link, Rates, parse_link, rates_of_gpu
-from acsgd.run.plan.step_time import StepTime
+from acsgd.run.plan.rates import LayerTimes, LinkRate, Rates, parse_link, rates_of_gpu
+from acsgd.run.plan.step_time import PlannedStep
 from tests.lib.training import make_config
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 192}
 RATES = Rates("test", False, "fp32", operations_per_s=1e9, bytes_per_s=math.inf)
-SLOW = Link(1e6, 0.25)
+SLOW = LinkRate(1e6, 0.25)
 
 
-def planned(config: Config, world: int, rates: Rates = RATES, link: Link | None = None) -> StepTime:
+def planned(config: Config, world: int, rates: Rates = RATES, link: LinkRate | None = None) -> PlannedStep:
     planner = RunPlanner(config, world, describe_run_model(config), on_gpu=False)
     return planner.step(config, planner.step_planner(rates, link))
 
@@ -116,7 +116,7 @@ def test_long_steps_take_the_time_of_their_simulation(schedule: str, config: Con
 def test_the_fastest_runs_fit_and_can_be_typed(config: Config) -> None:
     config = replace(config, data=replace(config.data, batch=8), pp=replace(config.pp, stages=1))
     planner = RunPlanner(config, 2, describe_run_model(config), on_gpu=False)
-    steps = planner.step_planner(replace(RATES, operations_per_s=1e11), Link(1e5))
+    steps = planner.step_planner(replace(RATES, operations_per_s=1e11), LinkRate(1e5))
     own = planner.step(config, steps).total_s
     found = planner.fastest(steps, None)
     assert found[0].step.total_s < own / 2
@@ -166,8 +166,8 @@ def test_measured_rates_are_kept_in_the_run_directory(
 
 
 def test_links_and_devices_are_named() -> None:
-    assert parse_link("100mbit,20ms") == Link(12.5e6, 0.02)
-    assert parse_link("1Gbit") == Link(125e6, 0.0)
+    assert parse_link("100mbit,20ms") == LinkRate(12.5e6, 0.02)
+    assert parse_link("1Gbit") == LinkRate(125e6, 0.0)
     assert rates_of_gpu("RTX 4090", "bf16").device == rates_of_gpu("geforce rtx4090", "bf16").device
     assert rates_of_gpu("H100 nvl", "bf16").device == rates_of_gpu("NVIDIA H100 NVL", "bf16").device == "H100 NVL"
     assert rates_of_gpu("A100", "bf16").device == "A100"

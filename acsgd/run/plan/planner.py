@@ -20,8 +20,8 @@ from acsgd.run.plan.measure import layers_key
 from acsgd.run.plan.memory import RankMemory, TracedModel, least_memory, plan_memory, trace_model
 from acsgd.run.plan.model import RunModel, layers_cache
 from acsgd.run.plan.partition import Partition, divide_model, open_grid
-from acsgd.run.plan.rates import Link, Rates
-from acsgd.run.plan.step_time import StepPlanner, StepTime
+from acsgd.run.plan.rates import LinkRate, Rates
+from acsgd.run.plan.step_time import PlannedStep, StepPlanner
 from acsgd.streams import Streams
 from acsgd.tasks import check_options
 
@@ -44,7 +44,7 @@ class Alternative(NamedTuple):
 
     flags: tuple[str, ...]
     """Flags that change the planned run into this one."""
-    step: StepTime
+    step: PlannedStep
 
 
 class RunPlanner:
@@ -114,11 +114,11 @@ class RunPlanner:
     def _built(self) -> PreTrainedModel:
         return self._model.build(DTYPES[self._config.model.dtype])
 
-    def step_planner(self, rates: Rates, link: Link | None) -> StepPlanner:
+    def step_planner(self, rates: Rates, link: LinkRate | None) -> StepPlanner:
         """Return what predicts the time of a step."""
         return StepPlanner(self._built, self.costs, self._config.pp.micro, rates, link)
 
-    def step(self, config: Config, steps: StepPlanner) -> StepTime:
+    def step(self, config: Config, steps: StepPlanner) -> PlannedStep:
         """Return the time of a step. Raises ValueError if the run is not possible."""
         return steps.plan(self.partition(config), self.key(config))
 

@@ -23,7 +23,7 @@ UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkRate:
     """A link between two ranks, one direction."""
 
     bytes_per_s: Positive
@@ -55,7 +55,7 @@ class Rates:
     """Of layers in training, in the operations of `layer_costs`."""
     bytes_per_s: Positive
     """Of operations on single elements, bytes that they read and write."""
-    link: Link | None = None
+    link: LinkRate | None = None
     """Between two processes of one host; None = not measured."""
     layers: LayerTimes | None = None
     """Times of the layers of one model; None = not measured."""
@@ -74,13 +74,13 @@ class Rates:
             raise CorruptFileError(path, f"does not hold measured rates: {error}; --calibrate writes it anew") from None
 
 
-def parse_link(text: str) -> Link:
+def parse_link(text: str) -> LinkRate:
     """Parse "100mbit" or "100mbit,20ms". Raises ValueError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)(?:,(\d+(?:\.\d+)?)(ms|s))?", text.strip().lower())
     if found is None or float(found[1]) == 0:
         raise ValueError(f"--link {text} is not a rate and a delay; give, for example, --link 100mbit,20ms")
     delay = 0.0 if found[3] is None else float(found[3]) * (1e-3 if found[4] == "ms" else 1.0)
-    return Link(float(found[1]) * UNITS[found[2]] / 8, delay)
+    return LinkRate(float(found[1]) * UNITS[found[2]] / 8, delay)
 
 
 def rates_of_gpu(name: str, dtype: str) -> Rates:

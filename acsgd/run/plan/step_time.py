@@ -15,7 +15,7 @@ from acsgd.pp.schedules.simulate import Cost, simulate
 from acsgd.pp.wire.ladder import BACKWARD, FORWARD, Rung
 from acsgd.run.plan.memory import RankWeights
 from acsgd.run.plan.partition import Partition
-from acsgd.run.plan.rates import Link, Rates
+from acsgd.run.plan.rates import LinkRate, Rates
 from acsgd.shards.plan import training_costs
 
 CHOSEN = "fixpoint:bits=8"
@@ -36,7 +36,7 @@ class LinkLoad:
 
 
 @dataclass(frozen=True)
-class StepTime:
+class PlannedStep:
     """Predicted time of a step, seconds, by parts that add up to it."""
 
     compute_s: float
@@ -61,20 +61,20 @@ class StepPlanner:
     """Predicts steps of one model on devices and links with given rates.
 
     built: the model on the meta device; costs: of its layers by `layer_costs` with micro-batches of `micro` sequences;
-    times: forward and backward of layers by the key of `measure.layers_key`.
+    link: between ranks; default: that of `rates`, else messages take no time.
     """
 
     def __init__(
-        self, built: PreTrainedModel, costs: Sequence[float], micro: int, rates: Rates, link: Link | None
+        self, built: PreTrainedModel, costs: Sequence[float], micro: int, rates: Rates, link: LinkRate | None
     ) -> None:
         self._built = built
         self._costs = costs
         self._micro = micro
         self._rates = rates
-        self._link = link or rates.link
+        self._link = link or rates.link or LinkRate(math.inf)
         self._known: dict[object, list[RankWeights]] = {}
 
-    def plan(self, partition: Partition, key: str) -> StepTime:
+    def plan(self, partition: Partition, key: str) -> PlannedStep:
         """Return the time of a step. key: `measure.layers_key` of the partition."""
         forward, backward = self._layer_times(partition, key)
         of_stages = [[sum(times[slice(*spec)]) for spec in partition.layout.specs] for times in (forward, backward)]
@@ -83,7 +83,7 @@ class StepPlanner:
         per_micro = [sum(of_stages[0][stage] + of_stages[1][stage] for stage in stages) for stages in ranks]
         compute_s = micros * max(per_micro)
         messages, gradients, loads = self._messages(partition, micros)
-        link = self._link or Link(math.inf)
+        link = self._link
         rows = self._row_times(partition, link)
         plain = max(_ends(partition, micros, Cost(of_stages[0], of_stages[1])))
         cost = Cost(of_stages[0], of_stages[1], messages, gradients, link.delay_s, rows=rows, row_gradients=rows)
@@ -101,7 +101,7 @@ class StepPlanner:
             for rank, each in enumerate(exchanges)
             if each.nbytes
         ]
-        return StepTime(
+        return PlannedStep(
             compute_s,
             max(0.0, plain - compute_s),
             max(0.0, max(ends) - plain),
@@ -130,7 +130,7 @@ class StepPlanner:
     def _messages(self, partition: Partition, micros: int) -> tuple[list[float], list[float], list[LinkLoad]]:
         """Return the times of activations and of their gradients by boundary, and the loads of the links."""
         config, layout = partition.config, partition.layout
-        rate, loads = (self._link or Link(math.inf)).bytes_per_s, list[LinkLoad]()
+        rate, loads = self._link.bytes_per_s, list[LinkLoad]()
         times: tuple[list[float], list[float]] = ([], [])
         specs = (
             CHOSEN if config.pp.compress else config.pp.forward,
@@ -151,7 +151,7 @@ class StepPlanner:
                     loads.append(LinkLoad(name, micros * size, micros * size / rate))
         return *times, loads
 
-    def _row_times(self, partition: Partition, link: Link) -> float:
+    def _row_times(self, partition: Partition, link: LinkRate) -> float:
         """Return the time of the rows of tied tables that a micro-batch uses, at most."""
         total = 0.0
         for tied in partition.tied:
@@ -164,7 +164,7 @@ class StepPlanner:
     def _exchange(self, partition: Partition, weights: RankWeights, micros: int) -> LinkLoad:
         """Return what a rank sends to other replicas in a step, and its time."""
         config, replicas = partition.config, len(partition.domains)
-        link = self._link or Link(math.inf)
+        link = self._link
         trained = sum(weight.master.numel() for weight in chain.from_iterable(weights.stages.values()))
         share = (replicas - 1) / replicas
         nbytes = 2 * share * 4 * trained / compression(config.dp.mode)

@@ -29,7 +29,7 @@ CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class Address(NamedSource):
+class FsspecFiles(NamedSource):
     """Files at an address: one, all of a directory, or those that match a pattern."""
 
     @property
@@ -170,7 +170,7 @@ class Address(NamedSource):
 
 
 class _Reader(io.RawIOBase):
-    """A file of fsspec whose errors are told from those of its readers. Does not close it."""
+    """A file of fsspec. Its errors pass through `errors`, so that they differ from those of its readers. Not closed."""
 
     def __init__(self, file: BinaryIO, errors: Callable[[], AbstractContextManager[None]]) -> None:
         self._file = file

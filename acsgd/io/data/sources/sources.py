@@ -20,7 +20,7 @@ from typing import NamedTuple, NoReturn
 
 from acsgd.config.options import DataConfig
 from acsgd.config.spec import suggest
-from acsgd.io.data.sources.address import Address
+from acsgd.io.data.sources.address import FsspecFiles
 from acsgd.io.data.sources.base import TEXT, NamedSource, ReadOptions, RecordCounts, Source, SourceRecord
 from acsgd.io.data.sources.files import READERS, Files, readable_endings, reader_of, refuse_missing
 from acsgd.io.data.sources.glue import Glue
@@ -68,7 +68,7 @@ class Demo(NamedSource):
 SOURCES: dict[str, Callable[[str, str, ReadOptions], Source]] = {
     "demo": Demo,
     "stream:*": Streamed,
-    "hf://*": Address,
+    "hf://*": FsspecFiles,
     "hf:*": HubDataset,
     "wikitext:*": WikiText,
     "cot:*": ChainOfThought,
@@ -79,7 +79,7 @@ SOURCES: dict[str, Callable[[str, str, ReadOptions], Source]] = {
     "p3:*": PromptPool,
     "http://*": Url,
     "https://*": Url,
-    "*://*": Address,
+    "*://*": FsspecFiles,
     **{f"*{ending}": Files for ending in READERS},
     "*/": Files,
 }

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 from urllib.parse import urlsplit
 
-from acsgd.io.data.sources.address import Address
+from acsgd.io.data.sources.address import FsspecFiles
 from acsgd.io.data.sources.base import BadRecord, NamedSource, RecordCounts, SourceRecord
 from acsgd.io.data.sources.files import STATE, Files, version_of
 from acsgd.io.data.sources.hub import PREFIX as HUB
@@ -66,7 +66,7 @@ class Streamed(NamedSource):
         if name.startswith(("http://", "https://")):
             return FileStream(Url(name, self.key))
         if is_address(name):
-            return FileStream(Address(name, self.key))
+            return FileStream(FsspecFiles(name, self.key))
         return HubStream(name, self.key) if name.startswith(HUB) else FileStream(Files(name, self.key))
 
     @property
@@ -111,14 +111,14 @@ class FileStream:
     A cursor is the number of a file and a place in it: [file, record, byte].
     """
 
-    def __init__(self, source: Files | Url | Address) -> None:
+    def __init__(self, source: Files | Url | FsspecFiles) -> None:
         self._name = source.name
         self._key = source.key
         self._source = source
 
     def check(self) -> None:
         """Raise ValueError unless all files can be opened and streamed."""
-        names = [] if isinstance(self._source, Address) else self._names  # those need the network
+        names = [] if isinstance(self._source, FsspecFiles) else self._names  # those need the network
         for name in names:
             self._ending(name)
         self._source.check()
@@ -153,7 +153,7 @@ class FileStream:
     def _open(self, name: str) -> AbstractContextManager[BinaryIO]:
         if isinstance(self._source, Url):
             return io.BufferedReader(RemoteFile(name), BUFFER_BYTES)
-        return self._source.open(name) if isinstance(self._source, Address) else Path(name).expanduser().open("rb")
+        return self._source.open(name) if isinstance(self._source, FsspecFiles) else Path(name).expanduser().open("rb")
 
     def _ending(self, name: str) -> str:
         """Return the ending of a file that can be streamed. Raises ValueError for others."""
