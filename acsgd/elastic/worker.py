@@ -260,7 +260,7 @@ class ElasticWorker:
             lock = self._lock.of(job, groups, view, job.config.run.timeout, disks)
             step = None if view.plan.from_disk else view.plan.step
             notes += check_room(job, groups, disks.checkpoints) if step is None else []
-            notes += open_disks(job, groups, disks, step=step, are_known=disks == self._disks)
+            notes += open_disks(job, groups, disks, step=step, before=self._disks)
             inputs = self._open_inputs(job, groups, disks)
             stack.callback(inputs.reader.close, wait=False)
             job = job.with_steps(inputs.steps, inputs.reader.sampler)

@@ -34,7 +34,7 @@ from acsgd.elastic.membership.plan import WorkerState
 from lib.patience import stretched
 
 SILENCE_S = stretched(0.4)
-TIMING = Timing(heartbeat_s=0.02, silence_s=SILENCE_S, settle_s=0.01, last_call_s=0.1, endpoints_s=0.1)
+TIMING = Timing(heartbeat_s=0.02, silence_s=SILENCE_S, settle_s=0.01, leave_s=0.05, last_call_s=0.1, endpoints_s=0.1)
 NO_FILES = SharedFiles()
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -70,6 +71,13 @@ def assert_same_losses(hosts: Hosts, run_file: Path) -> None:
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
 
 
+def assert_has_copies(directories: list[Path], step: int) -> None:
+    """Check that each file of a checkpoint is on two disks."""
+    paths = [directory / f"step-{step:08d}" for directory in directories]
+    for file in ShardDirectory(paths[0]).manifest.files:
+        assert sum((path / file.file).is_file() for path in paths) >= 2, file
+
+
 def test_a_run_of_which_hosts_end_join_and_leave_is_the_calm_run(run_file: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
         flags = ("--elastic.min_replicas", "2", "--elastic.join_budget", "0", "--checkpoint.every", "20")
@@ -112,18 +120,20 @@ def test_hosts_with_disks_of_their_own_join_end_for_ever_and_start_again_without
         flags = ("--checkpoint.every", "8", "--elastic.min_replicas", "3")
         hosts = Hosts(tmp_path, run_file, stack, 1, flags, has_own_disks=True)
         hosts.run_dir = hosts.disk_of("b")
-        a, b, c = (hosts.start(name, min_hosts=3) for name in "abc")
+        a, b, c = (hosts.start(name, min_hosts=3, worker=PACE) for name in "abc")
         hosts.wait_for_step(b, 10)
         c.kill()
         shutil.rmtree(hosts.disk_of("c"))
-        d = hosts.start("d")
+        d = hosts.start("d", worker=PACE)
         b.wait_until(lambda: hosts.hosts_that("joined"), LIMIT_S)
         assert len(hosts.hosts_that("left")) == 1
         hosts.wait_for_step(b, len(hosts.steps()) + 10)
         for host in (a, b, d):
             host.signal(signal.SIGTERM)
+            time.sleep(0.5)  # several steps
         for host in (a, b, d):
             host.wait(LIMIT_S)
+        assert_has_copies([hosts.disk_of(name) / "checkpoints" for name in "abd"], len(hosts.steps()))
         shutil.rmtree(hosts.disk_of("a"))
         later = Hosts(tmp_path, run_file, stack, 1, flags[:2], endpoints=hosts.endpoints, has_own_disks=True)
         started = [later.start(name, disk=disk) for name, disk in (("b2", "b"), ("d2", "d"))]
@@ -135,9 +145,7 @@ def test_hosts_with_disks_of_their_own_join_end_for_ever_and_start_again_without
             assert_same_losses(hosts, run_file)
             events.append([line for line in hosts.lines() if "event" in line])
         assert events[0] == events[1]
-        paths = [hosts.disk_of(name) / "checkpoints" / f"step-{STEPS:08d}" for name in "bd"]
-        for file in ShardDirectory(paths[0]).manifest.files:
-            assert any((path / file.file).is_file() for path in paths), file
+        assert_has_copies([hosts.disk_of(name) / "checkpoints" for name in "bd"], STEPS)
 
 
 def test_stages_on_hosts_that_hang_and_end(run_file: Path, tmp_path: Path) -> None:

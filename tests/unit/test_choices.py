@@ -223,3 +223,6 @@ def test_every_option_has_an_effect_on_a_plain_run_or_is_reported_or_refused(
         shared = dataclasses.replace(job, config=changed(f"checkpoint.{option}", 1))
         (sentence,) = open_disks(shared, Any, SHARED_DISKS)  # type: ignore[arg-type]
         assert sentence.startswith(f"checkpoint.{option}=1 has no effect: ")
+        alone = dataclasses.replace(shared, is_elastic=True)
+        (sentence,) = open_disks(alone, Any, SHARED_DISKS)  # type: ignore[arg-type]
+        assert sentence == f"checkpoint.{option}=1 has no effect until a host with a disk of its own joins"

@@ -226,7 +226,7 @@ def test_checkpoints_of_hosts_that_were_away_are_set_aside_with_a_sentence(
     (tmp_path / "b" / "checkpoints").touch()
     monkeypatch.setattr(copies, "_manifests", lambda directory: {1: b"{}"} if "a" in directory.path.parts else {})
     monkeypatch.setattr(directories, "_check_copies", lambda *_, **__: None)
-    act = partial(open_disks, disks=RunDisks(disks, disks), are_known=True)
+    act = partial(open_disks, disks=RunDisks(disks, disks), before=RunDisks(disks, disks))
     for found in on_ranks(of_ranks, partial(act, step=2)):
         aside, failed = cast(list[str], found)
         assert aside.endswith(
@@ -234,6 +234,16 @@ def test_checkpoints_of_hosts_that_were_away_are_set_aside_with_a_sentence(
         )
         assert failed.startswith(f"manifests of checkpoints cannot be written: {tmp_path / 'b' / 'checkpoints'}: ")
     assert [type(each) for each in on_ranks(of_ranks, act)] == [RunError, RefusedError]
+
+
+def test_the_last_host_says_that_its_checkpoints_have_no_copies(tmp_path: Path) -> None:
+    before, alone = (Disks(((0,), (1,)), ("a", "b")), Disks(((0,),), ("a",)))
+    act = partial(open_disks, disks=RunDisks(alone, alone), step=2)
+    (found,) = on_ranks([tmp_path], partial(act, before=RunDisks(before, before)))
+    assert found == [
+        f"until another host joins, checkpoints are saved in {tmp_path / 'checkpoints'} of a alone, without copies"
+    ]
+    assert on_ranks([tmp_path], partial(act, before=RunDisks(alone, alone))) == [[]], "it is said once"
 
 
 LACKING = {"no links": ("symlink", "link"), "no renames": ("rename",), "an object store": ("symlink", "link", "rename")}

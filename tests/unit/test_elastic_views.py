@@ -140,12 +140,30 @@ def test_a_host_that_leaves_is_not_missed_and_the_last_one_stays() -> None:
     run = simulation(2)
     first, last = run.hosts
     first.membership.leave()
-    run.run(1)
+    run.run(TIMING.leave_s + 1)
     run.kill(first)
     assert hosts_of(run) == 1
     last.membership.leave()
     run.run(10)
     assert hosts_of(run) == 1
+
+
+def test_hosts_that_leave_shortly_after_each_other_stay_together_until_all_do() -> None:
+    run = simulation(3)
+    before = max(run.register)
+    for host in run.hosts:
+        host.membership.leave()
+        run.run(TIMING.leave_s - 2 * TIMING.heartbeat_s)
+        assert max(run.register) == before, "one leaves, and the last one will save alone"
+    run.run(10)
+    assert max(run.register) == before
+    assert hosts_of(run) == 3
+
+    run = simulation(3)
+    for host in run.hosts[:2]:
+        host.membership.leave()
+    run.run(TIMING.leave_s + 3)
+    assert [host.address for host in run.register[before + 1].hosts] == [run.hosts[2].address], "the last one stays"
 
 
 def test_a_run_starts_again_after_all_of_its_hosts_have_ended_with_a_higher_epoch() -> None:

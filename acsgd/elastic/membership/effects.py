@@ -16,6 +16,9 @@ class Timing:
     """Time without a message after which a host counts as lost."""
     settle_s: float = 0.05
     """Time for which losses are collected before the next view is formed."""
+    leave_s: float = 2.0
+    """Time without another host that leaves after which the next view is formed without those that do. Hosts that all
+    get a stop signal get it at different times; if they left one by one, the last one would save its state alone."""
     hang_s: float = 60.0
     """Time after which a worker is killed that works without a wait while all others wait."""
     last_call_s: float = 1.0

@@ -25,6 +25,10 @@ class Member:
         self._timing = timing
         self._outbox = outbox
         self._changed_at: float | None = None
+        self._leaving = set[str]()
+        """Ids of the live hosts that want to leave, as of the last timer."""
+        self._left_at = 0.0
+        """When the last of these was first seen to."""
 
     @property
     def is_urgent(self) -> bool:
@@ -69,13 +73,17 @@ class Member:
         is_stopping: whether another host has requested to stop the workers.
         """
         live = self._presence.live(self.view.hosts, now)
-        leaving = [host for host in live if not self._presence.stays(host)]
+        leaving = {host.id for host in live if not self._presence.stays(host)}
+        if leaving - self._leaving:
+            self._left_at = now
+        self._leaving = leaving
         is_needed = (
             len(live) < len(self.view.hosts)
             or self.change is not None
             or is_stopping
             or bool(newcomers)
-            or 0 < len(leaving) < len(live)  # the last host does not leave: the run would end
+            # the last host does not leave: the run would end
+            or (0 < len(leaving) < len(live) and now - self._left_at >= self._timing.leave_s)
         )
         if not is_needed:
             self._changed_at = None

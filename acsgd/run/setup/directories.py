@@ -106,22 +106,22 @@ def _check_all(problems: Sequence[str], groups: Groups, failure: str) -> None:
 
 
 def open_disks(
-    job: Job, groups: Groups, disks: RunDisks, *, step: int | None = None, are_known: bool = False
+    job: Job,
+    groups: Groups,
+    disks: RunDisks,
+    *,
+    step: int | None = None,
+    before: RunDisks | None = None,
 ) -> list[str]:
     """Prepare hosts with disks of their own: check that copies can be made, and let all know which checkpoints exist.
 
     A collective call. step: of a run that trains. Then checkpoints after it, of hosts that were away, are set aside,
-    and nothing has to be written: a host with a full disk may train. are_known: whether the user knows which hosts
-    share a disk. Returns sentences for the user.
+    and nothing has to be written: a host with a full disk may train. before: which ranks shared a disk in the view
+    before, as the user knows. Returns sentences for the user.
     """
+    are_known = disks == before
     if disks.checkpoints.is_shared:
-        config = job.config.checkpoint
-        names = () if are_known else ("copies", "rate")
-        unused = [name for name in names if getattr(config, name) != getattr(CheckpointConfig, name)]
-        return [
-            f"checkpoint.{name}={getattr(config, name)} has no effect: all ranks see the same checkpoints; remove it"
-            for name in unused
-        ]
+        return [] if are_known else _describe_shared(job, disks.checkpoints, before)
     exchange, timeout_s, resume = disks.exchange(job, groups), job.disk_timeout_s, job.config.checkpoint.resume
     if step is None:
         _check_copies(job.paths.checkpoints.path, exchange, timeout_s=timeout_s)
@@ -220,6 +220,18 @@ def _describe_disks(job: Job, disks: Disks) -> str:
         else "each file of a checkpoint is on one of them alone (checkpoint.copies=1)"
     )
     return f"{job.paths.checkpoints.path} is a directory of its own on {hosts} hosts, {', '.join(disks.names)}: {rest}"
+
+
+def _describe_shared(job: Job, disks: Disks, before: RunDisks | None) -> list[str]:
+    """Return sentences on what is saved where if there is one disk. before: as in `open_disks`."""
+    if before is not None and not before.checkpoints.is_shared:
+        path = job.paths.checkpoints.path
+        return [f"until another host joins, checkpoints are saved in {path} of {disks.names[0]} alone, without copies"]
+    config = job.config.checkpoint
+    unused = [name for name in ("copies", "rate") if getattr(config, name) != getattr(CheckpointConfig, name)]
+    cause = ": all ranks see the same checkpoints; remove it"
+    cause = " until a host with a disk of its own joins" if job.is_elastic else cause
+    return [f"checkpoint.{name}={getattr(config, name)} has no effect{cause}" for name in unused]
 
 
 def share_metrics(
