@@ -33,6 +33,11 @@ def check(config: Config) -> None:
     _check_evaluation(config)
     _check_elastic(config.elastic)
     _check_adapter(config)
+    if config.model.compile and config.model.recompute == "attention":
+        raise ValueError(
+            "model.recompute=attention runs attention by itself, and model.compile compiles each block as a whole; "
+            "use --model.recompute layers, or remove model.compile"
+        )
     traced_steps(config.log.trace)
     steps, every = config.optim.steps, config.checkpoint.every_steps
     is_last = every is not None and steps is not None and every >= steps

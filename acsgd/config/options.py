@@ -60,8 +60,9 @@ class ModelConfig:
     """Initial weights: "pretrained" loads them; "scratch" initializes new ones and needs only config.json."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Type of parameters and activations. bf16 and fp16 keep fp32 master weights and accumulate gradients in fp32."""
-    recompute: Literal["none", "layers"] = "none"
-    """Activation recomputation: "layers" keeps only each layer's input for backward. Less memory, more time."""
+    recompute: str = "none"
+    """Activation recomputation, less memory for more time: "layers" keeps only each layer's input for backward,
+    "every:2" that of every second layer, "attention" all but what attention makes of its input."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """Attention, by transformers' switch attn_implementation: "sdpa" = torch's, with the fastest kernel for the device;
     "eager" = plain matrix products; "auto" = what transformers chooses for the type of the model."""

@@ -9,13 +9,14 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from acsgd.dp.sync import GradSync
 from acsgd.layers.composed import ComposedModel, Context, Inputs, State
 from acsgd.layers.description import Head, LayerSpec
 from acsgd.layers.skeleton import parameter_names
 from acsgd.pp.chunked_loss import HeadUse, PartLoss, chunked_loss
+from acsgd.pp.recompute import KEEP_ALL, Recompute, recompute_attention
+from acsgd.pp.recompute import recompute as run_again
 from acsgd.pp.split_backward import backward_inputs
 from acsgd.shards.load import LoadedLayer
 from acsgd.shards.weights import Weight, in_reduction_order
@@ -61,8 +62,7 @@ class Stage:
         sync: gradient sync of these weights over the replicas
         targets: divisor of the summed loss
         label_smoothing: fraction of the target distribution that training spreads evenly over all classes
-        recompute: activation checkpointing per layer (Chen et al. 2016, arXiv:1604.06174): keep only the input of each
-            layer and recompute the rest in the backward; gradients are the same, bit for bit
+        recompute: what the backward computes again instead of keeping it
         splits_backward: whether backwards are run in two parts, `backward_input` and `backward_weight`
         first_trained: index of the first layer of the model with a trained parameter; a stage below it runs no backward
         mask_per_sample: draw dropout masks from (seed, sample, layer) instead of (seed, step, micro-batch, layer)
@@ -81,7 +81,7 @@ class Stage:
         targets: int,
         seed: int,
         label_smoothing: float = 0.0,
-        recompute: bool = False,
+        recompute: Recompute = KEEP_ALL,
         splits_backward: bool = False,
         first_trained: int = 0,
         mask_per_sample: bool = False,
@@ -100,8 +100,11 @@ class Stage:
         self._seed_number = seed
         self._label_smoothing = label_smoothing
         self._first_trained = first_trained
-        self._recompute = recompute and self.runs_backward
+        self._recompute = recompute if self.runs_backward else KEEP_ALL
         self._random = any(layer.random for layer in composed.layers)
+        if self._recompute.attention:
+            for path in filter(None, (layer.spec.block for layer in layers)):
+                recompute_attention(composed.model.get_submodule(path), is_random=self._random)
         self._per_sequence = self._random and mask_per_sample
         uses = Counter(key for layer in layers for key in layer.spec.parameters)
         # gradients of a weight are summed over its uses before they are accumulated: all uses are in one graph
@@ -279,36 +282,38 @@ class Stage:
         self._seed(micro, 0)  # the context may take random numbers of the first layer
         context = self.composed.context(inputs, self._range)
         entering = state
-        for layer in self.layers:
-            if self.graph_per_layer and graphs is not None and layer is not self.layers[0]:
+        together = self._recompute.layers or 1
+        for first in range(0, len(self.layers), together):
+            layers = [layer.spec for layer in self.layers[first : first + together]]
+            if self.graph_per_layer and graphs is not None and first:
                 graphs.append(_Graph(entering, state))
                 state = entering = {name: x.detach().requires_grad_(x.requires_grad) for name, x in state.items()}
-            run = self._layer(layer.spec, micro, inputs, context, labels)
-            if self._recompute:
-                state = checkpoint(run, state, use_reentrant=False, preserve_rng_state=False)
-            else:
-                state = run(state)
+            run = self._run_of(layers, micro, inputs, context, labels)
+            state = run_again(run, state) if self._recompute.layers else run(state)
         if graphs is not None:
             graphs.append(_Graph(entering, state))
         return state
 
-    def _layer(
-        self, layer: LayerSpec, micro: MicroBatch, inputs: Inputs, context: Context, labels: Tensor | None
+    def _run_of(
+        self, layers: Sequence[LayerSpec], micro: MicroBatch, inputs: Inputs, context: Context, labels: Tensor | None
     ) -> Callable[[State], State]:
-        """Return a layer as a function of its inputs alone, as recomputation needs; the last one includes the loss.
+        """Return consecutive layers as a function of their inputs alone, as recomputation needs.
 
-        So recomputation does not keep the logits: [B, T, V] in fp32 is larger than many blocks.
+        The last layer includes the loss, so that recomputation does not keep the logits: [B, T, V] in fp32 is larger
+        than many blocks.
         """
-        will_run_again = self._recompute
+        will_run_again = bool(self._recompute.layers)
 
         def run(state: State) -> State:
             nonlocal will_run_again
-            self._seed(micro, layer.index)
-            if labels is not None and layer.index == len(self.composed.layers) - 1:
-                value_only, will_run_again = will_run_again, False
-                hidden, head = self.composed.call_to_head(state, inputs)
-                return self._results(hidden, head, labels, value_only=value_only)
-            return self.composed.call(layer.index, state, inputs, context)
+            for layer in layers:
+                self._seed(micro, layer.index)
+                if labels is not None and layer.index == len(self.composed.layers) - 1:
+                    value_only, will_run_again = will_run_again, False
+                    hidden, head = self.composed.call_to_head(state, inputs)
+                    return self._results(hidden, head, labels, value_only=value_only)
+                state = self.composed.call(layer.index, state, inputs, context)
+            return state
 
         return run
 

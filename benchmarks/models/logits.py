@@ -26,6 +26,7 @@ from acsgd.dp.sync import SingleReplicaSync
 from acsgd.layers.composed import ComposedModel
 from acsgd.model_classes import MODEL_CLASSES
 from acsgd.pp.chunked_loss import HeadUse
+from acsgd.pp.recompute import KEEP_ALL, Recompute
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.run.plan.layer_trace import MemoryTracker
 from acsgd.shards.load import LayerLoader, RandomWeights
@@ -35,13 +36,13 @@ from benchmarks.common.compare import Comparison, RankRounds, alternate, on_rank
 SEQUENCES, LENGTH = 2, 1024
 FORMS: dict[str, dict[str, Any]] = {
     "all trained": {},
-    "all trained, model.recompute=layers": {"recompute": True},
+    "all trained, model.recompute=layers": {"recompute": Recompute(1)},
     "embedding and head frozen": {"frozen": True},
 }
 """Options of `build` by name."""
 
 
-def build(blocks: int, *, recompute: bool = False, frozen: bool = False) -> Stage:
+def build(blocks: int, *, recompute: Recompute = KEEP_ALL, frozen: bool = False) -> Stage:
     """Return a stage with all layers of a GPT-2."""
     config = GPT2Config(n_layer=blocks, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     task = MODEL_CLASSES["lm"]

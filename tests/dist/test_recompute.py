@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
 
 from acsgd.config.options import Config
+from acsgd.pp.recompute import Recompute
 from acsgd.pp.stage import MicroBatch, Stage
 
 TinyModel = Callable[..., Path]
@@ -50,13 +51,16 @@ def train_on_rank(rank: int, world_size: int, store: Path, configs: Sequence[Con
 def test_recomputation_is_the_same_training_bit_for_bit(tiny_model: TinyModel, tmp_path: Path) -> None:
     models = [tiny_model(family, **dropout_of(family), **blocks_of(family, 4)) for family in FAMILIES]
     cut = {"stages": 2, "schedule": "interleaved:chunks=2"}
-    kept, again = (
-        [make_config(model, tmp_path, recompute=recompute, **cut) for model in models]
-        for recompute in ("none", "layers")
-    )
+    configs = [
+        make_config(model, tmp_path, recompute=recompute, **cut)
+        for recompute in ("none", "layers", "every:2", "attention")
+        for model in models
+    ]
     undropped = make_config(tiny_model("gpt2", n_layer=4), tmp_path, **cut)
-    for trained in on_ranks(2, train_on_rank, tmp_path / "store", [*kept, *again, undropped]):
-        assert trained[: len(kept)] == trained[len(kept) : -1]
+    for trained in on_ranks(2, train_on_rank, tmp_path / "store", [*configs, undropped]):
+        kept = trained[: len(models)]
+        for first in range(len(models), len(configs), len(models)):
+            assert trained[first : first + len(models)] == kept
         assert trained[0][1] != trained[-1][1], "no dropout took place"
 
 
@@ -66,7 +70,7 @@ def test_a_stage_keeps_the_inputs_of_its_layers(family: str, dropout: bool) -> N
     config = tiny_config(family, **(dropout_of(family) if dropout else {}))
     hidden_bytes = _hidden_bytes(config)
     cuts = [range(3), range(3, 5), range(5, 8)]
-    by_recompute = [build_stages(config, cuts, recompute=recompute) for recompute in (False, True)]
+    by_recompute = [build_stages(config, cuts, recompute=recompute) for recompute in (Recompute(), Recompute(1))]
     for usual, sparing in zip(*by_recompute, strict=True):
         # the output of a layer is the input of the next one or of the boundary; a loss is kept as sum and mean, in fp32
         num_layers = len(sparing.layers)
@@ -78,8 +82,8 @@ def test_a_stage_keeps_the_inputs_of_its_layers(family: str, dropout: bool) -> N
         assert _kept_by_forward(usual, config) >= given + 4 * num_blocks * hidden_bytes
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_an_evaluation_keeps_only_its_result(recompute: bool) -> None:
+@pytest.mark.parametrize("recompute", [Recompute(), Recompute(2), Recompute(attention=True)])
+def test_an_evaluation_keeps_only_its_result(recompute: Recompute) -> None:
     config = tiny_config("llama")
     for stage in build_stages(config, [range(3), range(3, 8)], recompute=recompute):
         returned = 4 if stage.is_last else _hidden_bytes(config)

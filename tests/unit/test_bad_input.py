@@ -79,6 +79,8 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             'unknown name "1f2b"; use "gpipe", "1f1b", "interleaved", "zb" or "zbv"',
         ),
         ("--pp.schedule zb --model.recompute layers", 1, "model.recompute=layers computes them together; remove one"),
+        ("--model.recompute every:0", 1, "use none, attention, layers, or every:2 for groups of 2 layers"),
+        ("--model.recompute attention --model.compile", 1, "use --model.recompute layers, or remove model.compile"),
         ("--pp.schedule zbv --model.compile", 1, "model.compile=true computes them together; remove one of both"),
         ("--pp.schedule interleaved:chunk=2", 1, 'has no option "chunk"; it takes "chunks" or "lead"'),
         ("--pp.forward fixpoint8", 1, 'pp.forward="fixpoint8": unknown name'),

@@ -19,6 +19,7 @@ from acsgd.layers.description import Head
 from acsgd.pp import Action, Op
 from acsgd.pp.chunked_loss import HeadUse, chunked_loss
 from acsgd.pp.nan_probe import NaNProbe
+from acsgd.pp.recompute import Recompute
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.streams import LOGITS_AT_ONCE
 from acsgd.tasks import TASKS
@@ -75,7 +76,7 @@ def test_loss_and_gradients_are_those_of_all_positions(
 ) -> None:
     results = []
     for length in (None, LENGTH):
-        (stage,) = build_stages(config_of(family), [range(8)], recompute=recompute, **options)
+        (stage,) = build_stages(config_of(family), [range(8)], recompute=Recompute(int(recompute)), **options)
         with chunks_of(length):
             results.append(train(stage, split=split))
     whole, parts = results
@@ -93,7 +94,7 @@ def test_loss_and_gradients_are_those_of_all_positions(
 def test_no_tensor_has_the_logits_of_all_positions(recompute: bool) -> None:
     largest = []
     for length in (None, LENGTH):
-        (stage,) = build_stages(config_of("llama"), [range(8)], recompute=recompute)
+        (stage,) = build_stages(config_of("llama"), [range(8)], recompute=Recompute(int(recompute)))
         with chunks_of(length), _Rows(VOCABULARY) as rows:
             train(stage)
         largest.append(rows.most)

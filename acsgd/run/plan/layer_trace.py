@@ -23,6 +23,7 @@ from acsgd.layers.description import BATCH, HIDDEN, Head, LayerSpec, ModelLayers
 from acsgd.layers.recorders import KnownValues, probe_batch
 from acsgd.layers.skeleton import experts_without_values, parameter_names, set_tied_parameter
 from acsgd.layers.trace import on_fake_tensors
+from acsgd.pp.recompute import KEEP_ALL, Recompute
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.shards.load import LoadedLayer
 from acsgd.shards.weights import Weight
@@ -212,7 +213,7 @@ def trace_layers(
     *,
     dtype: torch.dtype,
     label_smoothing: float = 0.0,
-    recompute: bool = False,
+    recompute: Recompute = KEEP_ALL,
     splits_backward: bool = False,
     logits_at_once: int = LOGITS_AT_ONCE,
 ) -> list[LayerTrace]:

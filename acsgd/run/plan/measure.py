@@ -57,7 +57,8 @@ def measure_rates(partition: Partition, seconds: float) -> Rates:
     costs = layers_cache(config).costs(model.config, model.derived, sizes_of(config), device=streams.device.type)
     times = measure_layers(partition, seconds)
     total = sum(times.forward_s) + sum(times.backward_s)
-    operations_per_s = sum(map(sum, layer_operations(partition, costs))) / total
+    built = model.build(partition.shapes.dtype)
+    operations_per_s = sum(map(sum, layer_operations(partition, costs, built))) / total
     name = "a GPU of this host" if streams.gpu else "the CPU of this host"
     return Rates(name, bool(streams.gpu), config.model.dtype, operations_per_s, _memory_rate(streams), layers=times)
 
@@ -91,7 +92,7 @@ def measure_layers(partition: Partition, seconds: float) -> LayerTimes:
         targets=1,
         seed=0,
         label_smoothing=config.optim.label_smoothing,
-        recompute=config.model.recompute == "layers",
+        recompute=partition.plugins.recompute,
         first_trained=layers.first_trained,
         logits_at_once=partition.streams.logits_at_once,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate, chain
@@ -20,6 +20,7 @@ from acsgd.dp.exchange.sharded import MAX_PENDING
 from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.layers.quantize import is_quantized
 from acsgd.optim.ownership import OwnedWeights
+from acsgd.pp.recompute import KEEP_ALL, Recompute
 from acsgd.pp.schedules.actions import Action, Op
 from acsgd.pp.wire.cache_plan import plan_capacity
 from acsgd.pp.wire.coder import EXACT, TensorSpec
@@ -31,6 +32,7 @@ from acsgd.run.plan.layer_trace import LayerTrace, trace_layers
 from acsgd.run.plan.limits import ParameterCount
 from acsgd.run.plan.partition import Partition
 from acsgd.shards.layer_tensors import hidden_matrices
+from acsgd.shards.plan import StageSpec
 from acsgd.shards.weights import Weight
 
 
@@ -94,27 +96,34 @@ class TracedModel:
     layers: Sequence[LayerTrace]
     dequantized: Mapping[int, int]
     """By layer, bytes of the largest weight that is quantized, in the dtype of the run."""
+    again: Sequence[LayerTrace] = ()
+    """Layers whose activations are kept: those of a group of several layers while its backward runs. Empty = none."""
 
 
 def trace_model(partition: Partition) -> TracedModel:
     """Trace the model of a run with its micro-batches; the result depends on no rank."""
-    config, model, shapes = partition.config, partition.model, partition.shapes
-    traces = trace_layers(
-        model.task,
-        model._replace(quantization=None).build(shapes.dtype),
-        model.description,
-        shapes.sizes,
-        dtype=shapes.dtype,
-        label_smoothing=config.optim.label_smoothing,
-        recompute=config.model.recompute == "layers",
-        splits_backward=partition.programs.splits_backward,
-        logits_at_once=partition.streams.logits_at_once,
-    )
+    config, model, shapes, recompute = partition.config, partition.model, partition.shapes, partition.plugins.recompute
+
+    def trace(recompute: Recompute) -> list[LayerTrace]:
+        return trace_layers(
+            model.task,
+            model._replace(quantization=None).build(shapes.dtype),
+            model.description,
+            shapes.sizes,
+            dtype=shapes.dtype,
+            label_smoothing=config.optim.label_smoothing,
+            recompute=recompute,
+            splits_backward=partition.programs.splits_backward,
+            logits_at_once=partition.streams.logits_at_once,
+        )
+
+    traces = trace(recompute._replace(layers=min(recompute.layers, 1)))
+    again = trace(KEEP_ALL) if recompute.layers > 1 else []
     built, largest = model.build(shapes.dtype), dict[int, int]()
     for layer in model.layers:
         sizes = [param.numel() for key in layer.parameters if is_quantized(param := built.get_parameter(key))]
         largest[layer.index] = max(sizes, default=0) * shapes.dtype.itemsize
-    return TracedModel(built, traces, largest)
+    return TracedModel(built, traces, largest, again)
 
 
 class RankWeights:
@@ -343,10 +352,10 @@ class _RankPlan:
         span = self._partition.layout.spans[action.stage]
         before = memory.activations, memory.logits
         memory.activations += self._entering_bytes(span.first)
-        for layer in range(*span):
-            trace = self._traced.layers[layer]
-            memory.reach(layer, trace.forward_peak + self._traced.dequantized[layer])
-            memory.keep(layer, trace.kept)
+        for group in self._groups(span):
+            self._run_layers(group, self._traced.layers, memory)
+            for layer in group[:-1]:  # of which backward starts from the inputs of the first
+                memory.keep(layer, -self._traced.layers[layer].kept)
         if span.last <= self._partition.model.description.first_trained:  # without a backward
             memory.activations, memory.logits = before
 
@@ -355,8 +364,14 @@ class _RankPlan:
     ) -> None:
         """Follow a backward. buckets: of gradients that are summed after each one."""
         span, made = self._partition.layout.spans[action.stage], 0
+        traces, ends = self._traced.layers, dict[int, range]()
+        if self._traced.again:
+            traces, ends = self._traced.again, {group[-1]: group for group in self._groups(span)}
         for layer in reversed(range(*span)):
-            trace = self._traced.layers[layer]
+            if group := ends.get(layer):
+                self._run_layers(group, traces, memory)
+                memory.keep(layer, -self._traced.layers[layer].kept)  # its output is counted in its trace
+            trace = traces[layer]
             needed = trace.first_backward_peak if creates_gradients or buckets else trace.backward_peak
             if action.op is Op.I:
                 needed = trace.inputs_peak
@@ -378,6 +393,18 @@ class _RankPlan:
         memory.gradients -= whole
         if action.operation.completes:
             memory.activations -= self._entering_bytes(span.first)
+
+    def _groups(self, span: StageSpec) -> Iterator[range]:
+        """Yield the layers of a stage in groups of which backward starts from the inputs of the first one."""
+        together = self._partition.plugins.recompute.layers or 1
+        for first in range(*span, together):
+            yield range(first, min(first + together, span.last))
+
+    def _run_layers(self, layers: range, traces: Sequence[LayerTrace], memory: _StepMemory) -> None:
+        """Follow the forward of some layers."""
+        for layer in layers:
+            memory.reach(layer, traces[layer].forward_peak + self._traced.dequantized[layer])
+            memory.keep(layer, traces[layer].kept)
 
     def _entering_bytes(self, layer: int) -> int:
         """Return the bytes of the tensors that enter a layer, of a micro-batch."""

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
+from acsgd.codecs.identity import DTYPES
 from acsgd.config.options import Config
 from acsgd.io.data.sampler import deal
 from acsgd.launch import Launch
 from acsgd.optim.ownership import Ownership
 from acsgd.optim.ownership import divide as divide_weights
+from acsgd.pp.recompute import check_attention
 from acsgd.pp.schedules.programs import RankPrograms
 from acsgd.pp.schedules.rows import RowRoute, group_width
 from acsgd.pp.tied.plan import TiedWeight, tied_weights
@@ -142,6 +144,9 @@ def divide_model(
 
     costs: of the layers, if they are known.
     """
+    if grid.plugins.recompute.attention:
+        built = model.build(DTYPES[config.model.dtype])
+        check_attention(built.get_submodule(path) for path in model.derived.blocks)
     num_stages = grid.topology.stages * grid.plugins.schedule.chunks
     costs = costs or costs_of(config, model, num_stages, streams)
     placement = RankPrograms(grid.plugins.schedule, grid.topology.stages, grid.topology.stage_rank).placement

@@ -35,6 +35,8 @@ MARGIN = 1.1
 SCHEDULES = ("1f1b", "1f1b:lead=2", "interleaved:chunks=2", "zb", "zbv")
 CODEC = "fixpoint:bits=8"
 """Codec of alternatives, in both directions."""
+RECOMPUTED = ("attention", "layers", "every:2")
+"""Values of model.recompute of alternatives, fastest first."""
 GAIN = 1.02
 """Ratio of step times from which on a run is called faster."""
 
@@ -150,7 +152,7 @@ class RunPlanner:
     def _leaner(self, config: Config) -> Iterator[Config]:
         """Yield a run, then those that keep or divide more of its state."""
         shards: Sequence[ShardKind] = ("none", "optimizer") if config.dp.shard == "none" else (config.dp.shard,)
-        for recompute, shard in product(dict.fromkeys((config.model.recompute, "layers")), shards):
+        for recompute, shard in product(dict.fromkeys((config.model.recompute, *RECOMPUTED)), shards):
             yield replace(config, model=replace(config.model, recompute=recompute), dp=replace(config.dp, shard=shard))
 
     def fastest(self, steps: StepPlanner, limit: int | None, count: int = 3) -> list[Alternative]:

@@ -16,6 +16,7 @@ from acsgd.io.data.sources.streamed import PREFIX
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.base import Capability, OptimizerSpec
 from acsgd.optim.schedule import parse_schedule
+from acsgd.pp.recompute import Recompute
 from acsgd.pp.schedules.actions import Placement
 from acsgd.pp.schedules.schedules import SCHEDULES, Schedule
 from acsgd.pp.tied.plan import TIED, TiedDense, TiedRows
@@ -38,6 +39,7 @@ class Plugins(NamedTuple):
     """What travels of tied weights."""
     optimizer: OptimizerSpec
     mode: Mode
+    recompute: Recompute
 
     @property
     def delta(self) -> Delta | None:
@@ -72,6 +74,7 @@ def parse_plugins(config: Config) -> Plugins:
         tied=from_spec(config.pp.tied, TIED, key="pp.tied"),
         optimizer=from_spec(config.optim.name, OPTIMIZERS, key="optim.name"),
         mode=from_spec(in_steps(config.dp.mode, lambda _: 1), MODES, key="dp.mode"),
+        recompute=Recompute.parse(config.model.recompute),
     )
 
 

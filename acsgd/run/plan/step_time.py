@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 
 from acsgd.dp.exchange.buckets import BUCKET_MB
 from acsgd.dp.modes import compression
+from acsgd.layers.description import LayerSpec
+from acsgd.pp.recompute import Recompute, attention_modules
 from acsgd.pp.schedules.simulate import Cost, simulate
 from acsgd.pp.wire.ladder import BACKWARD, FORWARD, Rung
 from acsgd.run.plan.memory import RankWeights
@@ -124,7 +126,7 @@ class StepPlanner:
         if measured is not None and measured.key == key:
             return measured.forward_s, measured.backward_s
         scale = partition.config.pp.micro / self._micro / self._rates.operations_per_s
-        forward, backward = layer_operations(partition, self._costs)
+        forward, backward = layer_operations(partition, self._costs, self._built)
         return [scale * each for each in forward], [scale * each for each in backward]
 
     def _messages(self, partition: Partition, micros: int) -> tuple[list[float], list[float], list[LinkLoad]]:
@@ -189,17 +191,34 @@ class StepPlanner:
         return nbytes / owned / self._rates.bytes_per_s
 
 
-def layer_operations(partition: Partition, costs: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return the operations of forward and of backward of each layer. costs: of layers that are trained whole."""
+def layer_operations(
+    partition: Partition, costs: Sequence[float], built: PreTrainedModel
+) -> tuple[list[float], list[float]]:
+    """Return the operations of forward and of backward of each layer.
+
+    costs: of layers that are trained whole; built: the model on the meta device.
+    """
     layers = partition.model.layers
     forward = [
         cost / (1 + (layer.index > 0) + bool(layer.parameters)) for cost, layer in zip(costs, layers, strict=True)
     ]
     whole = training_costs(costs, partition.model.description)
     backward = [both - ahead for both, ahead in zip(whole, forward, strict=True)]
-    if partition.config.model.recompute == "layers":
-        backward = [back + ahead * (back > 0) for back, ahead in zip(backward, forward, strict=True)]
+    again = [_recomputed_share(partition.plugins.recompute, layer, built) for layer in partition.model.layers]
+    backward = [back + share * ahead * (back > 0) for back, share, ahead in zip(backward, again, forward, strict=True)]
     return forward, backward
+
+
+def _recomputed_share(recompute: Recompute, layer: LayerSpec, built: PreTrainedModel) -> float:
+    """Return the fraction of a layer's forward that its backward repeats: of attention, that of its parameters."""
+    if not recompute.attention or layer.block is None:
+        return float(recompute.layers > 0)
+    block = built.get_submodule(layer.block)
+    whole, repeated = (
+        sum(param.numel() for module in modules for param in module.parameters())
+        for modules in ([block], attention_modules(block))
+    )
+    return repeated / whole
 
 
 def _rung(spec: str, rungs: Sequence[Rung]) -> Rung:

@@ -262,7 +262,7 @@ def _open_stage(job: Job, composed: ComposedModel, layers: Sequence[LoadedLayer]
         targets=job.shapes.max_targets,
         seed=config.data.seed,
         label_smoothing=config.optim.label_smoothing,
-        recompute=config.model.recompute == "layers",
+        recompute=job.plugins.recompute,
         splits_backward=job.programs.splits_backward,
         first_trained=job.model.description.first_trained,
         mask_per_sample=config.model.dropout_mask == "sample",
