@@ -38,6 +38,7 @@ from acsgd.metrics import METRICS
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.schedule import RATE_SCHEDULES
 from acsgd.pp import SCHEDULES
+from acsgd.pp.schedules.schedules import CHOICE
 from acsgd.pp.tied.plan import TIED
 from acsgd.pp.wire.delta import Delta
 from acsgd.pp.wire.ladder import COMPRESS
@@ -89,7 +90,7 @@ def plugins() -> str:
         "## Data-parallel modes\n\nValues of `dp.mode`.\n",
         *(_plugin(name, kind) for name, kind in MODES.items()),
         "## Schedules\n\nValues of `pp.schedule`.\n",
-        *(_plugin(name, kind) for name, kind in SCHEDULES.items()),
+        *(_plugin(name, kind) for name, kind in {**SCHEDULES, **CHOICE}.items()),
         f"## Optimizers\n\nValues of `optim.name`.\n\n{_modes_of_optimizers()}",
         *(_plugin(name, kind) for name, kind in OPTIMIZERS.items()),
         "## Learning-rate schedules\n\nValues of `optim.schedule`, after the warm-up.\n",

@@ -202,6 +202,7 @@ class Planned:
 
     def print(self) -> None:
         """Print tables and sentences."""
+        from acsgd.pp.schedules.schedules import is_chosen
         from acsgd.run.plan.planner import verdict
 
         _print_memory(self.ranks, self.planner.describe(), on_gpu=self.planner.on_gpu)
@@ -212,6 +213,8 @@ class Planned:
             if self.link is None and self.rates.link is None and self.step.links:
                 print("links are planned to take no time; give their rate, such as --link 1gbit,1ms")
             print(_describe_fastest(self.step, self.fastest, fits=self.fits))
+        if is_chosen(self.config.pp.schedule) and self.config.pp.stages > 1:
+            print("pp.schedule=auto is planned as 1f1b; the run chooses by what it measures at its start")
         if self.limit is not None:
             print(verdict(self.needed, self.limit, self.fitting))
 

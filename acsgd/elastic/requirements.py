@@ -13,6 +13,7 @@ from acsgd.config.options import Config
 from acsgd.elastic.membership.messages import Setup, SharedFiles
 from acsgd.io.data.sources.sources import files_of
 from acsgd.pp.schedules.programs import RankPrograms
+from acsgd.pp.schedules.schedules import is_chosen
 from acsgd.run.initial_weights import base_checksums, base_directory
 from acsgd.run.plan.job import Job
 from acsgd.run.plan.layout import Cut, divide, layers_by_rank
@@ -33,6 +34,11 @@ def check_elastic(job: Job) -> None:
         raise ValueError(
             f"pp.forward={config.pp.forward}: the files of caches belong to replicas, whose ranks change in an elastic "
             "run; use cache=ram"
+        )
+    if is_chosen(config.pp.schedule) and config.pp.stages > 1:
+        raise ValueError(
+            "pp.schedule=auto measures all ranks at the start, and those of an elastic run come and go; give the "
+            "schedule that is the fastest by acsgd plan RUN.toml --calibrate"
         )
     mode = job.plugins.mode
     if config.elastic.join_moments == "rounded" and (

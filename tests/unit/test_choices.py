@@ -65,6 +65,7 @@ WRONG: list[tuple[dict[str, dict[str, Any]], float, str]] = [
     ({"optim": {"warmup": 100}}, 2, "the learning rate rises in all 100 steps and does not reach optim.lr"),
     ({"optim": {"schedule": "wsd:decay=0.001"}}, 2, "the learning rate does not fall in any step"),
     ({"pp": {"schedule": "interleaved:chunks=2"}}, 2, "pp.schedule=interleaved:chunks=2 has no effect: there is one"),
+    ({"pp": {"schedule": "auto"}}, 2, "pp.schedule=auto has no effect: there is one stage; remove it"),
     ({"pp": {"stages": 2, "micro": 2}}, 2, "fewer micro-batches than its 2 stages, which wait for each other"),
     (
         {

@@ -32,6 +32,7 @@ from acsgd.dp import MODES
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.schedule import RATE_SCHEDULES
 from acsgd.pp import SCHEDULES
+from acsgd.pp.schedules.schedules import CHOICE
 from acsgd.pp.tied.plan import TIED
 from acsgd.pp.wire.delta import Delta
 
@@ -213,7 +214,8 @@ def check_training(arguments: Sequence[str]) -> None:
     if arguments[0].endswith(".toml") and not (ROOT / arguments[0]).exists():
         arguments[0] = str(ROOT / "examples/gpt2.toml")  # the reader's own file
     config = parse(arguments)
-    tables = {**ADAPTERS, **CODECS, "delta": Delta, **TIED, **MODES, **SCHEDULES, **OPTIMIZERS, **RATE_SCHEDULES}
+    tables = {**ADAPTERS, **CODECS, "delta": Delta, **TIED, **MODES, **SCHEDULES, **CHOICE}
+    tables |= {**OPTIMIZERS, **RATE_SCHEDULES}
     pp, dp, optim = config.pp, config.dp, config.optim
     for spec in (pp.forward, pp.backward, pp.tied, pp.schedule, dp.mode, optim.name, optim.schedule):
         from_spec(spec, tables, key="spec")

@@ -109,7 +109,7 @@ def test_long_steps_take_the_time_of_their_simulation(schedule: str, config: Con
     planner = RunPlanner(config, 2, describe_run_model(config), on_gpu=False)
     partition = planner.partition(config)
     for cost in (Cost(), Cost(1.0, 2.0, 3.5, delay=2.0)):
-        found = step_time._ends(partition, 96, cost)
+        found = step_time.ends_of(partition, 96, cost)
         assert found == pytest.approx(step_time._simulated_ends(partition, 96, cost), rel=0.02)
 
 

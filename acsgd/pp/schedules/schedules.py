@@ -187,6 +187,22 @@ SCHEDULES: dict[str, type[Schedule]] = {
 }
 
 
+@dataclass(frozen=True)
+class AutoSchedule:
+    """Measure the layers on each rank and the links between ranks at the start, and take the schedule whose step is
+    the shortest, as the simulator predicts it."""
+
+
+CHOICE: dict[str, type[AutoSchedule]] = {"auto": AutoSchedule}
+CANDIDATES = ("1f1b", "zb", "1f1b:lead=2", "zb:lead=2", "zbv", "interleaved:chunks=2")
+"""Schedules among which "auto" chooses, about in the order of the activations that they keep."""
+
+
+def is_chosen(spec: str) -> bool:
+    """Return whether pp.schedule leaves the choice of the schedule to the start of the run."""
+    return spec.partition(":")[0].strip() in CHOICE
+
+
 def _computes(op: Op, stage: int, micros: range) -> list[Action]:
     return [Action(op, stage, micro) for micro in micros]
 

@@ -9,6 +9,17 @@ import torch
 
 from acsgd.pp.wire.channel import HANDSHAKE_TAG, Channel
 
+PROBE_S = 0.02
+"""Time for which a measurement sends data that is timed."""
+PROBE_BYTES = (2**12, 2**18)
+"""Least and largest size of these data; the largest is that of the first measurement, a quarter of it."""
+
+
+def probe_size(s_per_byte: float | None) -> int:
+    """Return the size of the data of a measurement. s_per_byte: of the direction as known so far, None for unknown."""
+    least, most = PROBE_BYTES
+    return most // 4 if s_per_byte is None else int(min(most, max(least, PROBE_S / s_per_byte)))
+
 
 class Probed(NamedTuple):
     """What one end has measured of the direction towards it."""

@@ -117,8 +117,8 @@ def _check_memory(built: nn.Module, loaded: Sequence[LoadedLayer], partition: Pa
     needed, memory = numel * (partition.shapes.dtype.itemsize + 8), streams.memory_bytes()
     if needed > memory:
         raise ValueError(
-            f"--calibrate: layers of each kind need {needed / 2**30:.1f} GiB with their gradients, and "
-            f"{memory / 2**30:.1f} GiB are here; give --device NAME, or measure on a larger machine"
+            f"layers cannot be measured: those of each kind need {needed / 2**30:.1f} GiB with their gradients, and "
+            f"{memory / 2**30:.1f} GiB are here; give a run a pp.schedule, and acsgd plan a --device NAME"
         )
 
 

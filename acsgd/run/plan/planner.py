@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from acsgd.codecs.identity import DTYPES
 from acsgd.config.options import Config, ShardKind
 from acsgd.launch import Launch
+from acsgd.pp.schedules.schedules import CANDIDATES
 from acsgd.run.plan.layout import sizes_of
 from acsgd.run.plan.measure import layers_key
 from acsgd.run.plan.memory import RankMemory, TracedModel, least_memory, plan_memory, trace_model
@@ -32,7 +33,6 @@ SMALL = 1 / 8
 """Fraction of a memory that weights and gradients take in a run that is not planned at its start."""
 MARGIN = 1.1
 """Planned memory relative to that which there is, from which on a run is refused."""
-SCHEDULES = ("1f1b", "1f1b:lead=2", "interleaved:chunks=2", "zb", "zbv")
 CODEC = "fixpoint:bits=8"
 """Codec of alternatives, in both directions."""
 RECOMPUTED = ("attention", "layers", "every:2")
@@ -181,7 +181,7 @@ class RunPlanner:
             timed = sorted(self._possible(changed, steps), key=lambda each: each[0])
             yield from timed
             for _, best in timed[: stages > 1]:
-                others = [each for each in SCHEDULES if each != best.pp.schedule]
+                others = [each for each in CANDIDATES if each != best.pp.schedule]
                 yield from self._possible([replace(best, pp=replace(best.pp, schedule=each)) for each in others], steps)
 
     def _possible(self, configs: Iterable[Config], steps: StepPlanner) -> Iterator[tuple[float, Config]]:

@@ -18,7 +18,7 @@ from acsgd.optim.base import Capability, OptimizerSpec
 from acsgd.optim.schedule import parse_schedule
 from acsgd.pp.recompute import Recompute
 from acsgd.pp.schedules.actions import Placement
-from acsgd.pp.schedules.schedules import SCHEDULES, Schedule
+from acsgd.pp.schedules.schedules import CHOICE, SCHEDULES, AutoSchedule, OneFOneB, Schedule
 from acsgd.pp.tied.plan import TIED, TiedDense, TiedRows
 from acsgd.pp.wire.delta import Delta
 from acsgd.pp.wire.ladder import COMPRESS, SPECS, Auto, Ladder, Rung, codecs_of_links
@@ -64,7 +64,7 @@ def parse_plugins(config: Config) -> Plugins:
     exact_steps of dp.mode is 1 if it is given in epochs, whose lengths are not known yet; see `Job.with_steps`.
     """
     parse_schedule(config.optim.schedule)  # kept in a cache for `learning_rate`
-    schedule: Schedule = from_spec(config.pp.schedule, SCHEDULES, key="pp.schedule")
+    schedule = _parse_schedule(config.pp.schedule)
     ladder = _parse_ladder(config, schedule)
     return Plugins(
         schedule=schedule,
@@ -76,6 +76,12 @@ def parse_plugins(config: Config) -> Plugins:
         mode=from_spec(in_steps(config.dp.mode, lambda _: 1), MODES, key="dp.mode"),
         recompute=Recompute.parse(config.model.recompute),
     )
+
+
+def _parse_schedule(spec: str) -> Schedule:
+    """Return the schedule of pp.schedule; for "auto" 1F1B, until another one is chosen."""
+    parsed: Schedule | AutoSchedule = from_spec(spec, {**SCHEDULES, **CHOICE}, key="pp.schedule")
+    return OneFOneB() if isinstance(parsed, AutoSchedule) else parsed
 
 
 def _parse_ladder(config: Config, schedule: Schedule) -> Ladder | None:

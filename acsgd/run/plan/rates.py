@@ -30,6 +30,10 @@ class LinkRate:
     delay_s: float = 0.0
     """One way."""
 
+    def slower_of(self, other: LinkRate) -> LinkRate:
+        """Return a link with the lower rate and the longer delay of both."""
+        return LinkRate(min(self.bytes_per_s, other.bytes_per_s), max(self.delay_s, other.delay_s))
+
 
 @dataclass(frozen=True)
 class LayerTimes:

@@ -84,12 +84,12 @@ class StepPlanner:
         ranks = [placement.stages_of(rank) for rank in range(placement.ranks)]
         per_micro = [sum(of_stages[0][stage] + of_stages[1][stage] for stage in stages) for stages in ranks]
         compute_s = micros * max(per_micro)
-        messages, gradients, loads = self._messages(partition, micros)
-        link = self._link
-        rows = self._row_times(partition, link)
-        plain = max(_ends(partition, micros, Cost(of_stages[0], of_stages[1])))
+        link, sizes = self._link, message_bytes(partition)
+        messages, gradients = ([size / link.bytes_per_s for size in of_direction] for of_direction in sizes)
+        rows = row_bytes(partition, self._built) / link.bytes_per_s
+        plain = max(ends_of(partition, micros, Cost(of_stages[0], of_stages[1])))
         cost = Cost(of_stages[0], of_stages[1], messages, gradients, link.delay_s, rows=rows, row_gradients=rows)
-        ends = _ends(partition, micros, cost)
+        ends = ends_of(partition, micros, cost)
         weights = self._weights(partition)
         exchanges = [self._exchange(partition, each, micros) for each in weights]
         last = [sum(of_stages[1][stage] for stage in stages) for stages in ranks]
@@ -98,7 +98,7 @@ class StepPlanner:
             for exchange, of_rank, each in zip(exchanges, last, weights, strict=True)
         ]
         done = max(end + late for end, late in zip(ends, exposed, strict=True)) + link.delay_s * (len(ends) > 1)
-        loads += [
+        loads = self._loads(partition, sizes, micros) + [
             LinkLoad(f"replicas of stage rank {rank}", each.nbytes, each.busy_s)
             for rank, each in enumerate(exchanges)
             if each.nbytes
@@ -129,39 +129,15 @@ class StepPlanner:
         forward, backward = layer_operations(partition, self._costs, self._built)
         return [scale * each for each in forward], [scale * each for each in backward]
 
-    def _messages(self, partition: Partition, micros: int) -> tuple[list[float], list[float], list[LinkLoad]]:
-        """Return the times of activations and of their gradients by boundary, and the loads of the links."""
-        config, layout = partition.config, partition.layout
-        rate, loads = self._link.bytes_per_s, list[LinkLoad]()
-        times: tuple[list[float], list[float]] = ([], [])
-        specs = (
-            CHOSEN if config.pp.compress else config.pp.forward,
-            CHOSEN if config.pp.compress else config.pp.backward,
-        )
-        first = partition.programs.first_backward
-        for boundary, tensors in enumerate(partition.shapes.boundaries):
-            floats = [spec for spec in tensors.values() if spec.dtype.is_floating_point]
-            is_shared = layout.placement.rank_of(boundary) != layout.placement.rank_of(boundary + 1)
-            sizes = (
-                _rung(specs[0], FORWARD).message_bytes([*tensors.values()]),
-                _rung(specs[1], BACKWARD).message_bytes(floats) * (boundary >= first),
-            )
-            for of_direction, size, arrow in zip(times, sizes, ("->", "<-"), strict=True):
-                of_direction.append(size / rate)
-                if is_shared and size:
-                    name = f"stages {boundary} {arrow} {boundary + 1}"
-                    loads.append(LinkLoad(name, micros * size, micros * size / rate))
-        return *times, loads
-
-    def _row_times(self, partition: Partition, link: LinkRate) -> float:
-        """Return the time of the rows of tied tables that a micro-batch uses, at most."""
-        total = 0.0
-        for tied in partition.tied:
-            table = self._built.get_parameter(tied.key)
-            for inputs in tied.lookups.values():
-                rows = min(len(table), partition.shapes.max_lookups(inputs, 1))
-                total += rows * table[0].numel() * partition.shapes.dtype.itemsize / link.bytes_per_s
-        return total
+    def _loads(self, partition: Partition, sizes: Sequence[Sequence[float]], micros: int) -> list[LinkLoad]:
+        """Return what links between stages carry. sizes: see `message_bytes`."""
+        rank_of, loads = partition.layout.placement.rank_of, list[LinkLoad]()
+        for boundary, of_both in enumerate(zip(*sizes, strict=True)):
+            for size, arrow in zip(of_both, ("->", "<-"), strict=True):
+                if size and rank_of(boundary) != rank_of(boundary + 1):
+                    name, nbytes = f"stages {boundary} {arrow} {boundary + 1}", micros * size
+                    loads.append(LinkLoad(name, nbytes, nbytes / self._link.bytes_per_s))
+        return loads
 
     def _exchange(self, partition: Partition, weights: RankWeights, micros: int) -> LinkLoad:
         """Return what a rank sends to other replicas in a step, and its time."""
@@ -189,6 +165,29 @@ class StepPlanner:
             if weight.master is not weight.param:
                 nbytes += COPY_BYTES * weight.master.numel() + weight.param.nbytes
         return nbytes / owned / self._rates.bytes_per_s
+
+
+def message_bytes(partition: Partition) -> tuple[list[float], list[float]]:
+    """Return the sizes of the messages of a micro-batch by boundary: of activations, and of their gradients."""
+    pp, first = partition.config.pp, partition.programs.first_backward
+    specs = (CHOSEN, CHOSEN) if pp.compress else (pp.forward, pp.backward)
+    sizes: tuple[list[float], list[float]] = ([], [])
+    for boundary, tensors in enumerate(partition.shapes.boundaries):
+        floats = [spec for spec in tensors.values() if spec.dtype.is_floating_point]
+        sizes[0].append(_rung(specs[0], FORWARD).message_bytes([*tensors.values()]))
+        sizes[1].append(_rung(specs[1], BACKWARD).message_bytes(floats) * (boundary >= first))
+    return sizes
+
+
+def row_bytes(partition: Partition, built: PreTrainedModel) -> float:
+    """Return the size of the rows of tied tables that a micro-batch uses, at most. built: on the meta device."""
+    total = 0.0
+    for tied in partition.tied:
+        table = built.get_parameter(tied.key)
+        for inputs in tied.lookups.values():
+            rows = min(len(table), partition.shapes.max_lookups(inputs, 1))
+            total += rows * table[0].numel() * partition.shapes.dtype.itemsize
+    return total
 
 
 def layer_operations(
@@ -242,7 +241,7 @@ def _exposed(partition: Partition, exchange: LinkLoad, backward_s: float, weight
     return gathered + passes * max(reduced / buckets, reduced - backward_s * (1 - 1 / buckets))
 
 
-def _ends(partition: Partition, micros: int, cost: Cost) -> list[float]:
+def ends_of(partition: Partition, micros: int, cost: Cost) -> list[float]:
     """Return when each rank of a pipeline ends its last computation."""
     if micros <= MAX_MICROS:
         return _simulated_ends(partition, micros, cost)

@@ -18,7 +18,7 @@ from acsgd.pp.schedules.simulate import Cost, simulate
 from acsgd.pp.wire.coder import CodecIndices, TensorSpec
 from acsgd.pp.wire.ladder import CodecTime, measure_codec
 from acsgd.pp.wire.link import Link
-from acsgd.pp.wire.probe import Probed, probe
+from acsgd.pp.wire.probe import Probed, probe, probe_size
 from acsgd.run.report import COMPUTE_S, MICROS, Numbers, Report, StepField, in_grid
 from acsgd.run.session import Session
 from acsgd.run.step.hooks import LoopState, StepHook
@@ -185,10 +185,6 @@ PROBES = 5
 """Number of measurements of a link whose median counts."""
 WINDOW = 5
 """Number of steps whose median is the computing time of a rank."""
-PROBE_S = 0.02
-"""Time for which a measurement sends data that is timed."""
-PROBE_BYTES = (2**12, 2**18)
-"""Least and largest size of these data; the largest is that of the first measurement, a quarter of it."""
 
 
 class LinkCodecs(StepHook):
@@ -404,12 +400,10 @@ class LinkCodecs(StepHook):
         self._session.settle()
         links, replica = self._session.pipeline.links, self._session.job.topology.replica
         rates = [each.s_per_byte for each in self._measured(replica)] if self._probes[replica] else []
-        least, most = PROBE_BYTES
 
         def measure(boundary: int, link: Link) -> Probed:
             forward, backward = (
-                int(min(most, max(least, PROBE_S / rates[number]))) if rates else most // 4
-                for number in (boundary, self._links + boundary)
+                probe_size(rates[number] if rates else None) for number in (boundary, self._links + boundary)
             )
             sizes = (backward, forward) if link.is_downstream else (forward, backward)
             return probe(link.activations, *sizes)
