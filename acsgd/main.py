@@ -38,7 +38,7 @@ from acsgd.run.plan.job import prepare, with_local_checkpoint
 from acsgd.run.setup.build import open_transports
 from acsgd.run.setup.directories import check_room, find_run_disks, open_disks
 from acsgd.run.setup.inputs import open_inputs
-from acsgd.run.setup.measured import choose_schedule
+from acsgd.run.setup.measured import choose_options
 from acsgd.train import train
 
 
@@ -89,13 +89,13 @@ def run(
     groups = stack.enter_context(
         connect(job.topology, timeout=timeout, store=store, background=several, domain=job.domain)
     )
-    job, chosen = choose_schedule(job, launch, groups)
+    job, chosen = choose_options(job, launch, groups)
     groups, notes = open_transports(job, groups)
     disks = find_run_disks(job, groups, host=socket.gethostname())
     lock = stack.enter_context(RunLock(leases_of(job, disks.log, disks.checkpoints)))
     context.cleanup = lock.release  # before the first lease is acquired: from then on, any rank may fail
     lock.acquire(groups, config.run.timeout)
-    for note in [*chosen, *notes, *check_room(job, groups, disks.checkpoints), *open_disks(job, groups, disks)]:
+    for note in [*notes, *check_room(job, groups, disks.checkpoints), *open_disks(job, groups, disks)]:
         if launch.rank == 0:
             print_note(note)
     if launch.rank == 0 and not launch.is_one_host and disks.checkpoints.is_shared:
@@ -107,4 +107,4 @@ def run(
         context.end_set_up()
         context.start_training()
 
-    train(job, inputs, groups, lock, on_start=on_start, signals=signals)
+    train(job, inputs, groups, lock, on_start=on_start, signals=signals, chosen=chosen)

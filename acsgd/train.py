@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from acsgd.errors import NonFiniteError, RunError
@@ -34,6 +34,7 @@ from acsgd.run.report import (
 from acsgd.run.session import Session, StepResult
 from acsgd.run.setup.directories import share_metrics
 from acsgd.run.setup.inputs import RunInputs
+from acsgd.run.setup.measured import Chosen
 from acsgd.run.setup.resume import start
 from acsgd.run.step.hooks import LoopState
 from acsgd.run.step.run import TrainingRun, open_run, text_log_of
@@ -52,11 +53,12 @@ def train(
     *,
     on_start: Callable[[], None] = lambda: None,
     signals: StopSignals | None = None,
+    chosen: Sequence[Chosen] = (),
 ) -> None:
     """Build or resume the session of this rank, and run all remaining steps.
 
     on_start: called before the first one. signals: those of this process, heeded from then on; None = record them here,
-    and raise an exception at a second Ctrl-C.
+    and raise an exception at a second Ctrl-C. chosen: options that were chosen before, to be logged.
     """
     job = job.with_steps(inputs.steps, inputs.reader.sampler)
     config, is_main = job.config, job.topology.rank == 0
@@ -80,6 +82,8 @@ def train(
         described = job.describe(), begin.session.describe(), *inputs.describe(begin.session, resumed_at)
         for note in [*described, *begin.notes, *of_metrics]:
             metrics.note(note)
+        for choice in chosen:
+            metrics.event(choice.event(resumed_at))
         if signals is None:
             signals = stack.enter_context(StopSignals(lambda _: groups.interrupt("interrupted twice")))
         run = stack.enter_context(open_run(begin, inputs, lock, signals, metrics, state))

@@ -31,6 +31,7 @@ from acsgd.config.options import Config
 from acsgd.config.other_tools import Row, programs
 from acsgd.config.ranges import ranges_of
 from acsgd.dp import MODES
+from acsgd.dp.ladder import COMPRESS as DP_COMPRESS
 from acsgd.io.data.sources.sources import SOURCES
 from acsgd.io.telemetry.json_lines import RANKS_PER_STEP
 from acsgd.io.telemetry.record import StepRecord
@@ -89,6 +90,8 @@ def plugins() -> str:
         *(_plugin(name, kind) for name, kind in TIED.items()),
         "## Data-parallel modes\n\nValues of `dp.mode`.\n",
         *(_plugin(name, kind) for name, kind in MODES.items()),
+        "## Choice of modes\n\nValues of `dp.compress`.\n",
+        *(_plugin(name, kind) for name, kind in DP_COMPRESS.items()),
         "## Schedules\n\nValues of `pp.schedule`.\n",
         *(_plugin(name, kind) for name, kind in {**SCHEDULES, **CHOICE}.items()),
         f"## Optimizers\n\nValues of `optim.name`.\n\n{_modes_of_optimizers()}",
@@ -131,7 +134,8 @@ def metrics() -> str:
         "Lines with `event` and `after_step` (completed steps) are events: a change of "
         "the [hosts](../howto/elastic.md#what-happens-when) of an elastic run, of the "
         "[speed](../howto/several-hosts.md#hosts-of-different-speed) of ranks, or of the "
-        "[codec](../howto/slow-links-stages.md#chosen-from-the-link) of a link.\n\n"
+        "[codec](../howto/slow-links-stages.md#chosen-from-the-link) of a link, or an option that was chosen at the "
+        "start.\n\n"
         f"{_table(('field', 'type', 'meaning'), rows)}\n"
     )
 

@@ -220,6 +220,9 @@ class ReplicaConfig:
     mode: str = "allreduce"
     """Data-parallel mode: "allreduce", or a compressed one such as "cocktail:random=0.1,topk=0.2,bits=4". Its
     exact_steps may be epochs, "quantized:exact_steps=1 epoch"."""
+    compress: str | None = None
+    """How the mode is chosen: "auto", or "auto:max_loss_cost=0.02", measures the links between replicas at the start,
+    and takes a mode. Default: dp.mode is the mode."""
     transport: OwnTransport = "run"
     """Transport of the sums of gradients of "allreduce", "powersgd" and the exact steps of other modes, as
     run.transport; "run" = that of run.transport. Compressed updates travel over gloo."""

@@ -35,11 +35,7 @@ def check_elastic(job: Job) -> None:
             f"pp.forward={config.pp.forward}: the files of caches belong to replicas, whose ranks change in an elastic "
             "run; use cache=ram"
         )
-    if is_chosen(config.pp.schedule) and config.pp.stages > 1:
-        raise ValueError(
-            "pp.schedule=auto measures all ranks at the start, and those of an elastic run come and go; give the "
-            "schedule that is the fastest by acsgd plan RUN.toml --calibrate"
-        )
+    _check_given(config)
     mode = job.plugins.mode
     if config.elastic.join_moments == "rounded" and (
         mode.exchanges == "gradients" or "frozen_second_moments" in mode.requires
@@ -64,6 +60,20 @@ def check_elastic(job: Job) -> None:
         raise ValueError(
             "elastic.replan changes the number of links, of which some have given codecs: remove elastic.replan, or "
             "pp.forward and pp.backward of single links"
+        )
+
+
+def _check_given(config: Config) -> None:
+    """Raise ValueError for options that are chosen by what ranks measure at the start of a run."""
+    if is_chosen(config.pp.schedule) and config.pp.stages > 1:
+        raise ValueError(
+            "pp.schedule=auto measures all ranks at the start, and those of an elastic run come and go; give the "
+            "schedule that is the fastest by acsgd plan RUN.toml --calibrate"
+        )
+    if config.dp.compress is not None:
+        raise ValueError(
+            f"dp.compress={config.dp.compress} measures the links between replicas at the start, and those of an "
+            "elastic run come and go; give the mode, such as --dp.mode cocktail"
         )
 
 

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lib import disturbed
 from lib.ranks import on_ranks
 from lib.training import TIMEOUT, batches_of, losses_of_rank, make_config, train
 
-from acsgd.config.options import Config
+from acsgd import train as training
+from acsgd.config.options import Config, ReplicaConfig
 from acsgd.groups import connect
 from acsgd.launch import Launch
+from acsgd.pp.wire.probe import Probed
 from acsgd.run.initial_weights import open_weight_source
+from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan import choose
 from acsgd.run.plan.job import prepare
 from acsgd.run.plan.rates import LayerTimes
 from acsgd.run.setup import measured
 from acsgd.run.setup.build import build_session
+from acsgd.run.setup.inputs import open_inputs
 
 
-def start_and_train(rank: int, world_size: int, store: Path, config: Config) -> tuple[Config, str, Any, list[float]]:
-    """Choose, then train; return the options, the sentence, what was measured, and the losses.
+def start_and_train(
+    rank: int, world_size: int, store: Path, config: Config
+) -> tuple[Config, str, Any, list[list[float]]]:
+    """Choose, then train; return the options, the sentence, what was measured, and the losses, also with that given.
 
-    Rank 1 is three times as slow as it is.
+    Times of layers are 1 s on rank 0, 2 s on rank 1 and so on.
     """
     torch.set_num_threads(1)
     found = list[choose.MeasuredRanks]()
@@ -34,9 +43,8 @@ def start_and_train(rank: int, world_size: int, store: Path, config: Config) -> 
 
     def slowed(*args: Any) -> LayerTimes:
         times = measure(*args)
-        slowness = 3 if rank == 1 else 1
-        forward, backward = (tuple(slowness * each for each in of) for of in (times.forward_s, times.backward_s))
-        return LayerTimes(times.key, forward, backward)
+        assert min(times.forward_s) > 0 < min(times.backward_s)
+        return LayerTimes(times.key, *[(1.0 + rank,) * len(times.forward_s)] * 2)
 
     def recorded(partition: Any, ranks: choose.MeasuredRanks) -> Any:
         found.append(ranks)
@@ -49,11 +57,12 @@ def start_and_train(rank: int, world_size: int, store: Path, config: Config) -> 
         launch = Launch(rank, rank, world_size)
         job = prepare(config, launch)
         with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(store), world_size)) as groups:
-            job, notes = measured.choose_schedule(job, launch, groups)
+            job, chosen = measured.choose_options(job, launch, groups)
             assert groups.all_equal(job.fingerprint())
             session = build_session(job, open_weight_source(job), groups)
             losses = train(session, batches_of(job))
-    return job.config, notes[0], found[0], losses
+    given = losses_of_rank(rank, world_size, Path(f"{store}-given"), [job.config])
+    return job.config, chosen[0].text, found[0], [losses, *given]
 
 
 def test_ranks_measure_and_decide_alike_and_train_as_with_the_schedule_given(
@@ -67,7 +76,55 @@ def test_ranks_measure_and_decide_alike_and_train_as_with_the_schedule_given(
     assert note.startswith(f"pp.schedule=auto takes {chosen.pp.schedule}: a step of 6 micro-batches is predicted")
     assert {*ranks.links} == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 0), (0, 2)}
     assert all(link.bytes_per_s > 0 < link.delay_s for link in ranks.links.values())
-    total = [sum(times.forward_s) for times in ranks.layers]
-    assert total[1] > 1.2 * max(total[0], total[2]), "each rank has its own times"
-    given = on_ranks(3, losses_of_rank, tmp_path / "given", [chosen])
-    assert given[0][0] == losses
+    assert [{*times.forward_s} for times in ranks.layers] == [{1.0}, {2.0}, {3.0}], "each rank has its own times"
+    assert losses[0] == losses[1]
+
+
+OPTIM = {"warmup": 0, "schedule": "constant"}
+
+
+def start_runs(rank: int, world_size: int, store: Path, configs: Sequence[Config]) -> list[tuple[str, str]]:
+    """Run configs one after the other, with a link of 1 kB/s between replicas; return the mode of each, and why."""
+    torch.set_num_threads(1)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measured, "LAYERS_S", 0.0)
+        patch.setattr(measured, "probe", lambda *_: Probed(1e-3, 0.01))
+        for number, config in enumerate(configs):
+            launch = Launch(rank, rank, world_size)
+            job = prepare(config, launch)
+            with connect(
+                job.topology, timeout=TIMEOUT, store=dist.FileStore(f"{store}-{number}", world_size)
+            ) as groups:
+                job, chosen = measured.choose_options(job, launch, groups)
+                training.train(job, open_inputs(job), groups, RunLock([]), chosen=chosen)
+            found.append((job.config.dp.mode, "".join(each.text for each in chosen)))
+    return found
+
+
+def test_a_chosen_mode_trains_as_a_given_one_and_is_that_of_the_resumed_run(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tiny_model("gpt2", n_layer=2, n_embd=16)
+
+    def config(name: str, steps: int, **dp: Any) -> Config:
+        return replace(
+            disturbed.make_config(model, tmp_path / "runs" / name, stages=1, every="100", steps=steps, **OPTIM),
+            dp=ReplicaConfig(**dp),
+        )
+
+    chosen, resumed = config("chosen", 2, compress="auto"), config("chosen", 4, compress="auto:max_loss_cost=0.1")
+    given = config("given", 4, mode="cocktail_grad:topk=0.1,bits=4")
+    by_rank = on_ranks(2, start_runs, tmp_path / "store", [chosen, resumed, given])
+    assert by_rank[0] == by_rank[1]
+    (mode, text), (kept, why), _ = by_rank[0]
+    assert mode == kept == given.dp.mode
+    assert text.startswith(f"dp.compress=auto takes {mode}: a step is predicted to take ")
+    assert text.endswith(
+        "at a loss cost of 0.0003; the slowest link between replicas has 0.008 Mbit/s and a delay of 10 ms"
+    )
+    assert why == f"dp.compress=auto:max_loss_cost=0.1 keeps {mode}, the mode of the checkpoint"
+    lines = [json.loads(line) for line in (Path(chosen.log.dir) / "metrics.jsonl").read_text().splitlines()]
+    events = [(line["after_step"], line["value"]) for line in lines if line.get("event") == "choice"]
+    assert events == [(0, mode), (2, mode)]
+    assert disturbed.end_of(resumed).layers == disturbed.end_of(given).layers

@@ -82,6 +82,13 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("--model.recompute every:0", 1, "use none, attention, layers, or every:2 for groups of 2 layers"),
         ("--model.recompute attention --model.compile", 1, "use --model.recompute layers, or remove model.compile"),
         ("--pp.schedule zbv --model.compile", 1, "model.compile=true computes them together; remove one of both"),
+        (
+            "--dp.compress auto:max_loss_cost=0.0001",
+            1,
+            'allows no mode but allreduce: the one that costs least, "allreduce:dtype=bf16", costs 0.0002; give',
+        ),
+        ("--dp.compress auto --dp.mode cocktail", 1, "chooses dp.mode; remove dp.mode=cocktail or dp.compress"),
+        ("--dp.compress best", 1, 'dp.compress="best": unknown name "best"; use "auto"'),
         ("--pp.schedule auto:lead=2", 1, '"auto" has no option "lead"; it takes no options'),
         ("--pp.schedule interleaved:chunk=2", 1, 'has no option "chunk"; it takes "chunks" or "lead"'),
         ("--pp.forward fixpoint8", 1, 'pp.forward="fixpoint8": unknown name'),

@@ -161,6 +161,7 @@ UNUSED: dict[str, Any] = {
     "pp.exact_eval": False,
     "pp.layers": (2,),
     "dp.mode": "cocktail",
+    "dp.compress": "auto",
     "dp.local": "none",
     "dp.domain": "rack-1",
     "dp.shard": "optimizer",

@@ -1,4 +1,4 @@
-"""Laws of pp.schedule=auto: what is taken is what the simulator finds the shortest, by hand where it is simple."""
+"""Laws of pp.schedule=auto and dp.compress=auto: what is taken is what is predicted to be the shortest."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import Any
 
 import pytest
 
-from acsgd.config.options import Config
+from acsgd.config.options import Config, PipelineConfig, ReplicaConfig
 from acsgd.config.spec import from_spec
+from acsgd.dp.ladder import RUNGS
+from acsgd.dp.modes import compression
 from acsgd.launch import Launch
 from acsgd.pp.schedules.lowering import lower
 from acsgd.pp.schedules.schedules import CANDIDATES, SCHEDULES
 from acsgd.pp.schedules.simulate import Cost, simulate
-from acsgd.run.plan.choose import GAIN, SPLIT, MeasuredRanks, timed_schedules
+from acsgd.run.plan.choose import GAIN, SPLIT, MeasuredRanks, TimedRun, timed_modes, timed_schedules
 from acsgd.run.plan.job import prepare
 from acsgd.run.plan.model import describe_run_model
 from acsgd.run.plan.partition import Partition, divide_model, open_grid
+from acsgd.run.plan.plugins import parse_modes
 from acsgd.run.plan.rates import LayerTimes, LinkRate
 from acsgd.run.setup import measured
 from acsgd.streams import open_streams
@@ -100,3 +103,48 @@ def test_a_schedule_is_taken_that_fits_all_ranks(config: Config, monkeypatch: py
     assert taken(lambda _: True) == timed[0].schedule
     assert taken(lambda schedule: schedule != timed[0].schedule) == timed[1].schedule
     assert taken(lambda _: True, of_other_rank="") == taken(lambda _: False) == "1f1b"
+
+
+RATES = [1e12, *(10.0**power for power in range(10, 2, -1))]
+"""Of links between replicas, bytes per second."""
+
+
+def taken(config: Config, rate: float, limit: float, **others: Any) -> list[TimedRun]:
+    """Return the runs with the modes that may be taken for a link between replicas. others: see `MeasuredRanks`."""
+    config = replace(config, dp=ReplicaConfig(compress=f"auto:max_loss_cost={limit}"))
+    grid = open_grid(config, Launch(0, 0, 4))
+    partition = divide_model(config, grid, describe_run_model(config), open_streams("cpu", 0))
+    measured = ranks(config.pp.stages, FREE, layer_s=1e-3)._replace(replica_link=LinkRate(rate), **others)
+    return timed_modes(partition, measured, parse_modes(config))
+
+
+@pytest.mark.parametrize("limit", [0.0002, 0.005, 0.02, 1])
+@pytest.mark.parametrize("init", ["pretrained", "scratch"])
+def test_slower_links_get_modes_of_fewer_bytes_within_the_loss_cost(init: Any, limit: float, config: Config) -> None:
+    config = replace(config, model=replace(config.model, init=init), pp=PipelineConfig(stages=2))
+    costs = {rung.spec: rung.cost(from_scratch=init == "scratch") for rung in RUNGS}
+    before = 0.0
+    for rate in RATES:
+        found = taken(config, rate, limit)
+        assert found[0].step_s <= GAIN * min(each.step_s for each in found)
+        assert all(costs[each.mode] <= limit for each in found)
+        as_short = [each.mode for each in found if each.step_s <= GAIN * min(each.step_s for each in found)]
+        assert costs[found[0].mode] == min(map(costs.__getitem__, as_short)), "the least loss cost of those"
+        assert compression(found[0].mode) >= before
+        before = compression(found[0].mode)
+    assert taken(config, RATES[0], limit)[0].mode == "allreduce"
+    assert before > 1
+
+
+def test_a_mode_that_takes_longer_to_compute_than_it_saves_is_not_taken(config: Config) -> None:
+    config = replace(config, pp=PipelineConfig())
+    rate = next(rate for rate in RATES if taken(config, rate, 0.005)[0].mode.startswith("cocktail_grad"))
+    assert taken(config, rate, 0.005, bytes_per_s=1e3)[0].mode.startswith("allreduce")
+
+
+def test_modes_that_other_options_do_not_allow_are_left_out(config: Config) -> None:
+    config = replace(config, pp=PipelineConfig(), data=replace(config.data, deal="speed"))
+    assert {each.mode for each in taken(config, 1e3, 1)} == {"allreduce", "allreduce:dtype=bf16"}
+    config = replace(config, data=replace(config.data, deal="even"), optim=replace(config.optim, steps=20))
+    inner = {each.partition.plugins.mode.inner for each in taken(config, 1e3, 1) if "diloco" in each.mode}  # type: ignore[attr-defined]
+    assert inner == {15}, "others never exchange"

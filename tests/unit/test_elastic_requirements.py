@@ -55,13 +55,12 @@ def test_copies_of_a_tied_weight_stay_equal_or_the_mode_is_refused(
 
 
 def test_what_is_measured_at_the_start_is_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    for stages in (1, 2):
-        job = prepare(make_config(tiny_model(), tmp_path, stages=stages, schedule="auto"), Launch(0, 0, stages))
-        if stages == 1:
-            check_elastic(job)
-            continue
-        with pytest.raises(ValueError, match=r"pp\.schedule=auto measures all ranks at the start"):
-            check_elastic(job)
+    one_stage, two_stages = (make_config(tiny_model(), tmp_path, stages=stages, schedule="auto") for stages in (1, 2))
+    check_elastic(prepare(one_stage, Launch()))
+    with pytest.raises(ValueError, match=r"pp\.schedule=auto measures all ranks at the start"):
+        check_elastic(prepare(two_stages, Launch(0, 0, 2)))
+    with pytest.raises(ValueError, match=r"dp\.compress=auto measures the links .* give the mode"):
+        check_elastic(prepare(dataclasses.replace(one_stage, dp=ReplicaConfig(compress="auto")), Launch()))
 
 
 def test_more_replicas_than_micro_batches_are_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:

@@ -1,29 +1,32 @@
-"""Choose options of a pipeline from what its ranks have measured: a pure function, so that all ranks decide alike."""
+"""Choose options of a run from what its ranks have measured: pure functions, so that all ranks decide alike."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from transformers import PreTrainedModel
 
 from acsgd.config.options import Config
+from acsgd.dp.ladder import ModeRung
 from acsgd.launch import Launch
 from acsgd.pp.schedules.schedules import CANDIDATES
 from acsgd.pp.schedules.simulate import Cost
 from acsgd.pp.wire.ladder import codecs_of_links
 from acsgd.run.plan.partition import Partition, divide_model, open_grid
-from acsgd.run.plan.rates import LayerTimes, LinkRate
-from acsgd.run.plan.step_time import ends_of, message_bytes, row_bytes
+from acsgd.run.plan.rates import LayerTimes, LinkRate, Rates
+from acsgd.run.plan.step_time import StepPlanner, ends_of, message_bytes, row_bytes
 
 GAIN = 1.02
-"""Ratio of step times up to which the schedule with fewer activations is taken."""
+"""Ratio of step times up to which a schedule with fewer activations, or a mode that costs less loss, is taken."""
 SPLIT = 1.05
 """Time of a backward in two parts relative to that of a whole one: a few percent longer, more in small blocks."""
+ADAMW_BYTES = 28
+"""Bytes that AdamW reads and writes per parameter: weight, two moments, and the gradient, which it only reads."""
 NO_TIME = LinkRate(math.inf)
 
 
@@ -33,6 +36,10 @@ class MeasuredRanks(NamedTuple):
     layers: tuple[LayerTimes, ...]
     links: Mapping[tuple[int, int], LinkRate]
     """By sender and receiver, neighbours in the ring of positions."""
+    replica_link: LinkRate = NO_TIME
+    """The slowest link between replicas."""
+    bytes_per_s: float = math.inf
+    """Of operations on single elements, bytes that they read and write."""
 
     def link(self, sender: int, receiver: int) -> LinkRate:
         """Return a link; of positions that are no neighbours, with the lowest rate and the longest delay of all."""
@@ -52,6 +59,11 @@ class TimedRun(NamedTuple):
         """Its pp.schedule."""
         return self.partition.config.pp.schedule
 
+    @property
+    def mode(self) -> str:
+        """Its dp.mode."""
+        return self.partition.config.dp.mode
+
 
 def with_options(partition: Partition, config: Config) -> Partition:
     """Return a division of the same model over the same ranks. Raises ValueError if the options do not allow it."""
@@ -66,9 +78,13 @@ def timed_schedules(partition: Partition, measured: MeasuredRanks) -> list[Timed
     Those within GAIN of the shortest step come first, with few activations before those with more.
     """
     built = partition.model.build(partition.shapes.dtype)
-    timed = [TimedRun(each, step_time(each, measured, built)) for each in _candidates(partition)]
+    return _shortest_first([TimedRun(each, step_time(each, measured, built)) for each in _candidates(partition)])
+
+
+def _shortest_first(timed: Sequence[TimedRun]) -> list[TimedRun]:
+    """Return runs by the times of their steps; those within GAIN of the shortest first, in their order."""
     limit = GAIN * min(each.step_s for each in timed)
-    return sorted(timed, key=lambda each: max(each.step_s, limit))  # which is stable
+    return sorted(timed, key=lambda each: max(each.step_s, limit))
 
 
 def _candidates(partition: Partition) -> Iterator[Partition]:
@@ -81,6 +97,36 @@ def _candidates(partition: Partition) -> Iterator[Partition]:
             changed.programs.program(len(changed.micro_ids))
             if not keeps_links or changed.layout.placement == partition.layout.placement:
                 yield changed
+
+
+def timed_modes(partition: Partition, measured: MeasuredRanks, rungs: Sequence[ModeRung]) -> list[TimedRun]:
+    """Return the runs with the modes that dp.compress=auto may take, the one to take first.
+
+    Those within GAIN of the shortest step come first, by loss cost. Modes that other options do not allow, or that
+    never exchange in so few steps, are left out. rungs: by loss cost, all-reduce among them.
+    """
+    config, built = partition.config, partition.model.build(partition.shapes.dtype)
+    rates = Rates("", False, config.model.dtype, operations_per_s=math.inf, bytes_per_s=measured.bytes_per_s)
+    planner = StepPlanner(built, (), config.pp.micro, rates, measured.replica_link)
+    cost = step_cost(partition, measured, built)
+    ends = ends_of(partition, len(partition.micro_ids), cost)
+    placement, backward = partition.layout.placement, cast(Sequence[float], cost.backward)
+    last = [sum(backward[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
+    adamw_s = [ADAMW_BYTES * each.count.trained / measured.bytes_per_s for each in planner.weights(partition)]
+    timed = []
+    for rung in rungs:
+        with suppress(ValueError):  # such as an optimizer that the mode does not work with
+            changed = with_options(partition, with_mode(config, rung.spec))
+            if getattr(changed.plugins.mode, "inner", 1) <= (config.optim.steps or math.inf):
+                waits = planner.exchanges(changed, ends, last)[1]
+                of_ranks = zip(ends, waits, adamw_s, strict=True)
+                timed.append(TimedRun(changed, max(end + late + rung.work * step for end, late, step in of_ranks)))
+    return _shortest_first(timed)
+
+
+def with_mode(config: Config, mode: str) -> Config:
+    """Return the options with a mode that is chosen."""
+    return replace(config, dp=replace(config.dp, mode=mode, compress=None))
 
 
 def step_time(partition: Partition, measured: MeasuredRanks, built: PreTrainedModel) -> float:

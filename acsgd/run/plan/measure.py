@@ -60,7 +60,7 @@ def measure_rates(partition: Partition, seconds: float) -> Rates:
     built = model.build(partition.shapes.dtype)
     operations_per_s = sum(map(sum, layer_operations(partition, costs, built))) / total
     name = "a GPU of this host" if streams.gpu else "the CPU of this host"
-    return Rates(name, bool(streams.gpu), config.model.dtype, operations_per_s, _memory_rate(streams), layers=times)
+    return Rates(name, bool(streams.gpu), config.model.dtype, operations_per_s, memory_rate(streams), layers=times)
 
 
 def layers_key(config: Config, model: RunModel) -> str:
@@ -146,7 +146,7 @@ def _random_batch(partition: Partition) -> tuple[dict[str, Tensor], Tensor]:
     return batch, labels
 
 
-def _memory_rate(streams: Streams) -> float:
+def memory_rate(streams: Streams) -> float:
     """Return the bytes per second that operations on single elements read and write."""
     x, y = (torch.ones(COPIED_BYTES // 4, device=streams.device) for _ in range(2))
     times: Sequence[float] = [_time_of_copy(x, y, streams) for _ in range(COPIES + 1)]

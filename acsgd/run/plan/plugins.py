@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 from acsgd import codecs
 from acsgd.codecs.base import Codec
-from acsgd.config.options import Config, in_steps
+from acsgd.config.options import Config, ReplicaConfig, in_steps
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
+from acsgd.dp.ladder import COMPRESS as DP_COMPRESS
+from acsgd.dp.ladder import AutoMode, ModeRung
 from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.dp.sync import Mode
 from acsgd.io.data.sources.streamed import PREFIX
@@ -66,6 +68,7 @@ def parse_plugins(config: Config) -> Plugins:
     parse_schedule(config.optim.schedule)  # kept in a cache for `learning_rate`
     schedule = _parse_schedule(config.pp.schedule)
     ladder = _parse_ladder(config, schedule)
+    parse_modes(config)
     return Plugins(
         schedule=schedule,
         forward=_rungs(ladder.forward) if ladder else (from_spec(config.pp.forward, SPECS, key="pp.forward"),),
@@ -97,6 +100,17 @@ def _parse_ladder(config: Config, schedule: Schedule) -> Ladder | None:
     is_padded = find_task(config.model.task).layout(data) == "single"  # and cut, which caches do not allow
     has_delta = auto.delta and data.deal == "even" and PREFIX not in data.sources and not is_padded
     return Ladder.of(auto, pp.forward, pp.backward, placement=placement, has_delta=has_delta)
+
+
+def parse_modes(config: Config) -> tuple[ModeRung, ...]:
+    """Return the modes that dp.compress chooses among; none without it. Raises ValueError that names the key."""
+    dp = config.dp
+    if dp.compress is None:
+        return ()
+    auto: AutoMode = from_spec(dp.compress, DP_COMPRESS, key="dp.compress")
+    if dp.mode != ReplicaConfig().mode:
+        raise ValueError(f"dp.compress={dp.compress} chooses dp.mode; remove dp.mode={dp.mode} or dp.compress")
+    return tuple(auto.rungs(from_scratch=config.model.init == "scratch"))
 
 
 def _rungs(rungs: Sequence[Rung]) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from itertools import chain
 from transformers import PreTrainedModel
 
 from acsgd.dp.exchange.buckets import BUCKET_MB
-from acsgd.dp.modes import compression
+from acsgd.dp.modes import compression, overlaps_next_step
 from acsgd.layers.description import LayerSpec
 from acsgd.pp.recompute import Recompute, attention_modules
 from acsgd.pp.schedules.simulate import Cost, simulate
@@ -90,13 +90,8 @@ class StepPlanner:
         plain = max(ends_of(partition, micros, Cost(of_stages[0], of_stages[1])))
         cost = Cost(of_stages[0], of_stages[1], messages, gradients, link.delay_s, rows=rows, row_gradients=rows)
         ends = ends_of(partition, micros, cost)
-        weights = self._weights(partition)
-        exchanges = [self._exchange(partition, each, micros) for each in weights]
         last = [sum(of_stages[1][stage] for stage in stages) for stages in ranks]
-        exposed = [
-            _exposed(partition, exchange, of_rank, each)
-            for exchange, of_rank, each in zip(exchanges, last, weights, strict=True)
-        ]
+        exchanges, exposed = self.exchanges(partition, ends, last)
         done = max(end + late for end, late in zip(ends, exposed, strict=True)) + link.delay_s * (len(ends) > 1)
         loads = self._loads(partition, sizes, micros) + [
             LinkLoad(f"replicas of stage rank {rank}", each.nbytes, each.busy_s)
@@ -108,11 +103,22 @@ class StepPlanner:
             max(0.0, plain - compute_s),
             max(0.0, max(ends) - plain),
             done - max(ends),
-            max(self._update_s(partition, each) for each in weights),
+            max(self._update_s(partition, each) for each in self.weights(partition)),
             tuple(loads),
         )
 
-    def _weights(self, partition: Partition) -> list[RankWeights]:
+    def exchanges(
+        self, partition: Partition, ends: Sequence[float], last: Sequence[float]
+    ) -> tuple[list[LinkLoad], list[float]]:
+        """Return what each rank of a pipeline sends to other replicas, and how long it waits for that.
+
+        ends: when each rank ends its computations; last: times of the backwards of its last micro-batch.
+        """
+        weights, micros = self.weights(partition), len(partition.micro_ids)
+        loads = [self._exchange(partition, each, micros) for each in weights]
+        return loads, [_exposed(partition, *each) for each in zip(loads, ends, last, weights, strict=True)]
+
+    def weights(self, partition: Partition) -> list[RankWeights]:
         """Return the weights of each rank of a pipeline."""
         key = partition.layout.cut, partition.config.pp.tied
         if key not in self._known:
@@ -226,10 +232,13 @@ def _rung(spec: str, rungs: Sequence[Rung]) -> Rung:
     return Rung(spec, 0.0, known.bits if known and known.spec.startswith("delta") else None)
 
 
-def _exposed(partition: Partition, exchange: LinkLoad, backward_s: float, weights: RankWeights) -> float:
-    """Return the time of an exchange that is not hidden. backward_s: of the last micro-batch of the rank."""
+def _exposed(partition: Partition, exchange: LinkLoad, step_s: float, backward_s: float, weights: RankWeights) -> float:
+    """Return the time of an exchange that is not hidden.
+
+    step_s: of the computations of a step; backward_s: of those of the backward of the last micro-batch of the rank.
+    """
     if partition.plugins.mode.exchanges != "gradients":
-        return exchange.busy_s
+        return max(0.0, exchange.busy_s - step_s * overlaps_next_step(partition.plugins.mode))
     trained = [weight.master.nbytes for weight in chain.from_iterable(weights.stages.values())]
     buckets = max(1, math.ceil(sum(trained) / (1e6 * getattr(partition.plugins.mode, "bucket_mb", BUCKET_MB))))
     passes, gathered = 1, 0.0

@@ -134,7 +134,7 @@ CHOICES = (
     without_effect("dp.mode", lambda job: _is_alone(job), "there is one replica", "start more processes, or "),
     *(
         without_effect(option, lambda job: _is_alone(job), "there is one replica", "start more processes, or ")
-        for option in ("dp.local", "dp.domain", "dp.shard")
+        for option in ("dp.compress", "dp.local", "dp.domain", "dp.shard")
     ),
     without_effect(
         "dp.domain",
