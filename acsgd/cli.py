@@ -30,7 +30,7 @@ from acsgd.commands.report.command import ReportCommand
 from acsgd.commands.top import TopCommand
 from acsgd.commands.typed import as_typed
 from acsgd.config.ranges import parse_size
-from acsgd.config.run_file import parse_flags
+from acsgd.config.run_file import parse_flags, refuse_pasted
 from acsgd.config.spec import suggest
 from acsgd.errors import ReportedError
 from acsgd.failures.report import report_startup_error
@@ -349,6 +349,7 @@ def run(argv: list[str]) -> None:
     with report_startup_error(Launch()), reporting_stop():
         name, *rest = argv
         if name not in COMMANDS:
+            refuse_pasted(argv)
             raise ValueError(f'acsgd has no command "{name}"{suggest(name, COMMANDS)}; all commands: acsgd --help')
         if name in ONE_PROCESS:
             refuse_several_processes(f"acsgd {name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.resources
 import itertools
@@ -9,8 +10,10 @@ import operator
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
+from acsgd.config.typed_options import Line, Option, keys_of, normalized, read_table, typed_line
 from acsgd.errors import InputError, similar
 
 TITLES = {
@@ -25,6 +28,16 @@ TITLES = {
 }
 """Tools, each with the name of its page in docs/migrate/."""
 TRAIN = "torchrun -m acsgd"
+NEEDED = (
+    "--model.name",
+    "--data.sources",
+    "--data.sequence",
+    "--data.batch",
+    "--optim.lr",
+    "--optim.steps or --optim.epochs",
+)
+"""Options without which no run starts."""
+OWN_PROGRAM = "a program of your own: a run file takes its place, or keep it with our hook, docs/howto/ddp-hooks.md"
 OFF = ("", "auto", "none", "null", "false", "no", "-1")
 """Values that say nothing, or switch an option off."""
 
@@ -47,7 +60,7 @@ class Row(NamedTuple):
     @property
     def is_computed(self) -> bool:
         """Whether the words to type are made of the values of other options, which have options of their own."""
-        return any(place[2] for place in _PLACE.finditer(self.new))
+        return any(place[2] for place in _PLACE.finditer(self.new) if place[2] != "hub")
 
     @property
     def shown(self) -> str:
@@ -64,6 +77,10 @@ class Program(NamedTuple):
     rows: Mapping[str, Sequence[Row]]
     """Rows by the normalized name of the option."""
 
+    def is_named(self, program: Option) -> bool:
+        """Whether the table has a program of a command line."""
+        return any(row.value in ("", *program.values[:1]) for row in self.rows.get(program.key, ()))
+
     def key(self, option: Option, known: Collection[str]) -> str:
         """Return the name under which the table has an option, or an empty text. known: see `refuse_others`."""
         section, _, name = option.key.partition(".")
@@ -75,7 +92,7 @@ class Program(NamedTuple):
     def has_value(self, key: str, values: Sequence[str]) -> bool:
         """Whether the table has a value of an option, or an item of a list of values."""
         names = {name for value in values for item in value.split(",") for name in (item, item.rpartition(":")[0])}
-        return any(row.value in names for row in self.rows[key] if row.value)
+        return any(row.value in names for row in self.rows.get(key, ()) if row.value)
 
     def row(self, key: str, values: Sequence[str]) -> Row:
         """Return the row of an option, and of its value if there is one."""
@@ -83,18 +100,6 @@ class Program(NamedTuple):
         exact = (row for value in (text, _last(text)) for row in rows if row.value == value)
         absent = Row(rows[0].old, "", "", f"{text} is unknown" if text else "")
         return next(exact, next((row for row in rows if not row.value), absent))
-
-
-class Option(NamedTuple):
-    """An option as it was typed, or a key of a file with its values."""
-
-    name: str
-    values: Sequence[str]
-
-    @property
-    def key(self) -> str:
-        """Normalized name."""
-        return normalized(self.name)
 
 
 _PLACE = re.compile(r"\{(?:([^{}?]*)\?)?([^{}?]*)\}")
@@ -122,83 +127,95 @@ def programs() -> Sequence[Program]:
     return [Program(tool, command, rows) for (tool, command), rows in found.items()]
 
 
-def normalized(name: str) -> str:
-    """Return the name of an option without leading dashes, with underscores."""
-    return name.lstrip("-").replace("-", "_")
+def refuse_line(words: Sequence[str], known: Collection[str]) -> None:
+    """Raise OtherToolError if words are a whole command line of another tool. known: see `refuse_others`."""
+    names = {row.old for program in programs() for rows in program.rows.values() for row in rows if row.old[0] != "-"}
+    if line := typed_line(words, names):
+        refuse_others(line.options, known, "", line)
 
 
-def typed_options(argv: Sequence[str]) -> list[Option]:
-    """Return the options of a command line, each with the words after it."""
-    options = list[Option]()
-    for word in argv:
-        if re.match(r"--?[A-Za-z]", word):
-            name, is_assigned, value = word.partition("=")
-            options.append(Option(name, [value] if is_assigned else []))
-        elif options:
-            options[-1] = Option(options[-1].name, [*options[-1].values, word])
-    return options
-
-
-def keys_of(table: Any, prefix: str = "") -> list[Option]:
-    """Return the keys of nested tables, "a.b", with their values. Lists of tables are one table with several values."""
-    if isinstance(table, list) and any(isinstance(each, dict) for each in table):
-        merged: dict[str, list[str]] = {}
-        for name, values in (option for each in table for option in keys_of(each, prefix)):
-            merged.setdefault(name, []).extend(values)
-        return [Option(name, values) for name, values in merged.items()]
-    if not isinstance(table, dict):
-        values = table if isinstance(table, list) else [table]
-        return [Option(prefix, [str(each).lower() if isinstance(each, bool) else str(each) for each in values])]
-    return [
-        option for key, each in table.items() for option in keys_of(each, f"{prefix}.{key}" if prefix else str(key))
-    ]
-
-
-def refuse_others(options: Sequence[Option], known: Collection[str], command: str) -> None:
+def refuse_others(options: Sequence[Option], known: Collection[str], command: str, line: Line | None = None) -> None:
     """Raise OtherToolError if some options are not known, but those of another tool.
 
-    known: normalized names of the options of `command`.
+    known: normalized names of the options of `command`; line: that has the options.
     """
+    if not (found := _programs_of(options, known, command, line)):
+        return
+    best = found[0]
+    if line is not None:
+        of_files = itertools.chain(*map(_options_of_file, line.files)) if best.command == TRAIN else ()
+        options = [line.program, *of_files, *options]
     by_name = {option.key: option for option in options}
     unknown = [option for option in by_name.values() if option.key not in known]
-
-    def match(program: Program, option: Option) -> int:
-        key = program.key(option, known)
-        return (key != "") + (key == option.key != "")
-
-    def fit(program: Program) -> tuple[int, bool, int]:
-        found = [option for option in unknown if match(program, option)]
-        values = sum(program.has_value(program.key(option, known), option.values) for option in found)
-        return sum(match(program, option) for option in found), program.command.startswith(command), values
-
-    best = max(programs(), key=fit)
-    if not fit(best)[0]:
-        return
-    tools = [TITLES[each.tool] for each in programs() if fit(each) == fit(best) and each.command == best.command]
-    owners = " and ".join(filter(None, [", ".join(tools[:-1]), tools[-1]]))
-    page = f"docs/migrate/{best.tool}.md"
     lines, launcher, words = list[str](), dict[str, list[str]](), dict[str, list[str]]()
     for option in by_name.values():
-        typed = shlex.join([option.name, *option.values])
         if option in unknown or (option.key in best.rows and len(unknown) > 1):
-            owner = max((best, *programs()), key=lambda each: match(each, option))
-            key = owner.key(option, known)
-            row = owner.row(key, option.values) if key else Row("", "", "", "unknown")
-            new = _filled(row, option.values, by_name, owner.rows.get(key, ()))
-            lines.append(f"{typed} -> {_joined(new) or 'nothing'}{f' ({row.note})' if row.note else ''}")
+            row, new = _replacement(option, best, known, by_name)
+            note = OWN_PROGRAM if line and option is line.program and not row.old else row.note
+            typed = shlex.join([option.name, *option.values])
+            lines.append(f"{typed} -> {_joined(new) or 'nothing'}{f' ({note})' if note else ''}")
             to = launcher if new[:1] == ["torchrun"] else words
             to |= {flag[0]: flag for flag in _flags(new) if not row.is_computed or flag[0] not in to}
         else:
-            name = f"--{option.name.lstrip('-')}"
-            is_switch = option.values in (["true"], ["false"])  # of a file
-            words[name] = [name.replace(".", ".no-") if option.values == ["false"] else name]
-            words[name] += [] if is_switch else option.values
-    if len(lines) == 1:
+            words |= _own_flag(option)
+    tools = [TITLES[each.tool] for each in found]
+    owners = " and ".join(filter(None, [", ".join(tools[:-1]), tools[-1]]))
+    page = f"docs/migrate/{best.tool}.md"
+    if len(lines) == 1 and line is None:
         raise OtherToolError(f"{lines[0].replace(' -> ', f' is an option of {owners}; here: ', 1)}; others: {page}")
     start = _filled(Row("", "", best.command, ""), [], by_name)
-    start[1:1] = itertools.chain(*launcher.values()) if best.command == TRAIN else []
+    if "-m" in start:
+        start[(place := start.index("-m")) : place] = itertools.chain(*launcher.values())
     start += itertools.chain(*words.values())
-    raise OtherToolError("\n".join([f"options of {owners} (all of them: {page}):", *lines, "type:", _joined(start)]))
+    needed = [name for name in NEEDED if best.command == TRAIN and not words.keys() & {*name.split(" or ")}]
+    kind = f"type, and add {', '.join(needed)}:" if needed else "type:"
+    raise OtherToolError("\n".join([f"options of {owners} (all of them: {page}):", *lines, kind, _joined(start)]))
+
+
+def _programs_of(
+    options: Sequence[Option], known: Collection[str], command: str, line: Line | None
+) -> Sequence[Program]:
+    """Return the program that has most of some options, and those of other tools that have as many; empty: none."""
+    unknown = [option for option in options if option.key not in known]
+
+    def fit(program: Program) -> tuple[bool, int, bool, int]:
+        found = [key for option in unknown if (key := program.key(option, known))]
+        exact = sum(program.key(option, known) == option.key for option in unknown)
+        values = sum(program.has_value(program.key(option, known), option.values) for option in unknown)
+        is_named = line is not None and program.is_named(line.program)
+        return is_named, len(found) + exact, program.command.startswith(command), values
+
+    best = max(programs(), key=fit)
+    is_found = fit(best)[0] or fit(best)[1]
+    return [each for each in programs() if is_found and fit(each) == fit(best) and each.command == best.command]
+
+
+def _replacement(
+    option: Option, best: Program, known: Collection[str], given: Mapping[str, Option]
+) -> tuple[Row, list[str]]:
+    """Return the row of an option, of another program of that command if need be, and the words to type."""
+    kind = best.command.split()[0]
+    others = [each for each in programs() if each.command.split()[0] == kind]
+    owner = max((best, *others), key=lambda each: (each.key(option, known) != "") + (option.key in each.rows))
+    if not (key := owner.key(option, known)):
+        return Row("", "", "", "unknown"), []
+    row = owner.row(key, option.values)
+    return row, _filled(row, option.values, given, owner.rows[key])
+
+
+def _own_flag(option: Option) -> dict[str, list[str]]:
+    """Return the flag of an option of acsgd, by its name."""
+    name = f"--{option.name.lstrip('-')}"
+    is_switch = option.values in (["true"], ["false"])  # of a file
+    typed = name.replace(".", ".no-") if option.values == ["false"] else name
+    return {name: [typed, *([] if is_switch else option.values)]}
+
+
+def _options_of_file(name: str) -> list[Option]:
+    """Return the keys of a configuration file, none if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return keys_of(read_table(Path(name)))
+    return []
 
 
 def other_value(key: str, value: str) -> str:
@@ -277,7 +294,8 @@ def _evaluated(word: str, values: Sequence[str], given: Mapping[str, Option]) ->
 
     def part(index: int) -> str:
         filled = (f"{before or ''}{texts[min(index, len(texts) - 1)]}" if texts else "" for before, texts in found)
-        return _PLACE.sub(lambda _: next(filled), word)
+        text = _PLACE.sub(lambda _: next(filled), word)
+        return text.replace(",", ":", 1) if re.match(r"\w+\{,", word) else text
 
     return ",".join(part(index) for index in range(max([1, *(len(texts) for _, texts in found)])))
 
@@ -287,8 +305,11 @@ def _values(name: str, values: Sequence[str], given: Mapping[str, Option]) -> Se
 
     Of several numbers, it computes with the largest.
     """
-    if not name:
-        return [value.removeprefix("tcp://") for value in values if value.lower() not in OFF]
+    if name in ("", "hub"):
+        given_values = [value.removeprefix("tcp://") for value in values if value.lower() not in OFF]
+        return [f"hf:{each}" if name and _is_of_hub(each) else each for each in given_values]
+    if name[0] == "+":
+        return ["+".join(found)] if (found := _of_option(name[1:], given)) else []
     first, *rest = re.split(r" ([*/+]) ", name)
     found = _of_option(first, given)
     for sign, other in zip(rest[::2], rest[1::2], strict=True):
@@ -300,6 +321,11 @@ def _values(name: str, values: Sequence[str], given: Mapping[str, Option]) -> Se
         else:
             found = [f"{found[0]}{sign}{operand[0]}"]
     return found
+
+
+def _is_of_hub(name: str) -> bool:
+    """Whether a data set is one of the Hub, OWNER/NAME, not a path."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None and not Path(name).suffix and not Path(name).exists()
 
 
 def _of_option(name: str, given: Mapping[str, Option]) -> Sequence[str]:

@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 import tyro
 
 from acsgd.config.options import FORMER_SWITCHES, OF_LINKS, REMOVED, RENAMED, Config
-from acsgd.config.other_tools import TRAIN, Option, keys_of, normalized, other_value, refuse_others, typed_options
+from acsgd.config.other_tools import TRAIN, other_value, refuse_line, refuse_others
 from acsgd.config.spec import suggest
+from acsgd.config.typed_options import keys_of, normalized, read_table, typed_options
 from acsgd.errors import similar
 from acsgd.notes import print_note
 
@@ -40,8 +41,8 @@ def parse(argv: list[str], *, prog: str = "train.py", is_main: bool = True) -> C
     """
     argv = list(argv)
     arguments: list[str] = []
-    if argv and argv[0].endswith((".py", ".sh")):  # a whole line of another tool
-        refuse_others(typed_options(argv[1:]) or [Option(Path(argv[0]).name, [])], _keys(), TRAIN)
+    if argv and not Path(argv[0]).is_file() and not argv[0].startswith("--"):
+        refuse_pasted(argv)
     if argv and not argv[0].startswith("-"):
         arguments = _as_flags(_read(Path(argv.pop(0))))
     _refuse_former(argv)
@@ -52,6 +53,12 @@ def parse(argv: list[str], *, prog: str = "train.py", is_main: bool = True) -> C
     return parse_flags(
         Config, argv, arguments, prog=prog, shown=f"{prog} [RUN.toml]", description=description, is_main=is_main
     )
+
+
+def refuse_pasted(words: Sequence[str]) -> None:
+    """Raise ValueError with the line to type if words are a command line of another tool, or options of a run."""
+    refuse_line(words, _keys())
+    refuse_others(typed_options(words), _keys(), TRAIN)
 
 
 def with_run_options(kind: type[T], argv: Sequence[str], *, prog: str) -> tuple[T, tuple[str, ...]]:
@@ -191,11 +198,11 @@ def _keys() -> set[str]:
 
 def _refuse_other_file(path: Path) -> None:
     """Raise ValueError if a file that is not TOML is a configuration of another tool, in YAML or JSON."""
-    import yaml
-
-    with contextlib.suppress(OSError, UnicodeError, RecursionError, yaml.YAMLError):
-        if isinstance(table := yaml.safe_load(path.read_text()), dict):
-            refuse_others(keys_of(table), _keys(), TRAIN)
+    table = None
+    with contextlib.suppress(OSError, ValueError):
+        table = read_table(path)
+    if isinstance(table, dict):
+        refuse_others(keys_of(table), _keys(), TRAIN)
 
 
 def _has_type(value: Any, hint: Any) -> bool:

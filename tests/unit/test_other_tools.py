@@ -7,13 +7,14 @@ import shlex
 from pathlib import Path
 
 import pytest
-from test_docs_blocks import REQUIRED, check_shell
+from test_docs_blocks import REQUIRED, ROOT, check_shell
 
 from acsgd import cli
 from acsgd.config.checks import check
-from acsgd.config.other_tools import TITLES, TRAIN, Option, OtherToolError, programs, refuse_others
+from acsgd.config.other_tools import NEEDED, TITLES, TRAIN, OtherToolError, programs, refuse_others
 from acsgd.config.run_file import parse
 from acsgd.config.spec import from_spec
+from acsgd.config.typed_options import Option
 from acsgd.dp import MODES
 from acsgd.failures.report import message_of
 from acsgd.launch import Launch
@@ -161,17 +162,19 @@ NEW = {
 }
 
 
+PROGRAMS = {"cocktailsgd": "dist_lm_train.py", "ac-sgd": "dist_lm_runner.py", "finetuner": "src.train"}
+
+
 @pytest.mark.parametrize("tool", LINES)
-@pytest.mark.parametrize("start", [[], ["dist_clm_train.py"]])
-def test_a_whole_line_is_answered_with_the_new_line(
-    tool: str, start: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_whole_line_is_answered_with_the_new_line(tool: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = ["-m", PROGRAMS[tool]] if is_whole else []
     argv = shlex.split(LINES[tool])
     with pytest.raises(OtherToolError) as error:
         parse([*start, *argv])
     head, *lines, kind, new = message_of(error.value, Launch(), None, checks_input=True).splitlines()
     assert TITLES[tool] in head
-    assert len(lines) == sum(word[:2] == "--" and "." not in word for word in argv)
+    assert len(lines) == is_whole + sum(word[:2] == "--" and "." not in word for word in argv)
     assert (kind, new) == ("type:", NEW[tool])
     monkeypatch.setattr("os.environ", {"COLUMNS": "200"})
     check_shell(new)
@@ -183,8 +186,6 @@ PARTS = {
     "--max_input_tokens 9 20 --max_output_tokens 8 4 --num_training_steps 2": (
         "--data.sequence 28 --data.max_prompt 9 20 --data.max_answer 8 4"
     ),
-    "training/finetune_GPT-NeoXT-Chat-Base-20B.sh": "torchrun --nproc-per-node 8 -m acsgd examples/neox-oig.toml)",
-    "./dist_lm_runner.py": "torchrun ... -m acsgd, with model.task=lm)",
     "--num_processes 16 --num_machines 2 --mixed_precision bf16": "torchrun --nproc-per-node 8 --nnodes 2 -m acsgd",
     "--num_processes 16 --machine_rank 0 --mixed_precision bf16": "torchrun --nproc-per-node 16 --node-rank 0 -m acsgd",
 }
@@ -199,6 +200,79 @@ def test_options_that_belong_together_make_one_word(line: str) -> None:
     assert PARTS[line] in new
     flags = [word for word in new.split() if word.startswith("--")]
     assert len(flags) == len({*flags})
+
+
+PASTES = {
+    "python dist_lm_runner.py --model-name m --n-epochs 10 --world-size N --cuda-id 0 --rank i": (
+        "torchrun --nproc-per-node N -m acsgd --model.name m --optim.epochs 10"
+    ),
+    "python convert_gpt2_checkpoint --model-name gpt2-xl --save-dir dir/": "acsgd convert from-hf gpt2-xl dir/",
+    "bash run_lm.sh": "torchrun --nproc-per-node 8 -m acsgd examples/gpt2-delta.toml",
+    "TOPK_RATIO=0.2 QUANT_BITS=4 python dist_lm_train.py --dp-mode cocktail_sgd --train-warmup-steps 7": (
+        "torchrun -m acsgd --dp.mode cocktail:exact_steps=7,topk=0.2,bits=4"
+    ),
+    "python dist_clm_train.py ... --cuda-id 0 --rank ${GLOBAL_RANK}": "torchrun -m acsgd",
+    "python convert_to_hf_gptj.py --ckpt-path a/2000 --save-path b --n-stages 2 --n-layer-per-stage 14": (
+        "acsgd convert from-legacy a/2000 SHARDS && acsgd convert to-hf SHARDS b"
+    ),
+    "FINETUNE_TOTAL_STEPS=10 bash training/finetune_RedPajama-INCITE-Chat-3B-v1.sh": (
+        "torchrun --nproc-per-node 8 -m acsgd examples/neox-oig.toml --optim.steps 10"
+    ),
+    "python inference/bot.py --model togethercomputer/m": "acsgd generate togethercomputer/m --chat",
+    "torchrun --nnodes=2 --nproc_per_node=4 -m src.train --model_name m --batch_size_per_gpu 8 --data_path d": (
+        "torchrun --nnodes 2 --nproc-per-node 4 -m acsgd --model.name m --data.batch 64 --pp.micro 8 "
+        "--data.sources d/train --data.eval_sources d/val"
+    ),
+    "jbsub -q x86_24h -mem 128G blaunch.sh sh scripts/full_finetuning/train_ccc.sh": (
+        "torchrun --nproc-per-node 4 -m acsgd examples/t5-folder.toml"
+    ),
+    "python -m src.generate --load_path run --batch_size 8 --data_path d": "acsgd generate run --batch 8 --file d/test",
+    "aim up --host 0.0.0.0 --port 8080": "acsgd report RUN_DIR",
+    "NGPU=8 CONFIG_FILE=titan.toml ./run_train.sh --training.seq_len 16": (
+        "torchrun --nproc-per-node 8 -m acsgd --optim.steps 10 --data.sources demo --data.sequence 16"
+    ),
+    "axolotl train axolotl.yml --num-epochs 3": (
+        "torchrun -m acsgd --model.name m --data.sources hf:a/b --adapter.spec lora:r=8,targets=q_proj+k_proj "
+        "--optim.epochs 3"
+    ),
+    "accelerate launch -m axolotl.cli.inference axolotl.yml --lora_model_dir=./out": "acsgd generate ./out --chat",
+    "axolotl merge-lora axolotl.yml --lora-model-dir=./out": "acsgd convert merge ./out MODEL",
+    "deepspeed --num_nodes=2 --num_gpus=4 train.py --mine 3 --deepspeed --deepspeed_config ds.json": (
+        "torchrun --nnodes 2 --nproc-per-node 4 -m acsgd --data.batch 8 --dp.shard optimizer"
+    ),
+    "accelerate launch --num_processes 2 run_clm.py --dataset_name w --dataset_config_name c --do_eval": (
+        "torchrun --nproc-per-node 2 -m acsgd --data.sources hf:w:c"
+    ),
+    "accelerate config": "acsgd doctor",
+    "--model-name gpt2 --lr 1e-4 --cuda-id 0": "torchrun -m acsgd --model.name gpt2 --optim.lr 1e-4",
+}
+"""Lines of the READMEs of other tools, shortened, with the line to type."""
+
+
+@pytest.mark.parametrize("line", PASTES)
+def test_a_line_pasted_after_acsgd_is_answered_with_the_new_line(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "titan.toml").write_text('[training]\nsteps = 10\ndataset = "c4_test"\nseq_len = 8')
+    (tmp_path / "axolotl.yml").write_text(
+        "base_model: m\ndatasets:\n- path: a/b\nadapter: lora\nlora_r: 8\nlora_target_modules: [q_proj, k_proj]\n"
+        "num_epochs: 1\nfsdp:"
+    )
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "zero_optimization": true}')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        cli.run(line.split())
+    *lines, kind, new = capsys.readouterr().err.rstrip().splitlines()
+    assert new == PASTES[line]
+    monkeypatch.chdir(ROOT)
+    assert "fsdp" not in str(lines)
+    missing = [each.partition(" or ")[0] for each in kind.rstrip(":").partition(", and add ")[2].split(", ") if each]
+    monkeypatch.setattr("os.environ", {"COLUMNS": "200"})
+    check_shell(" ".join([new.replace(" N ", " 8 "), *(f"{flag} {REQUIRED[flag[2:]]}" for flag in missing)]))
+
+
+def test_options_without_which_no_run_starts_are_asked_for() -> None:
+    assert {name.partition(" or ")[0] for name in NEEDED} == {f"--{name}" for name in REQUIRED}
 
 
 FILES = {
