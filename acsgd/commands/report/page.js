@@ -3,6 +3,7 @@
 const { runs, charts } = JSON.parse(document.getElementById("data").textContent);
 const element = (id) => document.getElementById(id);
 const CURVES = 10, HEIGHT = 230;
+const DASHES = [[], [8, 3], [2, 3]], LEGEND = ["solid", "dashed", "dotted"];
 const HIDDEN_KINDS = new Set();
 let plots = [], range = null;
 
@@ -49,12 +50,19 @@ function tableOf(chart) {
   return table;
 }
 
+// Index of the dashes of a curve: evaluations are dashed, and curves of one run differ, since they may coincide.
+function dashOf(curve, index, chart) {
+  if (chart.stacked) return 0;
+  if (chart.run === undefined) return curve.dashed ? 1 : curve.run < CURVES ? 0 : 2;
+  return index % DASHES.length;
+}
+
 function seriesOf(curve, index, chart) {
-  // a run has one colour in all charts that compare runs; its evaluation is dashed
+  // a run has one colour in all charts that compare runs
   const number = chart.run === undefined ? curve.run : index, stroke = color(`--c${number % CURVES}`);
   return {
     label: curve.label, stroke, width: 1.8, spanGaps: true,
-    dash: curve.dashed ? [7, 4] : number >= CURVES ? [2, 3] : undefined,
+    dash: DASHES[dashOf(curve, index, chart)],
     fill: chart.stacked ? stroke + "66" : undefined,
     points: { show: curve.values.filter((value) => value != null).length < 40, size: 5 },
     value: (_, value, series, row) => short(chart.stacked && row != null ? curve.values[row] : value),
@@ -71,6 +79,7 @@ function draw(parent, chart) {
     axes: [axis, { ...axis, size: 62, values: (_, ticks) => ticks.map(short) }],
     series: [{ label: element("axis").value, value: (_, value) => short(value) }, ...chart.curves.map((curve, index) => seriesOf(curve, index, chart))],
     bands: chart.stacked ? chart.curves.slice(1).map((_, index) => ({ series: [index + 2, index + 1] })) : [],
+    legend: { markers: { dash: (_, index) => LEGEND[dashOf(chart.curves[index - 1], index - 1, chart)] } },
     cursor: { sync: { key: "report" }, drag: { x: true, y: false, setScale: false } },
     hooks: {
       draw: [(plot) => drawEvents(plot, chart)],
