@@ -23,6 +23,9 @@ from acsgd.pp.wire.frame import MessageKind
 DIFFERS = 0.05
 """Share of the planned time of a pipeline by which an action that differs from the plan makes it later."""
 
+THREADS = 10_000
+"""Distance of the thread ids of two processes: Perfetto merges threads of one id, also of different processes."""
+
 Event = dict[str, Any]
 
 
@@ -38,6 +41,15 @@ class RankTrace:
     """Largest possible difference between this clock and that of rank 0."""
     spans: Sequence[Span]
     """In order of their starts."""
+
+    @property
+    def pid(self) -> int:
+        """Id of its process in the file, at least 1: process 0 is the idle one of a kernel."""
+        return self.rank + 1
+
+    def tid(self, span: Span) -> int:
+        """Return the id in the file of the thread of a span."""
+        return THREADS * self.pid + self.threads[span.thread]
 
     @cached_property
     def threads(self) -> dict[int, int]:
@@ -170,51 +182,57 @@ def trace_events(traces: Sequence[RankTrace], plans: Sequence[PlannedStep]) -> I
     """Yield the events of a trace file: a process per rank, then one per pipeline with its plan."""
     zero = min((span.start for trace in traces for span in trace.spans), default=0.0)
 
-    def micros(seconds: float) -> float:
-        return round(1e6 * (seconds - zero), 3)
+    def micros(
+        seconds: float,
+    ) -> int:  # whole ones: Perfetto drops a span that ends after its parent by a rounding error
+        return round(1e6 * (seconds - zero))
 
     def complete(pid: int, tid: int, category: str, name: str, start: float, end: float, **details: Any) -> Event:
         event = {"ph": "X", "pid": pid, "tid": tid, "cat": category, "name": name, "args": details}
-        return event | {"ts": micros(start), "dur": max(0.0, round(micros(end) - micros(start), 3))}
-
-    def named(kind: str, name: str, pid: int, tid: int = 0) -> Event:
-        return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}}
+        return event | {"ts": micros(start), "dur": max(0, micros(end) - micros(start))}
 
     planned = {(each.rank, str(each.action), plan.step): each for plan in plans for each in plan.differences.values()}
     for trace in traces:
-        yield named("process_name", trace.label, trace.rank)
+        yield from _named(trace.label, trace.pid, [f"thread {n}" if n else "training" for n in trace.threads.values()])
         step = ""
-        for number in trace.threads.values():
-            yield named("thread_name", f"thread {number}" if number else "training", trace.rank, number)
         for span in trace.spans:
             step = span.name if span.category == "step" else step
             if span.category not in ("send", "receive"):
                 difference = planned.get((trace.rank, span.name, step)) if span.category == "action" else None
                 details = span.details | (difference.arguments() if difference else {})
-                tid = trace.threads[span.thread]
-                yield complete(trace.rank, tid, span.category, span.name, span.start, span.end, **details)
+                yield complete(trace.pid, trace.tid(span), span.category, span.name, span.start, span.end, **details)
     yield from _message_events(traces, micros)
     for replica in sorted({plan.replica for plan in plans}):
-        yield named("process_name", f"plan of replica {replica}", len(traces) + replica)
-    for plan in plans:
-        pid = len(traces) + plan.replica
-        for each in plan.differences.values():
-            times = each.planned_start, each.planned_end
-            yield complete(pid, each.rank, "plan", str(each.action), *times, **each.arguments())
+        ranks = [trace.rank for trace in traces if trace.replica == replica]
+        pid = 1 + len(traces) + replica
+        yield from _named(f"plan of replica {replica}", pid, [f"rank {rank}" for rank in ranks])
+        for each in (each for plan in plans if plan.replica == replica for each in plan.differences.values()):
+            tid, times = THREADS * pid + ranks.index(each.rank), (each.planned_start, each.planned_end)
+            yield complete(pid, tid, "plan", str(each.action), *times, **each.arguments())
 
 
-def _message_events(traces: Sequence[RankTrace], micros: Callable[[float], float]) -> Iterator[Event]:
+def _named(name: str, pid: int, threads: Sequence[str]) -> Iterator[Event]:
+    """Yield the events that name a process and its threads, and give it its place among the others."""
+    process = {"ph": "M", "pid": pid, "tid": THREADS * pid}
+    yield process | {"name": "process_name", "args": {"name": name}}
+    yield process | {"name": "process_sort_index", "args": {"sort_index": pid}}
+    for number, thread in enumerate(threads):
+        yield process | {"tid": THREADS * pid + number, "name": "thread_name", "args": {"name": thread}}
+
+
+def _message_events(traces: Sequence[RankTrace], micros: Callable[[float], int]) -> Iterator[Event]:
     """Yield the messages between stages, from the send until the receiver has read it, with an arrow between both."""
     for number, (sender, sent, receiver, received) in enumerate(_messages(traces)):
-        common = {"cat": "message", "name": sent.name, "id": str(number)}
-        there = {"pid": sender.rank, "tid": sender.threads[sent.thread], "ts": micros(sent.start)}
+        common = {"cat": "message", "name": sent.name}
+        there = {"pid": sender.pid, "tid": sender.tid(sent), "ts": micros(sent.start)}
         end = micros(max(sent.start, received.end))
-        here = {"pid": receiver.rank, "tid": receiver.threads[received.thread], "ts": end}
+        here = {"pid": receiver.pid, "tid": receiver.tid(received), "ts": end}
         details = {"bytes": sent.details["bytes"], "from rank": sender.rank}
-        yield common | here | {"ph": "b", "ts": there["ts"], "args": details}
-        yield common | here | {"ph": "e"}
-        yield common | there | {"ph": "s"}
-        yield common | here | {"ph": "f", "bp": "e"}
+        of_receiver, arrow = {"id2": {"local": str(number)}}, {"id": str(number)}
+        yield common | of_receiver | here | {"ph": "b", "ts": there["ts"], "args": details}
+        yield common | of_receiver | here | {"ph": "e"}
+        yield common | arrow | there | {"ph": "s"}
+        yield common | arrow | here | {"ph": "f", "bp": "e"}
 
 
 class _Message(NamedTuple):
