@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from benchmarks.pipeline.network import Cell
 
 INK, GRID, COLORS = "#1f2933", "#e4e8ec", ("#5b6672", "#b4530a", "#1f5fbf", "#0b7a6b", "#7a3fb0", "#c2255c")
+MARKERS = dict(zip(COLORS, "oP^vDX", strict=True))
 
 
 def draw(cells: Sequence[Cell]) -> Figure:
@@ -49,8 +50,8 @@ def _draw_panel(axes: Axes, cells: Sequence[Cell], compute_s: float) -> None:
         rates, label = [cell.mbit for cell in drawn], form.replace("/", " / ")
         if form in tied:
             axes.plot(rates, [max(compute_s, cell.traffic_s) for cell in drawn], "--", color=color, linewidth=1)
-        line = "o-" if form in tied else "s:"
-        axes.plot(rates, [cell.seconds for cell in drawn], line, color=color, label=label, markersize=4)
+        line = f"{MARKERS[color]}-" if form in tied else "s:"
+        axes.plot(rates, [cell.seconds for cell in drawn], line, color=color, label=label, markersize=6)
     axes.axhline(compute_s, color=INK, linewidth=0.8, label="compute")
     rates = sorted({cell.mbit for cell in cells})
     axes.set(xscale="log", yscale="log", xlabel="Mbit/s of every host, up and down")

@@ -70,6 +70,7 @@ ONCE_S = 4.0
 """Traffic, seconds, above which a step is measured in the first round only."""
 INK, GRID = "#1f2933", "#e4e8ec"
 COLORS = ("#5b6672", "#9aa5b1", "#b4530a", "#e0a458", "#1f5fbf", "#0b7a6b", "#7a3fb0", "#c2255c", "#5c940d", "#0c8599")
+MARKERS = "os^vD<>PX*"
 
 
 @dataclass
@@ -203,13 +204,14 @@ def draw_panel(axes: Axes, cells: Sequence[Cell], compute_s: float) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
     axes.set(xscale="log", yscale="log", xlabel="Mbit/s of every host, up and down")
-    for mode, color in zip(dict.fromkeys(cell.mode for cell in cells), cycle(COLORS), strict=False):
+    modes = dict.fromkeys(cell.mode for cell in cells)
+    for mode, color, marker in zip(modes, cycle(COLORS), cycle(MARKERS), strict=False):
         drawn = [cell for cell in cells if cell.mode == mode]
         rates = [cell.mbit for cell in drawn]
         between = [rates[0] * (rates[-1] / rates[0]) ** (i / 100) for i in range(101)]
         bounds = [max(compute_s, drawn[0].sent_bytes * 8 / 1e6 / mbit) for mbit in between]
         axes.plot(between, bounds, "--", color=color, linewidth=1)
-        axes.plot(rates, [cell.seconds for cell in drawn], "o-", color=color, label=mode, markersize=4)
+        axes.plot(rates, [cell.seconds for cell in drawn], f"{marker}-", color=color, label=mode, markersize=6)
     axes.axhline(compute_s, color=INK, linewidth=0.8, label="compute")
     rates = sorted({cell.mbit for cell in cells})
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
