@@ -24,7 +24,7 @@ InputTensors = dict[str, Tensor]
 """Inputs of a model by name."""
 
 
-class Stages:
+class ComparedStages:
     """A whole model, and its stages, which take turns in one skeleton, each with its own parameters."""
 
     def __init__(self, whole: PreTrainedModel, skeleton: PreTrainedModel, layers: ModelLayers) -> None:
@@ -72,7 +72,7 @@ class Stages:
         return own
 
 
-def compare(stages: Stages, batch: InputTensors, splits: Sequence[Sequence[int]], where: str) -> float:
+def compare(stages: ComparedStages, batch: InputTensors, splits: Sequence[Sequence[int]], where: str) -> float:
     """Compare outputs and gradients for one batch; return the largest relative difference.
 
     splits: divisions into stages, each by the first layers of the stages. Raises LayersError that names the tensor.
@@ -116,7 +116,7 @@ def _difference(ours: Tensor | None, theirs: Tensor | None, what: str) -> float:
 
 
 def _run_stages(
-    stages: Stages, ranges: Sequence[range], batch: InputTensors, weights: Tensor
+    stages: ComparedStages, ranges: Sequence[range], batch: InputTensors, weights: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Run forward and backward of (logits * weights).sum(), stage by stage; return logits and gradients by name."""
     state: State = {}

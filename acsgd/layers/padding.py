@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from acsgd.layers.batch import Lengths, cut
-from acsgd.layers.compare import InputTensors, Stages
+from acsgd.layers.compare import ComparedStages, InputTensors
 
 APART = 1e-3
 """Largest difference of logits that must not depend on other documents, later tokens or padding. Sums have another
@@ -22,7 +22,7 @@ SHORTER = 2
 
 
 def ignores_padding(
-    stages: Stages, batch: InputTensors, inputs: Mapping[str, Sequence[str]], predicted: str | None
+    stages: ComparedStages, batch: InputTensors, inputs: Mapping[str, Sequence[str]], predicted: str | None
 ) -> bool:
     """Whether padded rows have the same logits when they are cut to the longest row.
 

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from acsgd.layers.compare import InputTensors, Stages, compare
+from acsgd.layers.compare import ComparedStages, InputTensors, compare
 from acsgd.layers.derive import derive
 from acsgd.layers.description import LayersError, LayerSpec, ModelLayers, Verification
 from acsgd.layers.masks import DOCUMENTS, NO_PREFIX, PREFIXES
@@ -86,7 +86,7 @@ def small_stages(
     inputs: InputSizes,
     layers: ModelLayers,
     bounds: Sequence[int] = MAX_PARAMETERS,
-) -> Stages:
+) -> ComparedStages:
     """Return a small model that has every kind of layer of the model, with the first number of parameters possible.
 
     Arguments: see `verify`. Raises LayersError if there is none.
@@ -104,7 +104,7 @@ def small_stages(
             if {_kind(layer) for layer in small_layers.layers} != kinds:
                 reason = "it has other kinds of layers"
                 continue
-            stages = Stages(fill_with_random(build(small)), skeleton, small_layers)
+            stages = ComparedStages(fill_with_random(build(small)), skeleton, small_layers)
             with torch.no_grad():
                 stages.run_whole(make_batches(stages.whole, inputs)["plain"])
         except Exception as error:  # raised in transformers' code, by sizes that do not go together
@@ -131,7 +131,7 @@ def _kind(layer: LayerSpec) -> Hashable:
     return frozenset(layer.inputs), replicated, frozenset(layer.origins.items()), layer.outputs, layer.returns
 
 
-def _check_causal(stages: Stages, batch: InputTensors, predicted: str) -> None:
+def _check_causal(stages: ComparedStages, batch: InputTensors, predicted: str) -> None:
     """Raise LayersError if the logits of a token depend on later tokens of the input that is predicted."""
     changed = batch[predicted].clone()
     changed[:, -1] = changed[:, 0]
@@ -154,7 +154,7 @@ def pack(batch: InputTensors) -> InputTensors:
     return batch | {DOCUMENTS: (torch.arange(ids.shape[1]) >= lengths).long()}
 
 
-def keeps_apart(stages: Stages, packed: InputTensors) -> bool:
+def keeps_apart(stages: ComparedStages, packed: InputTensors) -> bool:
     """Whether the logits of documents are those of each document alone."""
     (name,) = packed.keys() - {DOCUMENTS}
     with torch.no_grad():
@@ -175,7 +175,7 @@ def add_prefixes(batch: InputTensors) -> InputTensors:
     return batch | {PREFIXES: (torch.arange(ids.shape[1]) >= lengths).long() * NO_PREFIX}
 
 
-def looks_ahead_in_prefixes(stages: Stages, prefixed: InputTensors) -> bool:
+def looks_ahead_in_prefixes(stages: ComparedStages, prefixed: InputTensors) -> bool:
     """Whether each token of a prefix depends on the last two of the prefix, and no token on later ones outside it."""
     (name,) = prefixed.keys() - {PREFIXES}
     is_prefix = prefixed[PREFIXES] != NO_PREFIX

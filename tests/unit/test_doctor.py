@@ -26,7 +26,7 @@ from acsgd.commands.doctor import host, links
 from acsgd.commands.doctor.command import DoctorCommand
 from acsgd.commands.doctor.forecast import Workload, forecast, measure_speed
 from acsgd.commands.doctor.host import Diagnosis, check_host
-from acsgd.commands.doctor.links import Doctor, Measured, diagnose, measure
+from acsgd.commands.doctor.links import Doctor, MeasuredLink, diagnose, measure
 from acsgd.versions import installed_versions
 
 SECRET = b"secret"
@@ -162,7 +162,7 @@ def test_a_link_is_measured(doctor: Doctor) -> None:
     assert "it sees this host as 127.0.0.1, so a router translates addresses" in translated.text
 
 
-GOOD = Measured("b:1", FACTS, 5000, 0.02, 0.0, 1e8, 1e8, 0.0)
+GOOD = MeasuredLink("b:1", FACTS, 5000, 0.02, 0.0, 1e8, 1e8, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ GOOD = Measured("b:1", FACTS, 5000, 0.02, 0.0, 1e8, 1e8, 0.0)
     ],
 )
 def test_a_fault_of_a_link_is_named(changed: dict[str, object], level: str, text: str) -> None:
-    link = Measured(**{**{name: getattr(GOOD, name) for name in GOOD.__dataclass_fields__}, **changed})  # type: ignore[arg-type]
+    link = MeasuredLink(**{**{name: getattr(GOOD, name) for name in GOOD.__dataclass_fields__}, **changed})  # type: ignore[arg-type]
     found = [each for each in diagnose(link, FACTS, set()) if each.level != "ok"]
     assert [each.level for each in found] == [level]
     assert text in found[0].sentence()

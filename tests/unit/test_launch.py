@@ -21,9 +21,9 @@ from torch.distributed.run import get_args_parser
 from acsgd.commands.launch import command as launch_command
 from acsgd.commands.launch import hosts as launch_hosts
 from acsgd.commands.launch.command import LaunchCommand
-from acsgd.commands.launch.hosts import SUPERVISOR, Launch, Remote
+from acsgd.commands.launch.hosts import SUPERVISOR, Remote, RemoteLaunch
 from acsgd.commands.launch.slurm import submission
-from acsgd.commands.launch.supervisor import READY, Job, _Launcher, _locked, _wait
+from acsgd.commands.launch.supervisor import READY, TorchrunJob, _Launcher, _locked, _wait
 from acsgd.config.run_file import parse
 from acsgd.errors import ReportedError
 from acsgd.versions import installed_versions
@@ -48,12 +48,12 @@ def ssh(tmp_path: Path) -> Script:
     return make
 
 
-def launched(tmp_path: Path, ssh: str, *names: str, may_lack: bool = False) -> Launch:
-    return Launch(names, Remote(ssh, "/", "python"), tmp_path / "logs", may_lack=may_lack)
+def launched(tmp_path: Path, ssh: str, *names: str, may_lack: bool = False) -> RemoteLaunch:
+    return RemoteLaunch(names, Remote(ssh, "/", "python"), tmp_path / "logs", may_lack=may_lack)
 
 
-def jobs(number: int) -> list[Job]:
-    return [Job([], "", [], {}, 1.0, "name")] * number
+def jobs(number: int) -> list[TorchrunJob]:
+    return [TorchrunJob([], "", [], {}, 1.0, "name")] * number
 
 
 def test_the_remote_command_is_read_by_a_shell_as_it_is_meant(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from acsgd.failures.report import report_startup_error
 from acsgd.launch import Launch
 from acsgd.layers import compare as comparison
 from acsgd.layers import verify as verification
-from acsgd.layers.compare import Stages, compare
+from acsgd.layers.compare import ComparedStages, compare
 from acsgd.layers.composed import ComposedModel, Context
 from acsgd.layers.description import HIDDEN, LOGITS, LayersError, LayerSpec, ModelLayers, Origin, Replicated
 from acsgd.layers.masks import PREFIXES, positions
@@ -38,10 +38,10 @@ Change = Callable[[ModelLayers], ModelLayers]
 
 
 @functools.cache
-def stages_of(model_type: str) -> Stages:
+def stages_of(model_type: str) -> ComparedStages:
     """Return a small model of a type, with weights, and its layers."""
     task, config = task_of(model_type), small_config(model_type)
-    return Stages(fill_with_random(task.build(config)), task.build(config), task.layers(config))
+    return ComparedStages(fill_with_random(task.build(config)), task.build(config), task.layers(config))
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -250,7 +250,7 @@ def test_a_missing_bias_is_found_among_stand_ins_of_zeros(monkeypatch: pytest.Mo
                 model.get_submodule(path)._parameters[leaf] = nn.Parameter(torch.zeros(param.shape))
 
     monkeypatch.setattr(comparison, "fill_with_stand_ins", fill_with_zeros)
-    stages = Stages(fill_with_random(task.build(config)), task.build(config), layers)
+    stages = ComparedStages(fill_with_random(task.build(config)), task.build(config), layers)
     batch = make_batches(stages.whole, task.inputs)["plain"]
     with pytest.raises(LayersError, match="the output for a batch by"):
         compare(stages, batch, [range(len(layers.layers))], "a batch")

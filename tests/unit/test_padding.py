@@ -23,7 +23,7 @@ from acsgd.config.options import Config
 from acsgd.io.data.rows.base import LENGTHS
 from acsgd.launch import Launch
 from acsgd.layers.batch import Lengths, cut, longest
-from acsgd.layers.compare import Stages
+from acsgd.layers.compare import ComparedStages
 from acsgd.layers.padding import depends_on_length, ignores_padding
 from acsgd.layers.verify import fill_with_random, make_batches
 from acsgd.model_classes import IGNORED, MODEL_CLASSES
@@ -36,7 +36,7 @@ TinyModel = Callable[..., Path]
 
 def ignores(config: Any, task_name: str) -> bool:
     task = MODEL_CLASSES[task_name]
-    stages = Stages(fill_with_random(task.build(config)), task.build(config), task.layers(config))
+    stages = ComparedStages(fill_with_random(task.build(config)), task.build(config), task.layers(config))
     inputs = task.inputs_of(config)
     return ignores_padding(stages, make_batches(stages.whole, inputs)["plain"], inputs, task.predicted)
 

@@ -21,7 +21,7 @@ from acsgd.commands.doctor.links import (
     DIAL_S,
     Doctor,
     DoctorClient,
-    Measured,
+    MeasuredLink,
     PeerError,
     diagnose,
     diagnose_router,
@@ -66,7 +66,7 @@ class DoctorCommand:
         with contextlib.ExitStack() as stack:
             if self.listen is not None:
                 stack.enter_context(contextlib.closing(self._answer(self.listen)))
-            diagnoses, links = list(self._check_host()), list[Measured]()
+            diagnoses, links = list(self._check_host()), list[MeasuredLink]()
             dialed = list[Diagnosis]()
             for address in parse_endpoints(self.connect) if self.connect is not None else ():
                 found, link = self._check_link(address)
@@ -97,7 +97,7 @@ class DoctorCommand:
                 yield Diagnosis("ok", "run", f"{self.run_file}: its options are valid")
         yield from check_host(directory, gloo_interface())
 
-    def _check_link(self, address: str) -> tuple[Sequence[Diagnosis], Measured | None]:
+    def _check_link(self, address: str) -> tuple[Sequence[Diagnosis], MeasuredLink | None]:
         """Measure a link; return what was found, and the figures if the host was reached."""
         try:
             link = measure(address, _secret(), self.seconds)
@@ -105,7 +105,7 @@ class DoctorCommand:
             return [Diagnosis("error", f"link to {address}", str(error), error.remedy)], None
         return [*diagnose(link, installed_versions(), _own_addresses()), *self._dial_back(address)], link
 
-    def _forecast(self, links: Sequence[Measured]) -> Iterator[Diagnosis]:
+    def _forecast(self, links: Sequence[MeasuredLink]) -> Iterator[Diagnosis]:
         """Say how long a step of the run takes on this host and those at the measured links."""
         rates = [min(link.sent, link.received) for link in links if link.sent and link.received]
         if self.run_file is None or not rates:
@@ -148,7 +148,7 @@ class DoctorCommand:
             strerror = str(error.strerror).partition(" (")[0]  # Python adds the address
             raise ValueError(f"port {port} cannot be listened on ({strerror}); give another --listen") from None
 
-    def _print(self, diagnoses: Sequence[Diagnosis], links: Sequence[Measured]) -> None:
+    def _print(self, diagnoses: Sequence[Diagnosis], links: Sequence[MeasuredLink]) -> None:
         if self.json:
             report = {"diagnoses": [*map(dataclasses.asdict, diagnoses)], "links": [*map(dataclasses.asdict, links)]}
             print(json.dumps(report))

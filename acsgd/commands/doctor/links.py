@@ -62,7 +62,7 @@ class PeerError(Exception):
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLink:
     """What was measured of a link."""
 
     address: str
@@ -230,7 +230,7 @@ class DoctorClient:
         return {str(name): str(value) for name, value in answer["facts"].items()}
 
 
-def measure(address: str, secret: bytes, seconds: float) -> Measured:
+def measure(address: str, secret: bytes, seconds: float) -> MeasuredLink:
     """Measure the link to a doctor that listens. seconds: of data in each direction. Raises PeerError."""
     with DoctorClient(address, secret) as peer:
         facts, own_port, rounds = peer.facts, peer.own_port, []
@@ -246,7 +246,7 @@ def measure(address: str, secret: bytes, seconds: float) -> Measured:
     if sent is None or received is None:
         tried = ((size, _rates(address, secret, 0.2, TRIED_S, size)) for size in SEGMENTS)
         segment = next((size for size, (there, back, _) in tried if there is not None and back is not None), None)
-    return Measured(address, facts, own_port, delay_s, clock_s, sent, received, loss, segment)
+    return MeasuredLink(address, facts, own_port, delay_s, clock_s, sent, received, loss, segment)
 
 
 def _rates(
@@ -265,7 +265,7 @@ def _rates(
     return sent, received, loss
 
 
-def diagnose(link: Measured, facts: Mapping[str, str], own: set[str]) -> Iterator[Diagnosis]:
+def diagnose(link: MeasuredLink, facts: Mapping[str, str], own: set[str]) -> Iterator[Diagnosis]:
     """Yield what a measured link means for training. facts, own: of this host: facts, and addresses."""
     subject = f"link to {link.address}"
     for name in ("code", "torch", "transformers"):
@@ -296,7 +296,7 @@ def diagnose(link: Measured, facts: Mapping[str, str], own: set[str]) -> Iterato
     yield Diagnosis("warning" if remedies else "ok", subject, text, "; ".join(remedies))
 
 
-def diagnose_router(links: Sequence[Measured], own: set[str], *, is_reached: bool | None) -> Iterator[Diagnosis]:
+def diagnose_router(links: Sequence[MeasuredLink], own: set[str], *, is_reached: bool | None) -> Iterator[Diagnosis]:
     """Yield what kind of router is between this host and the others, as these see it.
 
     own: addresses of this host; is_reached: whether a host has connected to this one; None = none has tried.
@@ -329,7 +329,7 @@ def diagnose_router(links: Sequence[Measured], own: set[str], *, is_reached: boo
     yield Diagnosis("ok" if is_reached is None else "warning", "router", text, dial)
 
 
-def _explain_stall(link: Measured, subject: str) -> Diagnosis:
+def _explain_stall(link: MeasuredLink, subject: str) -> Diagnosis:
     direction = "to it" if link.sent is None else "from it"
     text = f"small messages pass, but large ones {direction} do not arrive"
     if link.segment is None:

@@ -20,7 +20,7 @@ from acsgd.commands.generation.decode import Generator, Ids
 from acsgd.commands.generation.model import load
 from acsgd.commands.generation.options import Decoding, GenerateOptions
 from acsgd.commands.generation.prompts import Prompt, PromptEncoder
-from acsgd.commands.generation.ranks import SINGLE_PROCESS, Ranks, Stages
+from acsgd.commands.generation.ranks import SINGLE_PROCESS, Ranks, StageRanks
 from acsgd.commands.generation.records import (
     FIELDS,
     Options,
@@ -69,7 +69,7 @@ def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], Non
         groups = stack.enter_context(connect(topology, timeout=timedelta(seconds=options.timeout), store=store))
         with as_typed(GenerateOptions):
             equal = repr(dataclasses.replace(options, model="", file=None, out=None))  # paths of hosts may differ
-            ranks = Stages(groups, launch, stack, timeout_s=options.timeout, options=equal)
+            ranks = StageRanks(groups, launch, stack, timeout_s=options.timeout, options=equal)
             generate(options, ranks, on_start=context.start_training)
 
 

@@ -92,7 +92,7 @@ class SingleProcess:
 SINGLE_PROCESS = SingleProcess()
 
 
-class Stages:
+class StageRanks:
     """Ranks of which each has a stage. As many batches and one more are in flight, so that no stage waits for all.
 
     Each batch has a thread of its own; one at a time computes, with its own random numbers, while others wait for

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from acsgd.commands.generation.stages import StageModel, divide
-from acsgd.layers.compare import TOLERANCE, Stages
+from acsgd.layers.compare import TOLERANCE, ComparedStages
 from acsgd.layers.description import LayersError, ModelLayers
 from acsgd.layers.small_config import WINDOW
 from acsgd.layers.verify import small_stages
@@ -57,10 +57,10 @@ def _refusal(config: PreTrainedConfig, reason: str) -> str:
     )
 
 
-def _run_stage(small: Stages, skeleton: PreTrainedModel, spec: StageSpec, wire: _QueueWire) -> Sequence[Tensor]:
+def _run_stage(small: ComparedStages, skeleton: PreTrainedModel, spec: StageSpec, wire: _QueueWire) -> Sequence[Tensor]:
     """Generate with a stage, the first or the last; return the logits of each token."""
     try:
-        stage = Stages(small.whole, skeleton, small.layers)
+        stage = ComparedStages(small.whole, skeleton, small.layers)
         stage.load(range(*spec))
         model = StageModel(skeleton.eval(), small.layers, spec)
         with model.running():

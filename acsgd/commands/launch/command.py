@@ -18,8 +18,8 @@ import tyro
 
 from acsgd.comm.addresses import LOOPBACK, join_address
 from acsgd.commands.invite import WorkerOptions
-from acsgd.commands.launch.hosts import Launch, Remote, log_of
-from acsgd.commands.launch.supervisor import Job
+from acsgd.commands.launch.hosts import Remote, RemoteLaunch, log_of
+from acsgd.commands.launch.supervisor import TorchrunJob
 from acsgd.config.checks import check
 from acsgd.config.options import Config
 from acsgd.config.ranges import COUNT, Range
@@ -122,7 +122,7 @@ class LaunchCommand(WorkerOptions):
         if not (words := shlex.split(remote.ssh)) or shutil.which(words[0]) is None:
             raise ValueError(f"--ssh={remote.ssh} is no command of this host; install ssh, or give another")
         logs = Path(config.log.dir) / "logs"
-        with Launch(_names(self.hosts or ""), remote, logs, may_lack=self.elastic) as launch:
+        with RemoteLaunch(_names(self.hosts or ""), remote, logs, may_lack=self.elastic) as launch:
             launch.connect()
             arguments = self._elastic(launch, variables) if self.elastic else self._static(launch)
             for host, each in zip(launch.hosts, arguments, strict=True):
@@ -130,9 +130,11 @@ class LaunchCommand(WorkerOptions):
                 print_note(f"{host.name}: torchrun {shown}")
             print_note(f"what each host prints: {log_of(logs, '*')}")
             content, options = self.run_file.read_text(), [*self.overrides]
-            launch.run([Job(each, content, options, variables, self.grace, secrets.token_hex(8)) for each in arguments])
+            launch.run(
+                [TorchrunJob(each, content, options, variables, self.grace, secrets.token_hex(8)) for each in arguments]
+            )
 
-    def _static(self, launch: Launch) -> list[list[str]]:
+    def _static(self, launch: RemoteLaunch) -> list[list[str]]:
         """Return the arguments of torchrun for each host: the first has the store at which all meet."""
         number, address, port = len(launch.hosts), self._addresses(launch)[0], launch.hosts[0].port
         return [
@@ -141,7 +143,7 @@ class LaunchCommand(WorkerOptions):
             for rank in range(number)
         ]
 
-    def _elastic(self, launch: Launch, variables: dict[str, str]) -> list[list[str]]:
+    def _elastic(self, launch: RemoteLaunch, variables: dict[str, str]) -> list[list[str]]:
         """Return the arguments of torchrun for each host. The first three are those at which the hosts meet.
 
         Adds the secret of the run to the variables.
@@ -156,7 +158,7 @@ class LaunchCommand(WorkerOptions):
     def _processes(self) -> list[str]:
         return ["--nproc-per-node", self.nproc, "--shutdown-timeout", f"{self.grace - SAVE_S:g}"]
 
-    def _addresses(self, launch: Launch) -> list[str]:
+    def _addresses(self, launch: RemoteLaunch) -> list[str]:
         """Return the addresses of the first hosts. Raises ValueError if one is a loopback address, and others not."""
         found = [launch.remote.address(host.name) for host in launch.hosts]
         if self.address is not None:

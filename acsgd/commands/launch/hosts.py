@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple, Self
 
-from acsgd.commands.launch.supervisor import BEAT_S, READY, SILENCE_S, Job
+from acsgd.commands.launch.supervisor import BEAT_S, READY, SILENCE_S, TorchrunJob
 from acsgd.errors import ReportedError, printable
 from acsgd.failures.report import print_error
 from acsgd.failures.signals import StopSignals
@@ -104,7 +104,7 @@ class Remote:
 class _Event(NamedTuple):
     """A line of a host, or the end of its connection."""
 
-    host: Host | None
+    host: RemoteHost | None
     """None: a stop signal to the launcher."""
     line: str = ""
     is_error: bool = False
@@ -113,7 +113,7 @@ class _Event(NamedTuple):
     """Exit code of ssh, which is that of the supervisor; None = a line."""
 
 
-class Host:
+class RemoteHost:
     """A host and the connection to it."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, events: queue.Queue[_Event]) -> None:
@@ -181,7 +181,7 @@ class Host:
             self._events.put(_Event(self, line.rstrip("\n"), is_error))
 
 
-class Launch:
+class RemoteLaunch:
     """The hosts of a run, from the first connection to the last end. A context manager that ends all connections.
 
     logs: directory of the log of each host. may_lack: whether the run continues without a host that ends. Then a host
@@ -193,7 +193,7 @@ class Launch:
         self.remote = remote
         self._logs = logs
         self._may_lack = may_lack
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, TorchrunJob] = {}
         self._events: queue.Queue[_Event] = queue.Queue()
         self._stops = 0
         self._shown = set[str]()
@@ -250,7 +250,7 @@ class Launch:
             print_error(f"stopped by {self._signals.received} before anything was started")
             raise ReportedError(self._exit_code)
 
-    def run(self, jobs: Sequence[Job]) -> None:
+    def run(self, jobs: Sequence[TorchrunJob]) -> None:
         """Run a job on each host, until all have ended. Raises ReportedError if the run failed or was stopped."""
         while self._next(0.0):  # one that has gone since it answered
             pass
@@ -312,17 +312,17 @@ class Launch:
                 host.close()
                 self.hosts[number] = self._host(host.name)
 
-    def _running(self) -> list[Host]:
+    def _running(self) -> list[RemoteHost]:
         return [host for host in self.hosts if host.port is not None and host.code is None]
 
-    def _host(self, name: str) -> Host:
-        return Host(name, self.remote.command(name), log_of(self._logs, name), self._events)
+    def _host(self, name: str) -> RemoteHost:
+        return RemoteHost(name, self.remote.command(name), log_of(self._logs, name), self._events)
 
     @property
     def _exit_code(self) -> int:
         return 128 + signal.Signals[self._signals.received or "SIGINT"]
 
-    def _send(self, message: dict[str, str | None], hosts: Sequence[Host]) -> None:
+    def _send(self, message: dict[str, str | None], hosts: Sequence[RemoteHost]) -> None:
         for host in hosts:
             host.send(json.dumps(message))
 
@@ -351,7 +351,7 @@ class Launch:
             self._show(host, event.line, event.is_error)
         return True
 
-    def _show(self, host: Host, line: str, is_error: bool) -> None:
+    def _show(self, host: RemoteHost, line: str, is_error: bool) -> None:
         if is_error and line.strip():
             host.last = printable(line.strip())
         if host.port is None or (is_error and not line):  # an empty line precedes each error
@@ -364,7 +364,7 @@ class Launch:
         elif self._is_shown(host, is_error):
             print(line, file=sys.stderr if is_error else sys.stdout, flush=True)
 
-    def _is_shown(self, host: Host, is_error: bool) -> bool:
+    def _is_shown(self, host: RemoteHost, is_error: bool) -> bool:
         """Return whether a line is that of rank 0, which may be on any host of an elastic run: only rank 0 prints.
 
         torchrun's remarks on an end are not shown.
@@ -373,7 +373,7 @@ class Launch:
             return not (is_error and self._stops)
         return host is self.hosts[0] and not (is_error and (self._shown or self._stops))
 
-    def _report_end(self, host: Host) -> None:
+    def _report_end(self, host: RemoteHost) -> None:
         """Report the end of a host that no error of its own explains."""
         if host.is_lost and host.port is None:  # it is connected again, and again
             return
@@ -405,5 +405,5 @@ def _read_answer(line: str) -> tuple[int, dict[str, str]]:
         return 0, {}
 
 
-def _names(hosts: Sequence[Host]) -> str:
+def _names(hosts: Sequence[RemoteHost]) -> str:
     return ", ".join(host.name for host in hosts)

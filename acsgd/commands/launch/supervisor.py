@@ -1,8 +1,8 @@
 """On each host of `acsgd launch --hosts`: starts torchrun, and stops it upon a message of the launcher, or its end.
 
-Standard input has one JSON object per line: the `Job`, then {"signal": NAME}, or {} every few seconds. Its end, or
-SILENCE_S seconds without a line, mean that the connection is lost: torchrun is stopped like by SIGTERM, so that the run
-saves, and is killed if it has not ended after Job.grace_s. Imports no torch.
+Standard input has one JSON object per line: the `TorchrunJob`, then {"signal": NAME}, or {} every few seconds. Its
+end, or SILENCE_S seconds without a line, mean that the connection is lost: torchrun is stopped like by SIGTERM, so
+that the run saves, and is killed if it has not ended after TorchrunJob.grace_s. Imports no torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 @dataclass(frozen=True)
-class Job:
+class TorchrunJob:
     """What a host runs."""
 
     arguments: list[str]
@@ -78,7 +78,7 @@ def supervise() -> int:
     if not (line := sys.stdin.readline()):
         return 1
     signal.alarm(0)
-    job = Job(**json.loads(line))
+    job = TorchrunJob(**json.loads(line))
     threading.Thread(target=launcher.listen, daemon=True).start()
     with _locked(job.name), tempfile.NamedTemporaryFile("w", prefix="acsgd-", suffix=".toml") as run_file:
         if launcher.is_lost:  # while this one waited

@@ -85,7 +85,7 @@ class Difference(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PlannedStep:
+class PipelinePlan:
     """The plan of one pipeline in one step."""
 
     replica: int
@@ -98,7 +98,7 @@ class PlannedStep:
     """From the first action to the end of the last computation."""
 
 
-def plan_steps(traces: Sequence[RankTrace]) -> list[PlannedStep]:
+def plan_steps(traces: Sequence[RankTrace]) -> list[PipelinePlan]:
     """Simulate what each pipeline did in each step, with the costs that were measured.
 
     A computation costs the median of its times without waits, a message the shortest time from its send to its receipt.
@@ -123,7 +123,7 @@ def plan_steps(traces: Sequence[RankTrace]) -> list[PlannedStep]:
 
 def _plan_step(
     replica: int, step: str, ranks: Sequence[int], actions: Sequence[Mapping[Action, Span]], cost: Cost
-) -> PlannedStep:
+) -> PipelinePlan:
     program = [list(of_rank) for of_rank in actions]
     timeline = simulate(program, cost)
     dependencies = Dependencies.of(program)
@@ -144,7 +144,7 @@ def _plan_step(
             differences[rank, action] = Difference(rank, action, *times, late[action], added, is_marked)
             before = late[action]
     end = max(span.end for of_rank in actions for action, span in of_rank.items() if action.is_compute)
-    return PlannedStep(replica, step, timeline, differences, end - start)
+    return PipelinePlan(replica, step, timeline, differences, end - start)
 
 
 def _measured_cost(pipeline: Sequence[RankTrace]) -> Cost:
@@ -178,7 +178,7 @@ def _measured_cost(pipeline: Sequence[RankTrace]) -> Cost:
     )
 
 
-def trace_events(traces: Sequence[RankTrace], plans: Sequence[PlannedStep]) -> Iterator[Event]:
+def trace_events(traces: Sequence[RankTrace], plans: Sequence[PipelinePlan]) -> Iterator[Event]:
     """Yield the events of a trace file: a process per rank, then one per pipeline with its plan."""
     zero = min((span.start for trace in traces for span in trace.spans), default=0.0)
 
@@ -256,7 +256,7 @@ def _messages(traces: Sequence[RankTrace]) -> Iterator[_Message]:
             yield from (_Message(*one, *other) for one, other in zip(sent, receives[key], strict=True))
 
 
-def trace_json(traces: Sequence[RankTrace], plans: Sequence[PlannedStep]) -> str:
+def trace_json(traces: Sequence[RankTrace], plans: Sequence[PipelinePlan]) -> str:
     """Return the text of a trace file."""
     errors = {trace.label: round(1e3 * trace.clock_error_s, 4) for trace in traces}
     other = {"clock errors at most, ms": errors}
@@ -264,7 +264,7 @@ def trace_json(traces: Sequence[RankTrace], plans: Sequence[PlannedStep]) -> str
     return json.dumps({"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}, separators=(",", ":"))
 
 
-def describe_plan(plans: Sequence[PlannedStep]) -> str:
+def describe_plan(plans: Sequence[PipelinePlan]) -> str:
     """Return a sentence on how a pipeline's steps compare with the plan; empty without one."""
     if not plans:
         return ""
