@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,6 +83,8 @@ class Groups:
     _opened: ProcessGroups
     _rounds: Counter[str] = field(default_factory=Counter)
     """Number of text exchanges so far, by name."""
+    _stopping: threading.Event = field(default_factory=threading.Event)
+    """Is set once this process has a stop signal."""
 
     @property
     def pp(self) -> Group:
@@ -141,7 +144,8 @@ class Groups:
 
         name: purpose of the exchange. Exchanges of one name must have one order on all ranks. Returns the texts by
         rank. Raises RunError that names the missing ranks after `timeout_s` seconds, or earlier if one of them had no
-        heartbeat for run.timeout seconds or any rank has failed; StoreError if the store does not answer.
+        heartbeat for run.timeout seconds (see `expect_stop`) or any rank has failed; StoreError if the store does not
+        answer.
         """
         number = self._rounds[name]
         self._rounds[name] += 1
@@ -188,7 +192,7 @@ class Groups:
     def _wait_for(self, keys: Mapping[int, str], timeout_s: float) -> None:
         """Wait until the store has the keys of some ranks, which stay there."""
         started = checked = time.monotonic()
-        missing, watch = [*keys], PeerWatch(self.store, self.timeout_s)
+        missing, watch = [*keys], PeerWatch(self.store, self.timeout_s, self._stopping.is_set)
         while not self.store.has(*(keys[rank] for rank in missing)):
             now = time.monotonic()
             if now - checked >= heartbeat_interval_s(self.timeout_s):
@@ -203,6 +207,10 @@ class Groups:
     def wait_for_all(self, name: str, *, timeout_s: float) -> None:
         """Wait until every rank has called this. name, timeout_s: as in `all_gather_text`."""
         self.all_gather_text(name, "", timeout_s=timeout_s)
+
+    def expect_stop(self) -> None:
+        """Find dead ranks sooner from now on, since a stop signal leaves little time. From any thread."""
+        self._stopping.set()
 
     def interrupt(self, reason: str) -> None:
         """End all waits with WaitInterruptedError, and shut down the connections to other ranks. From any thread.

@@ -89,6 +89,7 @@ def train(
         run = stack.enter_context(open_run(begin, inputs, lock, signals, metrics, state))
         groups.wait_for_all("setting up", timeout_s=job.disk_timeout_s)
         on_start()
+        signals.on_signal(groups.expect_stop)
         run_steps(run)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import threading
 import time
+from collections.abc import Callable
 
 from acsgd.comm.store import StoreClient, StoreError
 from acsgd.errors import RunError, WaitInterruptedError
@@ -14,6 +15,9 @@ FAILURES = "acsgd/failures"
 """Key of the number of ranks that reported a failure."""
 FAILURE_GRACE_S = 5.0
 """Seconds that an exchange may take to complete after a rank reported a failure."""
+STOP_LIMIT_S = 10.0
+"""Time without a heartbeat, after a stop signal, that means a dead rank, seconds: torchrun, which also sends SIGTERM
+because another rank has died, kills after 30 s."""
 
 
 def heartbeat_interval_s(timeout_s: float) -> float:
@@ -57,12 +61,14 @@ class Heartbeat:
 class PeerWatch:
     """Check of whether the ranks that this rank waits for are alive.
 
-    limit_s: time without a heartbeat after which a rank counts as dead, seconds (run.timeout).
+    limit_s: time without a heartbeat after which a rank counts as dead, seconds (run.timeout). is_stopping: whether
+    this process has a stop signal; then that time is at most `STOP_LIMIT_S`.
     """
 
-    def __init__(self, store: StoreClient, limit_s: float) -> None:
+    def __init__(self, store: StoreClient, limit_s: float, is_stopping: Callable[[], bool] = lambda: False) -> None:
         self._store = store
         self._limit_s = limit_s
+        self._is_stopping = is_stopping
         self._failed_at: float | None = None
         self._seen: dict[int, tuple[str, float]] = {}
 
@@ -76,9 +82,12 @@ class PeerWatch:
             latest = heartbeat(self._store, rank)
             if rank not in self._seen or self._seen[rank][0] != latest:
                 self._seen[rank] = latest, now
-        silent = [rank for rank in ranks if now - self._seen[rank][1] >= self._limit_s]
+        limit_s, why = self._limit_s, "run.timeout"
+        if self._is_stopping() and limit_s > STOP_LIMIT_S:
+            limit_s, why = STOP_LIMIT_S, "after a stop signal"
+        silent = [rank for rank in ranks if now - self._seen[rank][1] >= limit_s]
         if silent:
-            raise RunError(f"no heartbeat of ranks {silent} for {self._limit_s:g} s (run.timeout)", awaited=silent)
+            raise RunError(f"no heartbeat of ranks {silent} for {limit_s:g} s ({why})", awaited=silent)
         if self._store.has(FAILURES):
             self._failed_at = self._failed_at or now
             if now - self._failed_at >= min(FAILURE_GRACE_S, self._limit_s):

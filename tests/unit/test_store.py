@@ -14,6 +14,7 @@ from lib.patience import NO_LIMIT_S, Patience, stretched
 from lib.proxy import proxied_store
 
 from acsgd import groups
+from acsgd.comm import liveness
 from acsgd.comm.liveness import FAILURES, Heartbeat, PeerWatch, heartbeat
 from acsgd.comm.store import CallThread, StoreClient, StoreError
 from acsgd.comm.waits import DIRECT, InterruptibleWaits
@@ -148,6 +149,27 @@ def test_a_rank_without_heartbeats_is_found_by_those_that_wait_for_it() -> None:
     assert error.awaited == (2,)
     beating.close()
     assert wait_for(PeerWatch(client, TIMEOUT_S), [1]).awaited == (1,)
+
+
+def test_after_a_stop_signal_a_dead_rank_is_found_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exchange waits for a rank that has ended in silence; the signal arrives in the middle of it."""
+    client, now = client_of(dist.HashStore(), NO_LIMIT_S), [0.0]
+    world: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 3)
+    stopped = groups.Groups({}, world, world, client, 600.0, "", DIRECT, None, cast(Any, None))
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        client.set("acsgd/heartbeat/1", str(now[0]))  # rank 1 lives
+        if now[0] > 100.0:
+            stopped.expect_stop()
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(groups, "time", clock)
+    monkeypatch.setattr(liveness, "time", clock)
+    with pytest.raises(RunError, match=r"no heartbeat of ranks \[2\] for 10 s \(after a stop signal\)") as error:
+        stopped.all_gather_text("last", "0", timeout_s=NO_LIMIT_S)
+    assert error.value.awaited == (2,)
+    assert 100.0 < now[0] < 102.0
 
 
 def test_waiting_for_one_of_many_ranks_takes_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
