@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import psutil
 import torch
 from torch import Tensor
+
+from acsgd.host_memory import host_memory
 
 
 class StreamEvent(Protocol):
@@ -112,8 +113,9 @@ class Streams:
         return 0.0
 
     def memory_bytes(self) -> int:
-        """Return the memory of the device, free or not: of the host with its swap, or of the GPU."""
-        return psutil.virtual_memory().total + psutil.swap_memory().total
+        """Return the memory of the device, free or not: what `host_memory` gives, with swap, or that of the GPU."""
+        memory = host_memory()
+        return memory.total + memory.swap
 
     def peak_memory_bytes(self) -> int:
         """Return the peak memory of this process: resident on the CPU, allocated by torch on a GPU."""
@@ -210,11 +212,6 @@ def open_streams(device: str, local_rank: int) -> Streams:
             f"launch {gpus} processes here (torchrun --nproc-per-node {gpus}), or use --run.device cpu"
         )
     return Streams(torch.device("cpu"))
-
-
-def available_memory_bytes() -> int:
-    """Return the host memory that new allocations can use, bytes."""
-    return psutil.virtual_memory().available
 
 
 def _peak_resident_bytes() -> int:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from acsgd.config.options import Config
 from acsgd.config.run_file import parse
+from acsgd.host_memory import HostMemory
 from acsgd.launch import Launch
 from acsgd.run.plan import limits
 from acsgd.run.plan.job import prepare
@@ -427,7 +428,7 @@ def test_a_requested_incomplete_checkpoint_is_refused(tiny_model: TinyModel, run
 def test_a_batch_that_exceeds_the_memory_of_the_host_is_refused(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "available_memory_bytes", lambda: 2**33)
+    monkeypatch.setattr(limits, "host_memory", lambda: HostMemory(2**34, 2**33, 0, False))
     message = refuse(tmp_path, f"--model.name {tiny_model()} --data.batch 16777216 --pp.micro 16777216")
     assert message == (
         "data.batch=16777216 with data.sequence=32 needs 48.2 GiB of host memory per process to read batches, but "

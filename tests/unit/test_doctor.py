@@ -21,12 +21,14 @@ import pytest
 import torch
 from lib.patience import wait_until
 
+from acsgd import host_memory
 from acsgd.commands.doctor import forecast as forecasts
 from acsgd.commands.doctor import host, links
 from acsgd.commands.doctor.command import DoctorCommand
 from acsgd.commands.doctor.forecast import Workload, forecast, measure_speed
 from acsgd.commands.doctor.host import Diagnosis, check_host
 from acsgd.commands.doctor.links import Doctor, MeasuredLink, diagnose, measure
+from acsgd.streams import Streams
 from acsgd.versions import installed_versions
 
 SECRET = b"secret"
@@ -43,7 +45,8 @@ def _old_package(patch: pytest.MonkeyPatch, path: Path) -> None:
 def _cgroup(name: str, content: str) -> Break:
     def limit(patch: pytest.MonkeyPatch, path: Path) -> None:
         (path / name).write_text(content)
-        patch.setattr(host, "CGROUP", path)
+        patch.setattr(host, "CGROUPS", path)
+        patch.setattr(host_memory, "CGROUPS", path)
         patch.setattr(os, "getloadavg", lambda: (3.0, 0, 0))
 
     return limit
@@ -423,3 +426,28 @@ def test_the_command_prints_and_ends_with_its_code(
 def test_facts_are_equal_where_the_code_is() -> None:
     assert installed_versions() == installed_versions()
     assert installed_versions().keys() == FACTS.keys()
+
+
+def test_the_memory_of_a_process_is_what_the_least_of_its_control_groups_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "cgroup" / "job_1" / "step_0"
+    own.mkdir(parents=True)
+    for file, content in (
+        (tmp_path / "own", "3:memory:/other\n0::/job_1/step_0\n"),
+        (own / "memory.max", "max\n"),
+        (own / "memory.swap.max", "1024\n"),
+        (own.parent / "memory.max", f"{2**30}\n"),
+        (own.parent / "memory.current", f"{2**29 + 4096}\n"),
+        (own.parent / "memory.stat", "anon 1\ninactive_file 4096\n"),
+        (tmp_path / "memory.max", "1\n"),  # outside of what shows control groups
+    ):
+        file.write_text(content)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2**40, available=2**39))
+    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(total=2**20))
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(host_memory, "OWN_CGROUP", tmp_path / "own")
+    assert host_memory.host_memory() == (2**30, 2**29, 1024, True)
+    assert Streams(torch.device("cpu")).memory_bytes() == 2**30 + 1024
+    (tmp_path / "own").unlink()  # as where there is no Linux
+    assert host_memory.host_memory() == (2**40, 2**39, 2**20, False)

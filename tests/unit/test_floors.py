@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 # From the bottom to the top: a package imports only packages of floors below its own.
 FLOORS = """
-    errors notes versions
+    errors host_memory notes versions
     launch streams config
     codecs comm layers metrics
     io.files model_classes topology

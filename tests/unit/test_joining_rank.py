@@ -20,6 +20,7 @@ from acsgd.elastic.state.channel import StateReceiver, StateSender
 from acsgd.elastic.state.joins import JoiningRank, StateSource
 from acsgd.errors import CorruptFileError
 from acsgd.groups import Groups
+from acsgd.host_memory import HostMemory
 from acsgd.optim.base import Optimizer
 from acsgd.optim.ownership import OwnedWeights, Ownership
 from acsgd.optim.replay import ReplayOptimizer
@@ -152,7 +153,7 @@ def test_a_source_without_memory_for_copies_of_all_layers_sends_them_before_trai
 ) -> None:
     for name, value in {"state_bytes": 100, "measure_link": 7.0}.items():
         monkeypatch.setattr(joins, name, lambda *_, value=value: value)
-    monkeypatch.setattr(joins, "available_memory_bytes", lambda: available)
+    monkeypatch.setattr(joins, "host_memory", lambda: HostMemory(2**40, available, 0, False))
     layers = [SimpleNamespace(spec=SimpleNamespace(index=index)) for index in range(LAYERS)]
     plugins = SimpleNamespace(mode=mode)
     job = SimpleNamespace(

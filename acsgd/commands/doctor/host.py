@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 
 from acsgd.comm.addresses import find_interface
 from acsgd.errors import explain
+from acsgd.host_memory import CGROUPS, host_memory
 from acsgd.io.files.atomic import missing_operations
 
 Level = Literal["ok", "warning", "error"]
@@ -28,7 +29,6 @@ Level = Literal["ok", "warning", "error"]
 GIB = 2**30
 DRIVER = Path("/proc/driver/nvidia/version")
 """File that the NVIDIA driver makes on Linux."""
-CGROUP = Path("/sys/fs/cgroup")
 MIN_GIB = 2.0
 """Memory and disk room below which even a small run fails, GiB."""
 WRITTEN_BYTES = 2**25
@@ -141,13 +141,11 @@ def _describe_gpu(torch: Any, index: int) -> Diagnosis:
 
 def check_memory() -> Iterator[Diagnosis]:
     """Compare the memory that is available, also to this container, with what a small run needs."""
-    memory, limit = psutil.virtual_memory(), _cgroup_number("memory.max")
-    available, text = memory.available, f"of {memory.total / GIB:.1f} GiB"
-    if limit is not None and limit < memory.total:
-        available = min(available, limit - (_cgroup_number("memory.current") or 0) + _cached_bytes())
-        text = f"of the {limit / GIB:.1f} GiB that this container may use"
-    text = f"{available / GIB:.1f} GiB {text} are available"
-    if available < MIN_GIB * GIB:
+    memory = host_memory()
+    whole = f"{memory.total / GIB:.1f} GiB"
+    of = f"the {whole} that this container may use" if memory.is_limited else whole
+    text = f"{memory.available / GIB:.1f} GiB of {of} are available"
+    if memory.available < MIN_GIB * GIB:
         yield Diagnosis("error", "memory", text, "end other programs, or give the container more")
     else:
         yield Diagnosis("ok", "memory", text)
@@ -156,7 +154,7 @@ def check_memory() -> Iterator[Diagnosis]:
 def check_processors() -> Iterator[Diagnosis]:
     """Compare the load with the processors that this process may use."""
     usable: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = CGROUP / "cpu.max"
+    quota = CGROUPS / "cpu.max"
     if quota.exists() and not (words := quota.read_text().split())[0].startswith("max"):
         usable = min(usable, int(words[0]) / int(words[1]))
     load = os.getloadavg()[0]
@@ -262,17 +260,3 @@ def check_interface(interface: str | None) -> Iterator[Diagnosis]:
             yield Diagnosis("error", "interface", text, f"give one of {', '.join(sorted(stats))}, or unset it")
             return
     yield Diagnosis("ok", "interface", f"gloo uses {interface}, as GLOO_SOCKET_IFNAME says")
-
-
-def _cached_bytes() -> int:
-    """Return how much of the memory of this process's cgroup holds files that can be read again."""
-    path = CGROUP / "memory.stat"
-    fields = dict(line.split() for line in path.read_text().splitlines()) if path.exists() else {}
-    return int(fields.get("inactive_file", 0))
-
-
-def _cgroup_number(name: str) -> int | None:
-    """Return a number of this process's cgroup; None if there is no limit."""
-    path = CGROUP / name
-    text = path.read_text().strip() if path.exists() else ""
-    return int(text) if text.isdecimal() else None

@@ -27,13 +27,13 @@ from acsgd.elastic.state.channel import Address, StateReceiver, StateSender
 from acsgd.elastic.state.transfer import LayersInMemory, answer_link, layer_message, measure_link, state_bytes
 from acsgd.errors import RunError
 from acsgd.groups import Groups, collective_errors
+from acsgd.host_memory import host_memory
 from acsgd.optim.replay import Recording, ReplayOptimizer
 from acsgd.run.plan.job import Job
 from acsgd.run.session import Session
 from acsgd.run.setup.build import DeferredConstants
 from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.load import Constants, LoadedLayer
-from acsgd.streams import available_memory_bytes
 
 MAX_REQUESTED = 2
 """Layers that a rank has requested and not got, so that the next one is on its way when one has arrived."""
@@ -228,7 +228,7 @@ def plan_joins(
 
 def memory_for_joins(job: Job) -> float:
     """Return how much host memory recorded gradients of one rank, or its copies of all layers, may take, bytes."""
-    return MEMORY_SHARE * available_memory_bytes() / job.local_world_size
+    return MEMORY_SHARE * host_memory().available / job.local_world_size
 
 
 def _possible_sources(plan: Plan) -> dict[int, int]:

@@ -22,13 +22,13 @@ from acsgd.elastic.state.snapshot_store import PackedLayers, Snapshot, SnapshotC
 from acsgd.elastic.state.transfer import layer_tensors_of
 from acsgd.errors import RunError, WaitInterruptedError, reason
 from acsgd.groups import Groups
+from acsgd.host_memory import host_memory
 from acsgd.io.data.batches import BatchReader
 from acsgd.run.report import Report, StepField, highest, on_any
 from acsgd.run.session import Session
 from acsgd.run.step.hooks import LoopState, StepHook
 from acsgd.shards.load import LoadedLayer
 from acsgd.shards.weights import WeightState
-from acsgd.streams import available_memory_bytes
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class Snapshots(StepHook):
         return KEPT * share * (1 + len(self._sources))
 
     def _fits(self) -> bool:
-        return self.memory_bytes() * self._job.local_world_size <= available_memory_bytes()
+        return self.memory_bytes() * self._job.local_world_size <= host_memory().available
 
     def _take(self, step: int, progress: dict[str, Any], joining: Collection[int]) -> None:
         """Copy the state, and start to send it. joining: replicas without state, which copy nothing."""

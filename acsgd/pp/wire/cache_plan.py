@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from acsgd.host_memory import host_memory
 from acsgd.pp.wire.cache import ActivationCache, HostMemoryStore
 from acsgd.pp.wire.cache_disk import DiskStore
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
-from acsgd.streams import Streams, available_memory_bytes
+from acsgd.streams import Streams
 
 CacheKey = tuple[int, str]
 """Boundary, and name of the cache there."""
@@ -79,7 +80,7 @@ def check_space(delta: Delta, directory: Path, nbytes: Sequence[int], *, process
     """
     ends = len(nbytes)
     if delta.cache == "ram":
-        available, place = available_memory_bytes(), "this host"
+        available, place = host_memory().available, "this host"
     else:
         existing = next(parent for parent in directory.absolute().parents if parent.exists())
         reused = sum(path.stat().st_blocks * 512 for path in directory.rglob("*"))

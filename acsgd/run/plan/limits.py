@@ -15,6 +15,7 @@ from torch import nn
 
 from acsgd.config.options import EPOCHS, Config, LogConfig
 from acsgd.failures.report import log_file
+from acsgd.host_memory import host_memory
 from acsgd.io.checkpoint.directory import CHECKPOINTS
 from acsgd.io.data.batches import reading_bytes
 from acsgd.io.data.sources.sources import WeightedSource
@@ -23,7 +24,7 @@ from acsgd.io.files.remote import check_address
 from acsgd.io.telemetry.json_lines import METRICS
 from acsgd.layers.quantize import is_quantized, quantized_bytes
 from acsgd.run.plan.plugins import Plugins
-from acsgd.streams import Streams, available_memory_bytes
+from acsgd.streams import Streams
 from acsgd.tasks import find_task
 
 MAX_COMPUTES = 2**16
@@ -69,7 +70,7 @@ def check_reading(config: Config, micros: int, processes: int) -> None:
     data, inputs = config.data, len(find_task(config.model.task).model_class.inputs)
     arrays = inputs + (inputs > 1) + data.isolate + (data.objective != "causal") + 1
     needed = reading_bytes(data.batch, micros * config.pp.micro, data.sequence, arrays=arrays)
-    available = available_memory_bytes()
+    available = host_memory().available
     if needed * processes > available:
         raise ValueError(
             f"data.batch={data.batch} with data.sequence={data.sequence} needs {needed / 2**30:.1f} GiB of host memory "
