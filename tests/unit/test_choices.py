@@ -75,6 +75,14 @@ WRONG: list[tuple[dict[str, dict[str, Any]], float, str]] = [
         2,
         "pp.backward=fixpoint:bits=8 has no effect: all trained parameters are in the last stage",
     ),
+    (
+        {
+            "pp": {"stages": 4, "compress": "auto", "backward": "0=none 2=none"},
+            "model": {"freeze": "transformer.w*,transformer.h.0.*,transformer.h.1.*", "name": {"n_layer": 4}},
+        },
+        2,
+        'pp.backward="0=none 2=none" gives codecs of links without effect: before the first stage',
+    ),
     ({"model": {"dropout_mask": "sample"}}, 0.5, "but no sequence is trained on twice in 0.50 epochs"),
     ({"model": {"init": "scratch", "freeze": "transformer.h.*"}}, 2, "gives frozen parameters random values"),
     ({"data": {"deal": "speed"}, "dp": {"replicas": 2}}, 2, "data.deal=speed has no effect: there is one micro-batch"),
@@ -102,7 +110,7 @@ GOOD: list[tuple[dict[str, dict[str, Any]], float]] = [
 def sentences(sections: dict[str, dict[str, Any]], epochs: float, tiny_model: TinyModel, directory: Path) -> list[str]:
     """Return the sentences on a run. model.name: options of the model; dp.replicas: number of replicas."""
     sections = {name: dict(values) for name, values in sections.items()}
-    model = tiny_model("gpt2", n_layer=2, **sections.get("model", {}).pop("name", DROPOUT))
+    model = tiny_model("gpt2", **{"n_layer": 2, **sections.get("model", {}).pop("name", DROPOUT)})
     replicas = sections.get("dp", {}).pop("replicas", 1)
     config = config_of(model, directory, sections)
     processes = replicas * config.pp.stages

@@ -23,6 +23,7 @@ from acsgd.optim.muon import Muon
 from acsgd.optim.schedule import learning_rate
 from acsgd.pp.schedules.schedules import GPipe
 from acsgd.pp.tied.plan import TiedRows
+from acsgd.pp.wire.ladder import codecs_of_links
 from acsgd.run.plan.job import Job
 from acsgd.run.plan.transports import sums_gradients
 
@@ -73,6 +74,13 @@ CHOICES = (
         "pp.backward",
         lambda job: 0 < len(job.layout.specs) - 1 == job.programs.first_backward,
         "all trained parameters are in the last stage, so that no gradient is sent",
+    ),
+    Choice(
+        lambda job, _: any(
+            link < job.programs.first_backward for link in codecs_of_links(job.config.pp.backward) or ()
+        ),
+        'pp.backward="{config.pp.backward}" gives codecs of links without effect: before the first stage with trained '
+        "parameters, no gradient is sent; remove those of these links",
     ),
     without_effect(
         "pp.compress",
