@@ -7,6 +7,7 @@ import functools
 import importlib.resources
 import itertools
 import operator
+import os
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -325,7 +326,9 @@ def _values(name: str, values: Sequence[str], given: Mapping[str, Option]) -> Se
 
 def _is_of_hub(name: str) -> bool:
     """Whether a data set is one of the Hub, OWNER/NAME, not a path."""
-    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None and not Path(name).suffix and not Path(name).exists()
+    return (
+        re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None and not Path(name).suffix and not os.path.exists(name)
+    )
 
 
 def _of_option(name: str, given: Mapping[str, Option]) -> Sequence[str]:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import io
 import itertools
+import os
 import re
 import tomllib
 import types
@@ -41,7 +42,8 @@ def parse(argv: list[str], *, prog: str = "train.py", is_main: bool = True) -> C
     """
     argv = list(argv)
     arguments: list[str] = []
-    if argv and not Path(argv[0]).is_file() and not argv[0].startswith("--"):
+    # Not Path.is_file, which raises OSError for a name that is too long.
+    if argv and not os.path.isfile(argv[0]) and not argv[0].startswith("--"):
         refuse_pasted(argv)
     if argv and not argv[0].startswith("-"):
         arguments = _as_flags(_read(Path(argv.pop(0))))

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFa
 
 from acsgd.commands.generation.command import open_generator
 from acsgd.commands.generation.options import Decoding
-from acsgd.commands.generation.ranks import Stages
+from acsgd.commands.generation.ranks import StageRanks
 from acsgd.groups import connect
 from acsgd.launch import Launch
 from acsgd.topology import Topology
@@ -44,7 +44,7 @@ def run(
     topology, file_store = Topology.of(rank, STAGES, STAGES), dist.FileStore(store, STAGES)
     batches = [prompts[start : start + BATCH] for start in range(0, len(prompts), BATCH)]
     with connect(topology, timeout=timedelta(minutes=30), store=file_store) as groups, contextlib.ExitStack() as stack:
-        ranks = Stages(groups, launch, stack, timeout_s=1800.0)
+        ranks = StageRanks(groups, launch, stack, timeout_s=1800.0)
         decoding = Decoding(batch=BATCH, max_new_tokens=new_tokens)
         generator = open_generator(model, decoding, dtype="float32", device="cpu", ranks=ranks)
         whole: Any = AutoModelForCausalLM.from_pretrained(model, device_map={"": "cpu"}) if rank == 0 else None
