@@ -43,7 +43,7 @@ def recompute(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def attention_modules(block: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules of a block whose class is called "Attention"."""
+    """Yield the outermost modules of a block that have "Attention" in the name of their class."""
     for child in block.children():
         if "attention" in type(child).__name__.lower():
             yield child

@@ -149,7 +149,7 @@ def test_a_host_that_leaves_is_not_missed_and_the_last_one_stays() -> None:
 
 
 def test_hosts_that_leave_shortly_after_each_other_stay_together_until_all_do() -> None:
-    run = simulation(3)
+    run = simulation(5)
     before = max(run.register)
     for host in run.hosts:
         host.membership.leave()
@@ -157,7 +157,7 @@ def test_hosts_that_leave_shortly_after_each_other_stay_together_until_all_do() 
         assert max(run.register) == before, "one leaves, and the last one will save alone"
     run.run(10)
     assert max(run.register) == before
-    assert hosts_of(run) == 3
+    assert hosts_of(run) == 5
 
     run = simulation(3)
     for host in run.hosts[:2]:
