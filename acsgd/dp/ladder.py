@@ -1,4 +1,4 @@
-"""The modes among which dp.compress=auto chooses, with what each costs in loss and in computing time."""
+"""What data-parallel modes have been measured to save and to cost, and the choice of dp.compress=auto among them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ class ModeRung(NamedTuple):
 
     spec: str
     """Its dp.mode."""
-    loss_cost: float
-    """Held-out loss above that of all-reduce with its learning rate, when fine-tuning."""
-    loss_cost_from_scratch: float
-    """The same from random weights; infinite = not measured."""
-    work: float
+    compression: float
+    """Bytes of an fp32 all-reduce divided by those of the mode, on average over steps."""
+    loss_cost: float = math.inf
+    """Held-out loss above all-reduce's with its learning rate, when fine-tuning; infinite = auto does not choose it."""
+    loss_cost_from_scratch: float = math.inf
+    """The same from random weights."""
+    work: float = 0.0
     """Computing time per parameter and step, in multiples of AdamW's, beyond that of all-reduce."""
 
     def cost(self, *, from_scratch: bool) -> float:
@@ -27,18 +29,25 @@ class ModeRung(NamedTuple):
 
 
 _DILOCO = "diloco:inner={},outer_lr=1,momentum=0,bits=4,moment_correction=true"
-RUNGS = (
-    ModeRung("allreduce", 0.0, 0.0, 0.0),
-    ModeRung("allreduce:dtype=bf16", 0.0002, 0.0002, 0.0),
-    ModeRung("cocktail_grad:topk=0.1,bits=4", 0.0003, math.inf, 18.0),
-    ModeRung(_DILOCO.format(15), 0.0093, math.inf, 0.3),
-    ModeRung("cocktail", 0.0139, math.inf, 10.0),
-    ModeRung("cocktail:random=0.05,topk=0.1", 0.0173, 0.48, 10.0),
-    ModeRung(_DILOCO.format(75), 0.0202, math.inf, 0.3),
-    ModeRung("cocktail_grad:topk=0.015,bits=2", 0.0236, 0.32, 18.0),
-)
-"""By loss cost when fine-tuning. The costs and the work are in docs/measurements/replicas.md, but for the cost of bf16,
-which is taken to be that of activations."""
+MEASURED = {
+    rung.spec: rung
+    for rung in (
+        ModeRung("allreduce", 1.0, 0.0, 0.0),
+        ModeRung("allreduce:dtype=bf16", 2.0, 0.0002, 0.0002),
+        ModeRung("cocktail_grad:topk=0.1,bits=4", 36.0, 0.0003, work=18.0),
+        ModeRung(_DILOCO.format(15), 120.0, 0.0093, work=0.3),
+        ModeRung("cocktail", 188.0, 0.0139, work=10.0),
+        ModeRung("cocktail:random=0.05,topk=0.1", 548.0, 0.0173, 0.48, work=10.0),
+        ModeRung(_DILOCO.format(75), 600.0, 0.0202, work=0.3),
+        ModeRung("cocktail_grad:topk=0.015,bits=2", 200.0, 0.0236, 0.32, work=18.0),
+        ModeRung("powersgd", 22.0),
+        ModeRung("cocktail_grad", 134.0),
+        ModeRung("sparseloco", 3000.0),
+        ModeRung("local", math.inf),
+    )
+}
+"""Modes by their spec; those without options stand for others of the mode. From docs/measurements/replicas.md, but for
+the loss cost of bf16, which is taken to be that of activations."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,7 @@ class AutoMode:
 
         Raises ValueError if it is all-reduce alone, without rounding.
         """
-        by_cost = sorted(RUNGS, key=lambda rung: rung.cost(from_scratch=from_scratch))
+        by_cost = sorted(MEASURED.values(), key=lambda rung: rung.cost(from_scratch=from_scratch))
         found = [rung for rung in by_cost if rung.cost(from_scratch=from_scratch) <= self.max_loss_cost]
         if len(found) == 1:
             nearest, cost = by_cost[1].spec, by_cost[1].cost(from_scratch=from_scratch)

@@ -12,7 +12,7 @@ import pytest
 
 from acsgd.config.options import Config, PipelineConfig, ReplicaConfig
 from acsgd.config.spec import from_spec
-from acsgd.dp.ladder import RUNGS
+from acsgd.dp.ladder import MEASURED
 from acsgd.dp.modes import compression
 from acsgd.launch import Launch
 from acsgd.pp.schedules.lowering import lower
@@ -122,7 +122,7 @@ def taken(config: Config, rate: float, limit: float, **others: Any) -> list[Time
 @pytest.mark.parametrize("init", ["pretrained", "scratch"])
 def test_slower_links_get_modes_of_fewer_bytes_within_the_loss_cost(init: Any, limit: float, config: Config) -> None:
     config = replace(config, model=replace(config.model, init=init), pp=PipelineConfig(stages=2))
-    costs = {rung.spec: rung.cost(from_scratch=init == "scratch") for rung in RUNGS}
+    costs = {rung.spec: rung.cost(from_scratch=init == "scratch") for rung in MEASURED.values()}
     before = 0.0
     for rate in RATES:
         found = taken(config, rate, limit)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 from acsgd.config.spec import from_spec
+from acsgd.dp.ladder import MEASURED
 from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.dp.modes.cocktail import Cocktail
 from acsgd.dp.modes.cocktail_grad import CocktailGrad
@@ -29,26 +28,20 @@ MODES = {
     "sparseloco": SparseLoCo,
 }
 
-COMPRESSION = {
-    "powersgd": 22.0,
-    "cocktail_grad": 134.0,
-    "cocktail_grad:topk=0.1,bits=4": 36.0,
-    "cocktail_grad:topk=0.015,bits=2": 200.0,
-    "cocktail": 188.0,
-    "cocktail:random=0.05,topk=0.1": 548.0,
-    "sparseloco": 100.0,
-    "local": math.inf,
-}
-"""Bytes of an fp32 all-reduce divided by those of the mode, with these options or, in place of others, default ones, by
-docs/measurements/replicas.md. That of other modes is 32 / bits."""
-
 
 def compression(mode: str) -> float:
-    """Return the bytes of an fp32 all-reduce divided by those of a mode, on average over steps. mode: dp.mode."""
-    parsed = from_spec(mode, MODES, key="dp.mode")
+    """Return the bytes of an fp32 all-reduce divided by those of a mode, on average over steps. mode: dp.mode.
+
+    As measured with these options or else, but for the number of local steps, with the default ones; that of modes that
+    were not measured is 32 / bits.
+    """
+    if mode in MEASURED:
+        return MEASURED[mode].compression
+    parsed, name = from_spec(mode, MODES, key="dp.mode"), mode.partition(":")[0]
+    if name in MEASURED and name != "allreduce":
+        return MEASURED[name].compression * getattr(parsed, "inner", 1) / getattr(MODES[name](), "inner", 1)
     bits = 32 if getattr(parsed, "dtype", "fp32") == "fp32" else 16
-    usual = COMPRESSION.get(mode.partition(":")[0], 32 / getattr(parsed, "bits", bits))
-    return COMPRESSION.get(mode, usual) * getattr(parsed, "inner", 1)
+    return 32 / getattr(parsed, "bits", bits) * getattr(parsed, "inner", 1)
 
 
 def overlaps_next_step(mode: Mode) -> bool:

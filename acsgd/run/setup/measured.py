@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from acsgd.comm.process_groups import Group
 from acsgd.comm.waits import Meter
-from acsgd.dp.ladder import RUNGS
+from acsgd.dp.ladder import MEASURED
 from acsgd.errors import CorruptFileError
 from acsgd.groups import Groups, machine_name
 from acsgd.io.checkpoint.resume import Checkpoint
@@ -150,7 +150,7 @@ def _describe_mode(job: Job, timed: Sequence[TimedRun], measured: MeasuredRanks)
     """Return which mode is taken, and why."""
     found, *others = timed
     from_scratch, spec = job.config.model.init == "scratch", job.config.dp.compress
-    cost = next(rung.cost(from_scratch=from_scratch) for rung in RUNGS if rung.spec == found.mode)
+    cost = MEASURED[found.mode].cost(from_scratch=from_scratch)
     times = ", ".join(f"{each.mode} {each.step_s:.3g} s" for each in others)
     text = (
         f"dp.compress={spec} takes {found.mode}: a step is predicted to take {found.step_s:.3g} s ({times}), at a loss "
