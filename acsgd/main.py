@@ -35,10 +35,10 @@ from acsgd.launch import Launch, set_nccl_variables
 from acsgd.notes import print_note
 from acsgd.run.lock.lock import RunLock, leases_of
 from acsgd.run.plan.job import prepare, with_local_checkpoint
+from acsgd.run.setup.auto import choose_options
 from acsgd.run.setup.build import open_transports
 from acsgd.run.setup.directories import check_room, find_run_disks, open_disks
 from acsgd.run.setup.inputs import open_inputs
-from acsgd.run.setup.measured import choose_options
 from acsgd.train import train
 
 

@@ -32,9 +32,9 @@ from acsgd.run.report import (
     StepSummary,
 )
 from acsgd.run.session import Session, StepResult
+from acsgd.run.setup.auto import Chosen
 from acsgd.run.setup.directories import share_metrics
 from acsgd.run.setup.inputs import RunInputs
-from acsgd.run.setup.measured import Chosen
 from acsgd.run.setup.resume import start
 from acsgd.run.step.hooks import LoopState
 from acsgd.run.step.run import TrainingRun, open_run, text_log_of

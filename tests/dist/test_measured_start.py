@@ -25,7 +25,7 @@ from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan import choose
 from acsgd.run.plan.job import prepare
 from acsgd.run.plan.rates import LayerTimes
-from acsgd.run.setup import measured
+from acsgd.run.setup import auto, measured
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import open_inputs
 
@@ -39,7 +39,7 @@ def start_and_train(
     """
     torch.set_num_threads(1)
     found = list[choose.MeasuredRanks]()
-    measure, choose_from = measured.measure_layers, measured.timed_schedules
+    measure, choose_from = measured.measure_layers, auto.timed_schedules
 
     def slowed(*args: Any) -> LayerTimes:
         times = measure(*args)
@@ -53,16 +53,16 @@ def start_and_train(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measured, "LAYERS_S", 0.0)
         patch.setattr(measured, "measure_layers", slowed)
-        patch.setattr(measured, "timed_schedules", recorded)
+        patch.setattr(auto, "timed_schedules", recorded)
         launch = Launch(rank, rank, world_size)
         job = prepare(config, launch)
         with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(store), world_size)) as groups:
-            job, chosen = measured.choose_options(job, launch, groups)
+            job, choices = auto.choose_options(job, launch, groups)
             assert groups.all_equal(job.fingerprint())
             session = build_session(job, open_weight_source(job), groups)
             losses = train(session, batches_of(job))
     given = losses_of_rank(rank, world_size, Path(f"{store}-given"), [job.config])
-    return job.config, chosen[0].text, found[0], [losses, *given]
+    return job.config, choices[0].text, found[0], [losses, *given]
 
 
 def test_ranks_measure_and_decide_alike_and_train_as_with_the_schedule_given(
@@ -96,9 +96,9 @@ def start_runs(rank: int, world_size: int, store: Path, configs: Sequence[Config
             with connect(
                 job.topology, timeout=TIMEOUT, store=dist.FileStore(f"{store}-{number}", world_size)
             ) as groups:
-                job, chosen = measured.choose_options(job, launch, groups)
-                training.train(job, open_inputs(job), groups, RunLock([]), chosen=chosen)
-            found.append((job.config.dp.mode, "".join(each.text for each in chosen)))
+                job, choices = auto.choose_options(job, launch, groups)
+                training.train(job, open_inputs(job), groups, RunLock([]), chosen=choices)
+            found.append((job.config.dp.mode, "".join(each.text for each in choices)))
     return found
 
 

@@ -24,7 +24,7 @@ from acsgd.run.plan.model import describe_run_model
 from acsgd.run.plan.partition import Partition, divide_model, open_grid
 from acsgd.run.plan.plugins import parse_modes
 from acsgd.run.plan.rates import LayerTimes, LinkRate
-from acsgd.run.setup import measured
+from acsgd.run.setup import auto
 from acsgd.streams import open_streams
 from tests.lib.training import make_config
 
@@ -72,9 +72,9 @@ def test_no_other_schedule_makes_a_shorter_step(link: LinkRate, config: Config) 
 
 def test_a_choice_depends_on_the_links(config: Config) -> None:
     partition = divided(config)
-    chosen = {timed_schedules(partition, ranks(4, link))[0].schedule for link in (FREE, LinkRate(1e9, 3.0))}
-    assert len(chosen) == 2
-    assert "1f1b" not in chosen
+    taken = {timed_schedules(partition, ranks(4, link))[0].schedule for link in (FREE, LinkRate(1e9, 3.0))}
+    assert len(taken) == 2
+    assert "1f1b" not in taken
 
 
 def test_schedules_that_other_options_do_not_allow_are_left_out(config: Config) -> None:
@@ -97,8 +97,8 @@ def test_a_schedule_is_taken_that_fits_all_ranks(config: Config, monkeypatch: py
                 raise ValueError
 
         groups: Any = SimpleNamespace(all_gather_text=lambda _, text, timeout_s: [text, of_other_rank])
-        monkeypatch.setattr(measured, "check_fit", check_fit)
-        return measured._first_fitting(timed, job, Launch(0, 0, 4), groups).schedule
+        monkeypatch.setattr(auto, "check_fit", check_fit)
+        return auto._first_fitting(timed, job, Launch(0, 0, 4), groups).schedule
 
     assert taken(lambda _: True) == timed[0].schedule
     assert taken(lambda schedule: schedule != timed[0].schedule) == timed[1].schedule

@@ -1,0 +1,149 @@
+"""Choose the options that are given as "auto", by what the ranks measure at the start of a run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from acsgd.dp.ladder import MEASURED
+from acsgd.errors import CorruptFileError
+from acsgd.groups import Groups
+from acsgd.io.checkpoint.resume import Checkpoint
+from acsgd.io.telemetry.record import RunEvent
+from acsgd.launch import Launch
+from acsgd.notes import print_note, report_if_slow
+from acsgd.pp.schedules.schedules import CANDIDATES, is_chosen
+from acsgd.run.plan.choose import (
+    NO_TIME,
+    MeasuredRanks,
+    TimedRun,
+    timed_modes,
+    timed_schedules,
+    with_mode,
+    with_options,
+)
+from acsgd.run.plan.job import Job
+from acsgd.run.plan.partition import Partition
+from acsgd.run.plan.planner import check_fit
+from acsgd.run.plan.plugins import parse_modes
+from acsgd.run.plan.rates import LinkRate
+from acsgd.run.setup.measured import gather_reports, measure_ranks
+
+
+class Chosen(NamedTuple):
+    """An option that was chosen at the start of a run."""
+
+    option: str
+    value: str
+    text: str
+    """A sentence for the user."""
+
+    def event(self, step: int) -> RunEvent:
+        """Return the choice as an event. step: completed ones."""
+        return RunEvent("choice", step, self.text, {"option": self.option, "value": self.value})
+
+
+def choose_options(job: Job, launch: Launch, groups: Groups) -> tuple[Job, list[Chosen]]:
+    """Return the job with what pp.schedule=auto and dp.compress=auto take. A collective call.
+
+    Returns the job as it is if neither is given, or there is nothing to choose: one stage, or one replica. The mode is
+    that of the checkpoint to resume from, if there is one with several replicas: others lack its state. Raises
+    ValueError if this rank has no memory for the layers that are measured.
+    """
+    config, topology, chosen = job.config, job.topology, list[Chosen]()
+    wants_schedule = topology.stages > 1 and is_chosen(config.pp.schedule)
+    wants_mode = topology.replicas > 1 and config.dp.compress is not None
+    if wants_mode and (kept := _kept_mode(job, groups)) is not None:
+        wants_mode, job = False, _with(job, with_options(job, with_mode(config, kept)))
+        text = f"dp.compress={config.dp.compress} keeps {kept}, the mode of the checkpoint"
+        chosen.append(Chosen("dp.mode", kept, text))
+    if not (wants_schedule or wants_mode):
+        return job, chosen
+    with report_if_slow(print_note, lambda: "measuring layers and links", enabled=topology.rank == 0):
+        measured = measure_ranks(job, groups)
+        if wants_schedule:
+            timed = timed_schedules(job, measured)
+            found = _first_fitting(timed, job, launch, groups)
+            job = _with(job, found.partition)
+            chosen.append(Chosen("pp.schedule", found.schedule, _describe_schedule(found, timed, measured)))
+        if wants_mode:
+            chosen.append(_describe_mode(job, timed := timed_modes(job, measured, parse_modes(config)), measured))
+            job = _with(job, timed[0].partition)
+    return job, chosen
+
+
+def _with(job: Job, partition: Partition) -> Job:
+    """Return a job with another division over its ranks."""
+    return replace(job, **{each.name: getattr(partition, each.name) for each in fields(Partition)})
+
+
+def _kept_mode(job: Job, groups: Groups) -> str | None:
+    """Return the mode of the newest checkpoint that any rank may resume from, None without one. A collective call.
+
+    None also for one of a single replica, which has no state of a mode.
+    """
+    saved = [each["saved"] for each in gather_reports(groups, job, {"saved": _saved_mode(job)}) if each["saved"]]
+    newest: tuple[int, str] | None = max(map(tuple, saved), default=None)
+    return newest[1] if newest else None
+
+
+def _saved_mode(job: Job) -> tuple[int, str] | None:
+    """Return step and mode of the newest checkpoint on this host, None without one of several replicas."""
+    directory, resume = job.paths.checkpoints, job.config.checkpoint.resume
+    paths = [directory.of(step) for step in reversed(directory.steps())]
+    for path in {"auto": paths, "never": []}.get(resume, [Path(resume).expanduser()]):
+        with suppress(ValueError, OSError, CorruptFileError):  # the resume itself says what is wrong
+            run = Checkpoint.open(path).run
+            mode = run.options.get("dp.mode")
+            return (run.progress.step, mode) if mode and (run.replicas or 0) > 1 else None
+    return None
+
+
+def _first_fitting(timed: Sequence[TimedRun], job: Job, launch: Launch, groups: Groups) -> TimedRun:
+    """Return the first run that fits the memory of all ranks; that with 1F1B is known to. A collective call."""
+    for each in timed:
+        if each.schedule == CANDIDATES[0]:
+            break
+        try:
+            fits = check_fit(each.partition.config, launch, job.model, job.streams) is None
+        except ValueError:
+            fits = False
+        if all(groups.all_gather_text("fitting schedules", "fits" if fits else "", timeout_s=job.disk_timeout_s)):
+            break
+    return each
+
+
+def _describe_schedule(found: TimedRun, timed: Sequence[TimedRun], measured: MeasuredRanks) -> str:
+    """Return in a sentence which schedule was taken, and why."""
+    micros = len(found.partition.micro_ids)
+    compute = [1e3 * (sum(each.forward_s) + sum(each.backward_s)) for each in measured.layers]
+    times = ", ".join(f"{each.schedule} {each.step_s:.3g} s" for each in timed if each is not found)
+    slowest = functools.reduce(LinkRate.slower_of, measured.links.values())
+    return (
+        f"pp.schedule=auto takes {found.schedule}: a step of {micros} micro-batches is predicted to take "
+        f"{found.step_s:.3g} s ({times}); all layers take {min(compute):.3g} to {max(compute):.3g} ms for a "
+        f"micro-batch on a rank, and the slowest link {_describe_link(slowest)}"
+    )
+
+
+def _describe_mode(job: Job, timed: Sequence[TimedRun], measured: MeasuredRanks) -> Chosen:
+    """Return which mode is taken, and why."""
+    found, *others = timed
+    from_scratch, spec = job.config.model.init == "scratch", job.config.dp.compress
+    cost = MEASURED[found.mode].cost(from_scratch=from_scratch)
+    times = ", ".join(f"{each.mode} {each.step_s:.3g} s" for each in others)
+    text = (
+        f"dp.compress={spec} takes {found.mode}: a step is predicted to take {found.step_s:.3g} s ({times}), at a loss "
+        f"cost of {cost:g}; the slowest link between replicas {_describe_link(measured.replica_link)}"
+    )
+    return Chosen("dp.mode", found.mode, text)
+
+
+def _describe_link(link: LinkRate) -> str:
+    if link == NO_TIME:
+        return "is NCCL"
+    return f"has {8e-6 * link.bytes_per_s:.3g} Mbit/s and a delay of {1e3 * link.delay_s:.2g} ms"
