@@ -215,6 +215,10 @@ class Planned:
             print(_describe_fastest(self.step, self.fastest, fits=self.fits))
         if is_chosen(self.config.pp.schedule) and self.config.pp.stages > 1:
             print("pp.schedule=auto is planned as 1f1b; the run chooses by what it measures at its start")
+        if self.config.pp.layers == "auto" and self.config.pp.stages > 1:
+            print(
+                "pp.layers=auto is planned for ranks that are alike; the run chooses by what it measures at its start"
+            )
         if self.config.dp.compress is not None:
             print(f"dp.compress={self.config.dp.compress} is planned as allreduce; the run chooses at its start")
         if self.limit is not None:

@@ -204,8 +204,14 @@ class PipelineConfig:
     """Whether evaluations send activations and rows without codecs."""
     transport: OwnTransport = "run"
     """Transport of activations and gradients between stages, as run.transport; "run" = that of run.transport."""
-    layers: tuple[Annotated[int, Range(0, 2**16)], ...] | None = None
-    """Transformer blocks per stage, first to last, without the embedding and the head. Default: balanced by cost."""
+    layers: tuple[Annotated[int, Range(0, 2**16)], ...] | Literal["auto"] | None = None
+    """Transformer blocks per stage, first to last, without the embedding and the head. Default: balanced by estimated
+    cost; "auto" = by the time that each rank measures at the start, and by its memory, for ranks that are unequal."""
+
+    @property
+    def blocks(self) -> tuple[int, ...] | None:
+        """Blocks per stage if `layers` gives them."""
+        return None if self.layers == "auto" else self.layers
 
     @property
     def num_exact_steps(self) -> int:

@@ -50,9 +50,9 @@ def check_elastic(job: Job) -> None:
             f"elastic.min_replicas={low} replicas cannot share the {micros} micro-batches of data.batch; give "
             f"--elastic.min_replicas {micros} or less, a smaller pp.micro, or a larger data.batch"
         )
-    if config.elastic.replan and config.pp.layers is not None:
+    if config.elastic.replan and config.pp.blocks is not None:
         raise ValueError(
-            f"pp.layers={list(config.pp.layers)} is for pp.stages={config.pp.stages}, but elastic.replan changes the "
+            f"pp.layers={list(config.pp.blocks)} is for pp.stages={config.pp.stages}, but elastic.replan changes the "
             "number of stages; remove pp.layers or elastic.replan"
         )
     ladder = job.plugins.ladder
@@ -69,6 +69,11 @@ def _check_given(config: Config) -> None:
         raise ValueError(
             "pp.schedule=auto measures all ranks at the start, and those of an elastic run come and go; give the "
             "schedule that is the fastest by acsgd plan RUN.toml --calibrate"
+        )
+    if config.pp.layers == "auto" and config.pp.stages > 1:
+        raise ValueError(
+            "pp.layers=auto measures all ranks at the start, and those of an elastic run come and go; give the blocks "
+            "of each stage, such as --pp.layers 8 4, or let faster replicas get more work: --data.deal speed"
         )
     if config.dp.compress is not None:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -38,24 +39,46 @@ def plan(costs: Sequence[float], stages: int) -> list[StageSpec]:
     """Split layers into contiguous, non-empty stages, minimising the cost of the most expensive stage.
 
     costs: one per layer, any unit. Raises ValueError if there are fewer layers than stages.
+    """
+    return plan_unequal([costs] * stages)
+
+
+def plan_unequal(costs: Sequence[Sequence[float]], largest: Mapping[int, int] | None = None) -> list[StageSpec]:
+    """Split layers into stages that are unequally fast, minimizing the cost of the most expensive one.
+
+    costs: by stage, one per layer, any unit. largest: the highest number of layers that some stages may have. Raises
+    ValueError if there are fewer layers than stages, or the stages may not have all layers.
     Exact, by dynamic programming over prefixes: O(stages * layers^2).
     """
-    num_layers = len(costs)
+    stages, num_layers, largest = len(costs), len(costs[0]), largest or {}
     if stages > num_layers:
         raise ValueError(
             f"there are more stages ({stages}) than layers ({num_layers}: an embedding, {num_layers - 2} blocks and "
             f"a head); use at most {num_layers}"
         )
-    total = [0.0, *itertools.accumulate(costs)]
-    # best[n]: (cost of the most expensive stage, cuts) for the first n layers in `count` stages
-    best: list[tuple[float, tuple[int, ...]]] = [(total[n], (0, n)) for n in range(num_layers + 1)]
-    for count in range(2, stages + 1):
+    totals = [[0.0, *itertools.accumulate(of_stage)] for of_stage in costs]
+
+    def cost(stage: int, first: int, last: int) -> float:
+        is_allowed = last - first <= largest.get(stage, num_layers)
+        return totals[stage][last] - totals[stage][first] if is_allowed else math.inf
+
+    # best[n]: (cost of the most expensive stage, cuts) for the first n layers in the stages before
+    best: list[tuple[float, tuple[int, ...]]] = [(cost(0, 0, n), (0, n)) for n in range(num_layers + 1)]
+    for stage in range(1, stages):
         longer = list(best)
-        for n in range(count, num_layers + 1):
-            cut = min(range(count - 1, n), key=lambda k: max(best[k][0], total[n] - total[k]))
-            longer[n] = (max(best[cut][0], total[n] - total[cut]), (*best[cut][1], n))
+        for n in range(stage + 1, num_layers + 1):
+            cut = min(range(stage, n), key=lambda k: max(best[k][0], cost(stage, k, n)))
+            longer[n] = (max(best[cut][0], cost(stage, cut, n)), (*best[cut][1], n))
         best = longer
+    if best[num_layers][0] == math.inf:
+        raise ValueError(f"the stages may have {sum(largest.values())} layers, but the model has {num_layers}")
     return [StageSpec(first, last) for first, last in itertools.pairwise(best[num_layers][1])]
+
+
+def blocks_of(specs: Sequence[StageSpec]) -> tuple[int, ...]:
+    """Return the number of blocks per stage: layers without the embedding and the head."""
+    last = len(specs) - 1
+    return tuple(spec.last - spec.first - (stage == 0) - (stage == last) for stage, spec in enumerate(specs))
 
 
 def plan_blocks(blocks: Sequence[int], num_blocks: int, stages: int) -> list[StageSpec]:

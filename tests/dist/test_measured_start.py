@@ -32,28 +32,28 @@ from acsgd.run.setup.inputs import open_inputs
 
 def start_and_train(
     rank: int, world_size: int, store: Path, config: Config
-) -> tuple[Config, str, Any, list[list[float]]]:
-    """Choose, then train; return the options, the sentence, what was measured, and the losses, also with that given.
+) -> tuple[Config, list[str], Any, list[list[float]]]:
+    """Choose, then train; return the options, the sentences, what was measured, and the losses, also with that given.
 
     Times of layers are 1 s on rank 0, 2 s on rank 1 and so on.
     """
     torch.set_num_threads(1)
     found = list[choose.MeasuredRanks]()
-    measure, choose_from = measured.measure_layers, auto.timed_schedules
+    measure, choose_from = measured.measure_layers, auto.timed_divisions
 
     def slowed(*args: Any) -> LayerTimes:
         times = measure(*args)
         assert min(times.forward_s) > 0 < min(times.backward_s)
         return LayerTimes(times.key, *[(1.0 + rank,) * len(times.forward_s)] * 2)
 
-    def recorded(partition: Any, ranks: choose.MeasuredRanks) -> Any:
+    def recorded(partition: Any, ranks: choose.MeasuredRanks, *largest: Any) -> Any:
         found.append(ranks)
-        return choose_from(partition, ranks)
+        return choose_from(partition, ranks, *largest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measured, "LAYERS_S", 0.0)
         patch.setattr(measured, "measure_layers", slowed)
-        patch.setattr(auto, "timed_schedules", recorded)
+        patch.setattr(auto, "timed_divisions", recorded)
         launch = Launch(rank, rank, world_size)
         job = prepare(config, launch)
         with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(store), world_size)) as groups:
@@ -62,18 +62,22 @@ def start_and_train(
             session = build_session(job, open_weight_source(job), groups)
             losses = train(session, batches_of(job))
     given = losses_of_rank(rank, world_size, Path(f"{store}-given"), [job.config])
-    return job.config, choices[0].text, found[0], [losses, *given]
+    return job.config, [each.text for each in choices], found[0], [losses, *given]
 
 
-def test_ranks_measure_and_decide_alike_and_train_as_with_the_schedule_given(
+def test_ranks_measure_and_decide_alike_and_train_as_with_the_schedule_and_the_layers_given(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    config = make_config(tiny_model("gpt2", n_layer=4, n_embd=16), tmp_path, stages=3, schedule="auto")
+    config = make_config(tiny_model("gpt2", n_layer=6, n_embd=16), tmp_path, stages=3, schedule="auto", layers="auto")
     by_rank = on_ranks(3, start_and_train, tmp_path / "store", config)
-    (chosen, note, ranks, losses), *others = by_rank
+    (chosen, (note, of_layers), ranks, losses), *others = by_rank
     assert all(each == by_rank[0] for each in others)
     assert chosen.pp.schedule != "auto"
     assert note.startswith(f"pp.schedule=auto takes {chosen.pp.schedule}: a step of 6 micro-batches is predicted")
+    blocks = chosen.pp.blocks
+    assert blocks is not None
+    assert blocks[0] > blocks[-1], "the first rank is three times as fast as the last"
+    assert of_layers.startswith(f"pp.layers=auto takes {' '.join(map(str, blocks))}: a step of 6 micro-batches is ")
     assert {*ranks.links} == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 0), (0, 2)}
     assert all(link.bytes_per_s > 0 < link.delay_s for link in ranks.links.values())
     assert [{*times.forward_s} for times in ranks.layers] == [{1.0}, {2.0}, {3.0}], "each rank has its own times"

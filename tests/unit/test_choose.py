@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +21,14 @@ from acsgd.launch import Launch
 from acsgd.pp.schedules.lowering import lower
 from acsgd.pp.schedules.schedules import CANDIDATES, SCHEDULES
 from acsgd.pp.schedules.simulate import Cost, simulate
-from acsgd.run.plan.choose import GAIN, SPLIT, MeasuredRanks, TimedRun, timed_modes, timed_schedules
+from acsgd.run.plan.choose import GAIN, SPLIT, MeasuredRanks, TimedRun, timed_divisions, timed_modes
 from acsgd.run.plan.job import prepare
 from acsgd.run.plan.model import describe_run_model
 from acsgd.run.plan.partition import Partition, divide_model, open_grid
 from acsgd.run.plan.plugins import parse_modes
 from acsgd.run.plan.rates import LayerTimes, LinkRate
 from acsgd.run.setup import auto
+from acsgd.shards.plan import blocks_of
 from acsgd.streams import open_streams
 from tests.lib.training import make_config
 
@@ -55,7 +59,7 @@ FREE = LinkRate(float("inf"))
 @pytest.mark.parametrize("link", [FREE, LinkRate(1e9, 0.5), LinkRate(1e9, 3.0), LinkRate(20e3, 0.1)])
 def test_no_other_schedule_makes_a_shorter_step(link: LinkRate, config: Config) -> None:
     """Each is simulated anew, with stages of two layers, or chunks of one, and split backwards that take longer."""
-    found = timed_schedules(divided(config), ranks(4, link))
+    found = timed_divisions(divided(config), ranks(4, link))
     times = {}
     message = 48 + config.data.sequence * 64 * 4
     for spec in CANDIDATES:
@@ -72,37 +76,96 @@ def test_no_other_schedule_makes_a_shorter_step(link: LinkRate, config: Config) 
 
 def test_a_choice_depends_on_the_links(config: Config) -> None:
     partition = divided(config)
-    taken = {timed_schedules(partition, ranks(4, link))[0].schedule for link in (FREE, LinkRate(1e9, 3.0))}
+    taken = {timed_divisions(partition, ranks(4, link))[0].schedule for link in (FREE, LinkRate(1e9, 3.0))}
     assert len(taken) == 2
     assert "1f1b" not in taken
 
 
 def test_schedules_that_other_options_do_not_allow_are_left_out(config: Config) -> None:
     whole = replace(config, model=replace(config.model, recompute="layers"))
-    found = timed_schedules(divided(whole), ranks(4, FREE))
+    found = timed_divisions(divided(whole), ranks(4, FREE))
     assert {each.schedule for each in found} == {"1f1b", "1f1b:lead=2", "interleaved:chunks=2"}
     for given in ({"layers": (1, 2, 2, 1)}, {"compress": "auto", "forward": "1=none"}):  # which count the stages
-        found = timed_schedules(divided(replace(config, pp=replace(config.pp, **given))), ranks(4, FREE))
+        found = timed_divisions(divided(replace(config, pp=replace(config.pp, **given))), ranks(4, FREE))
         assert {each.schedule for each in found} == {"1f1b", "1f1b:lead=2", "zb", "zb:lead=2"}
 
 
 def test_a_schedule_is_taken_that_fits_all_ranks(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     job: Any = prepare(config, Launch(0, 0, 4))
-    timed = timed_schedules(job, ranks(4, FREE))
+    timed = timed_divisions(job, ranks(4, FREE))
     assert timed[0].schedule != "1f1b"
 
-    def taken(fits: Callable[[str], bool], of_other_rank: str = "fits") -> str:
-        def check_fit(config: Config, *_: Any) -> None:
+    def taken(fits: Callable[[str], bool], of_other_rank: str | None = None) -> str:
+        def check_fit(config: Config, *_: Any) -> str | None:
             if not fits(config.pp.schedule):
-                raise ValueError
+                raise ValueError("too large")
+            return None
 
-        groups: Any = SimpleNamespace(all_gather_text=lambda _, text, timeout_s: [text, of_other_rank])
+        other = json.dumps({"reason": of_other_rank, "is_refused": False})
+        groups: Any = SimpleNamespace(all_gather_text=lambda _, text, timeout_s: [text, other])
         monkeypatch.setattr(auto, "check_fit", check_fit)
-        return auto._first_fitting(timed, job, Launch(0, 0, 4), groups).schedule
+        return auto._first_fitting(timed, ranks(4, FREE), job, Launch(0, 0, 4), groups).schedule
 
     assert taken(lambda _: True) == timed[0].schedule
     assert taken(lambda schedule: schedule != timed[0].schedule) == timed[1].schedule
-    assert taken(lambda _: True, of_other_rank="") == taken(lambda _: False) == "1f1b"
+    assert taken(lambda _: True, of_other_rank="may not fit") == taken(lambda _: False) == "1f1b"
+
+
+def unequal(config: Config, schedule: str = "1f1b") -> tuple[Partition, MeasuredRanks, list[float]]:
+    """Return a run with pp.layers=auto on ranks of which each takes another time per layer."""
+    layers_s = [1.0, 3.0, 2.0, 0.5]
+    of_ranks = tuple(LayerTimes("", (each,) * 8, (2 * each,) * 8) for each in layers_s)
+    partition = divided(replace(config, pp=replace(config.pp, layers="auto", schedule=schedule)))
+    return partition, ranks(4, FREE)._replace(layers=of_ranks), [3 * each for each in layers_s]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb", "auto"])
+def test_unequal_ranks_get_layers_by_the_time_that_they_take(schedule: str, config: Config) -> None:
+    partition, times, layer_s = unequal(config, schedule)
+    found = timed_divisions(partition, times)
+    assert found[0].step_s <= 0.7 * max(each.step_s for each in found if each.schedule == found[0].schedule)
+    chosen = found[0].partition
+    assert chosen.config.pp.layers == blocks_of(chosen.layout.specs)
+    if schedule == "1f1b":  # that balanced by cost has two layers on each rank
+        assert [each.layers for each in found][1:] == ["1 2 2 1"]
+        slowest = max(len(range(*spec)) * cost for spec, cost in zip(chosen.layout.specs, layer_s, strict=True))
+        every_cut = itertools.combinations(range(1, 8), 3)
+        sizes = [[b - a for a, b in itertools.pairwise((0, *cut, 8))] for cut in every_cut]
+        assert slowest == min(max(map(operator.mul, each, layer_s)) for each in sizes)
+
+
+def test_ranks_that_are_alike_keep_stages_balanced_by_cost(config: Config) -> None:
+    partition, _, _ = unequal(config)
+    first, *_ = timed_divisions(partition, ranks(4, FREE))
+    assert first.partition.layout.specs == divided(config).layout.specs
+
+
+@pytest.mark.parametrize("most", [3, 2, 1])
+def test_ranks_without_memory_get_fewer_layers(most: int, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rank is the fastest, and holds few layers. Without room for any, all ranks end with the same reason."""
+    partition, times, _ = unequal(config)
+    job: Any = SimpleNamespace(**vars(partition), disk_timeout_s=1)
+
+    def sizes(config: Config) -> list[int]:
+        assert isinstance(config.pp.layers, tuple)
+        first, *inner, last = config.pp.layers
+        return [first + 1, *inner, last + 1]
+
+    reasons = list[str]()
+
+    def check_fit(config: Config, *_: Any) -> None:
+        reasons[:] = ["", "", "", "too large" if sizes(config)[3] > most else ""]
+
+    def all_gather_text(_: str, text: str, timeout_s: float) -> list[str]:
+        return [json.dumps({"reason": each, "is_refused": bool(each)}) for each in reasons]
+
+    groups: Any = SimpleNamespace(all_gather_text=all_gather_text)
+    monkeypatch.setattr(auto, "check_fit", check_fit)
+    found = auto._first_fitting(timed_divisions(partition, times), times, job, Launch(0, 0, 4), groups)
+    assert sizes(found.partition.config)[3] == most
+    most = 0
+    with pytest.raises(ValueError, match="too large"):
+        auto._first_fitting(timed_divisions(partition, times), times, job, Launch(0, 0, 4), groups)
 
 
 RATES = [1e12, *(10.0**power for power in range(10, 2, -1))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 
 import pytest
@@ -16,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from acsgd.layers import recorders as known_values
 from acsgd.model_classes import MODEL_CLASSES, ModelClass
-from acsgd.shards.plan import StageSpec, layer_costs, plan, plan_blocks, token_flops
+from acsgd.shards.plan import StageSpec, blocks_of, layer_costs, plan, plan_blocks, plan_unequal, token_flops
 
 
 def costs_of(config: PreTrainedConfig, sequence: int, task: ModelClass = MODEL_CLASSES["lm"]) -> list[float]:
@@ -42,6 +43,28 @@ def test_no_other_split_has_a_faster_slowest_stage(seed: int) -> None:
             for cut in every_cut
         )
         assert slowest(costs, specs) == pytest.approx(best, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_split_over_unequal_stages_has_a_faster_slowest_one(seed: int) -> None:
+    draw = random.Random(seed)
+    layers, stages = draw.randint(4, 8), draw.randint(1, 4)
+    costs = [[draw.choice([0.1, 1.0, 7.0]) for _ in range(layers)] for _ in range(stages)]
+    largest = {draw.randrange(stages): draw.randint(1, 3)}
+
+    def cost(cut: tuple[int, ...]) -> float:
+        pairs = [*itertools.pairwise([0, *cut, layers])]
+        is_allowed = all(last - first <= largest.get(stage, layers) for stage, (first, last) in enumerate(pairs))
+        return max(sum(costs[n][slice(*pair)]) for n, pair in enumerate(pairs)) if is_allowed else math.inf
+
+    best = min(map(cost, itertools.combinations(range(1, layers), stages - 1)))
+    if best == math.inf:
+        with pytest.raises(ValueError, match="the stages may have"):
+            plan_unequal(costs, largest)
+    else:
+        specs = plan_unequal(costs, largest)
+        assert cost(tuple(spec.first for spec in specs[1:])) == pytest.approx(best, rel=1e-12)
+        assert plan_blocks(blocks_of(specs), layers - 2, stages) == specs
 
 
 def test_costs_are_those_of_shorter_sequences_if_values_of_large_masks_are_needed(

@@ -14,12 +14,13 @@ from transformers import PreTrainedModel
 from acsgd.config.options import Config
 from acsgd.dp.ladder import ModeRung
 from acsgd.launch import Launch
-from acsgd.pp.schedules.schedules import CANDIDATES
+from acsgd.pp.schedules.schedules import CANDIDATES, is_chosen
 from acsgd.pp.schedules.simulate import Cost
 from acsgd.pp.wire.ladder import codecs_of_links
 from acsgd.run.plan.partition import Partition, divide_model, open_grid
 from acsgd.run.plan.rates import LayerTimes, LinkRate, Rates
 from acsgd.run.plan.step_time import StepPlanner, ends_of, message_bytes, row_bytes
+from acsgd.shards.plan import blocks_of, plan_unequal
 
 GAIN = 1.02
 """Ratio of step times up to which a schedule with fewer activations, or a mode that costs less loss, is taken."""
@@ -60,6 +61,11 @@ class TimedRun(NamedTuple):
         return self.partition.config.pp.schedule
 
     @property
+    def layers(self) -> str:
+        """Its pp.layers, as they are typed."""
+        return " ".join(map(str, self.partition.config.pp.blocks or ()))
+
+    @property
     def mode(self) -> str:
         """Its dp.mode."""
         return self.partition.config.dp.mode
@@ -72,13 +78,17 @@ def with_options(partition: Partition, config: Config) -> Partition:
     return divide_model(config, open_grid(config, launch), partition.model, partition.streams, partition.layout.costs)
 
 
-def timed_schedules(partition: Partition, measured: MeasuredRanks) -> list[TimedRun]:
-    """Return the runs with the schedules that pp.schedule=auto may take, the one to take first.
+def timed_divisions(
+    partition: Partition, measured: MeasuredRanks, largest: Mapping[int, int] | None = None
+) -> list[TimedRun]:
+    """Return the runs that pp.schedule=auto and pp.layers=auto may take, the one to take first.
 
-    Those within GAIN of the shortest step come first, with few activations before those with more.
+    Those within GAIN of the shortest step come first, with few activations before those with more, and stages that are
+    balanced by estimated cost before those that are by time. largest: see `plan_unequal`, for the only schedule.
     """
     built = partition.model.build(partition.shapes.dtype)
-    return _shortest_first([TimedRun(each, step_time(each, measured, built)) for each in _candidates(partition)])
+    divisions = [each for changed in _scheduled(partition) for each in _with_layers(changed, measured, largest or {})]
+    return _shortest_first([TimedRun(each, step_time(each, measured, built)) for each in divisions])
 
 
 def _shortest_first(timed: Sequence[TimedRun]) -> list[TimedRun]:
@@ -87,16 +97,31 @@ def _shortest_first(timed: Sequence[TimedRun]) -> list[TimedRun]:
     return sorted(timed, key=lambda each: max(each.step_s, limit))
 
 
-def _candidates(partition: Partition) -> Iterator[Partition]:
+def _scheduled(partition: Partition) -> Iterator[Partition]:
     """Yield the possible runs with other schedules; where links have given codecs, those with the same links."""
     pp = partition.config.pp
     keeps_links = codecs_of_links(pp.forward) is not None or codecs_of_links(pp.backward) is not None
-    for spec in CANDIDATES:
+    for spec in CANDIDATES if is_chosen(pp.schedule) else (pp.schedule,):
         with suppress(ValueError):  # such as recomputation, which does not split backwards, or too few layers
             changed = with_options(partition, replace(partition.config, pp=replace(pp, schedule=spec)))
             changed.programs.program(len(changed.micro_ids))
             if not keeps_links or changed.layout.placement == partition.layout.placement:
                 yield changed
+
+
+def _with_layers(partition: Partition, measured: MeasuredRanks, largest: Mapping[int, int]) -> Iterator[Partition]:
+    """Yield a run as it is, and, with pp.layers=auto, with stages balanced by time. largest: see `plan_unequal`."""
+    config, layout = partition.config, partition.layout
+    if config.pp.layers != "auto":
+        yield partition
+        return
+    by_rank = [list(map(sum, zip(times.forward_s, times.backward_s, strict=True))) for times in measured.layers]
+    of_stages = [by_rank[layout.placement.rank_of(stage)] for stage in range(len(layout.specs))]
+    divisions = [plan_unequal(of_stages, largest)]
+    if all(len(range(*spec)) <= largest.get(stage, math.inf) for stage, spec in enumerate(layout.specs)):
+        divisions.insert(0, layout.specs)
+    for blocks in dict.fromkeys(map(blocks_of, divisions)):
+        yield with_options(partition, replace(config, pp=replace(config.pp, layers=blocks)))
 
 
 def timed_modes(partition: Partition, measured: MeasuredRanks, rungs: Sequence[ModeRung]) -> list[TimedRun]:

@@ -179,7 +179,9 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True, model: RunMo
     model = model or _open_model(config, launch, streams, trains=trains)
     with report_if_slow(print_note, lambda: f"planning {model.describe_size()}", enabled=launch.rank == 0):
         partition = divide_model(config, grid, model, streams)
-        note = check_fit(config, launch, model, streams) if trains else None
+        # pp.layers=auto gives ranks without room fewer layers, once they have measured them
+        is_divided = config.pp.layers != "auto" or config.pp.stages == 1
+        note = check_fit(config, launch, model, streams) if trains and is_divided else None
     if note is not None and launch.rank == 0:
         print_note(note)
     tokenizer = load_tokenizer(model.tokenizer, model.config, model.directory)

@@ -162,7 +162,7 @@ def sizes_of(config: Config) -> dict[str, int]:
 
 def costs_of(config: Config, model: RunModel, stages: int, streams: Streams) -> tuple[float, ...] | None:
     """Return the estimated cost of each layer; None if there is nothing to balance."""
-    if stages == 1 or stages > len(model.layers) or config.pp.layers is not None:
+    if stages == 1 or stages > len(model.layers) or config.pp.blocks is not None:
         return None
     return layers_cache(config).costs(model.config, model.derived, sizes_of(config), device=streams.device.type)
 
@@ -175,8 +175,8 @@ def divide(config: Config, model: RunModel, stages: int, costs: Sequence[float] 
             f"pp.stages={config.pp.stages} with pp.schedule={config.pp.schedule} needs {stages} stages, but the model "
             f"has {num_layers} layers (an embedding, {num_layers - 2} blocks, a head); use fewer stages or chunks"
         )
-    if config.pp.layers is not None:
-        return plan_blocks(config.pp.layers, num_layers - 2, stages)
+    if config.pp.blocks is not None:
+        return plan_blocks(config.pp.blocks, num_layers - 2, stages)
     return [StageSpec(0, num_layers)] if costs is None else plan(training_costs(costs, model.description), stages)
 
 

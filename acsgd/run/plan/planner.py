@@ -88,7 +88,7 @@ class RunPlanner:
         check_options(config)
         grid = open_grid(config, Launch(world_size=self._world, local_world_size=self._per_host))
         streams = Streams(torch.device("cuda" if self.on_gpu else "cpu"))
-        costs = self.costs if config.pp.layers is None and config.pp.stages > 1 else None
+        costs = self.costs if config.pp.blocks is None and config.pp.stages > 1 else None
         return divide_model(config, grid, self._model, streams, costs)
 
     @cached_property

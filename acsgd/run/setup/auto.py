@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from acsgd.dp.ladder import MEASURED
 from acsgd.errors import CorruptFileError
@@ -21,8 +21,8 @@ from acsgd.run.plan.choose import (
     NO_TIME,
     MeasuredRanks,
     TimedRun,
+    timed_divisions,
     timed_modes,
-    timed_schedules,
     with_mode,
     with_options,
 )
@@ -48,28 +48,33 @@ class Chosen(NamedTuple):
 
 
 def choose_options(job: Job, launch: Launch, groups: Groups) -> tuple[Job, list[Chosen]]:
-    """Return the job with what pp.schedule=auto and dp.compress=auto take. A collective call.
+    """Return the job with what pp.schedule=auto, pp.layers=auto and dp.compress=auto take. A collective call.
 
-    Returns the job as it is if neither is given, or there is nothing to choose: one stage, or one replica. The mode is
+    Returns the job as it is if none is given, or there is nothing to choose: one stage, or one replica. The mode is
     that of the checkpoint to resume from, if there is one with several replicas: others lack its state. Raises
-    ValueError if this rank has no memory for the layers that are measured.
+    ValueError if this rank has no memory for the layers that are measured, or no division fits the ranks.
     """
     config, topology, chosen = job.config, job.topology, list[Chosen]()
     wants_schedule = topology.stages > 1 and is_chosen(config.pp.schedule)
+    wants_layers = topology.stages > 1 and config.pp.layers == "auto"
     wants_mode = topology.replicas > 1 and config.dp.compress is not None
     if wants_mode and (kept := _kept_mode(job, groups)) is not None:
         wants_mode, job = False, _with(job, with_options(job, with_mode(config, kept)))
         text = f"dp.compress={config.dp.compress} keeps {kept}, the mode of the checkpoint"
         chosen.append(Chosen("dp.mode", kept, text))
-    if not (wants_schedule or wants_mode):
+    if not (wants_schedule or wants_layers or wants_mode):
         return job, chosen
     with report_if_slow(print_note, lambda: "measuring layers and links", enabled=topology.rank == 0):
         measured = measure_ranks(job, groups)
-        if wants_schedule:
-            timed = timed_schedules(job, measured)
-            found = _first_fitting(timed, job, launch, groups)
+        if wants_schedule or wants_layers:
+            timed = timed_divisions(job, measured)
+            found = _first_fitting(timed, measured, job, launch, groups)
             job = _with(job, found.partition)
-            chosen.append(Chosen("pp.schedule", found.schedule, _describe_schedule(found, timed, measured)))
+        if wants_schedule:
+            chosen.append(_describe_division("pp.schedule", found.schedule, found, timed, measured))
+        if wants_layers:
+            alike = [each for each in timed if each.schedule == found.schedule]
+            chosen.append(_describe_division("pp.layers", found.layers, found, alike, measured))
         if wants_mode:
             chosen.append(_describe_mode(job, timed := timed_modes(job, measured, parse_modes(config)), measured))
             job = _with(job, timed[0].partition)
@@ -103,31 +108,69 @@ def _saved_mode(job: Job) -> tuple[int, str] | None:
     return None
 
 
-def _first_fitting(timed: Sequence[TimedRun], job: Job, launch: Launch, groups: Groups) -> TimedRun:
-    """Return the first run that fits the memory of all ranks; that with 1F1B is known to. A collective call."""
+def _first_fitting(
+    timed: Sequence[TimedRun], measured: MeasuredRanks, job: Job, launch: Launch, groups: Groups
+) -> TimedRun:
+    """Return the first run that fits the memory of all ranks. A collective call.
+
+    With pp.layers=auto, ranks that a run does not fit get fewer layers. If none fits, returns the first that may, since
+    activations on GPUs are estimates, or raises ValueError. With given layers, 1F1B is known to fit.
+    """
+    likely, reason = None, ""
     for each in timed:
-        if each.schedule == CANDIDATES[0]:
-            break
-        try:
-            fits = check_fit(each.partition.config, launch, job.model, job.streams) is None
-        except ValueError:
-            fits = False
-        if all(groups.all_gather_text("fitting schedules", "fits" if fits else "", timeout_s=job.disk_timeout_s)):
-            break
-    return each
+        if each.schedule == CANDIDATES[0] and job.config.pp.layers != "auto":
+            return each
+        run, largest = each, dict[int, int]()
+        while run is not None:
+            fits = gather_reports(groups, job, _fit(run.partition, launch))
+            reason = next((of_rank["reason"] for of_rank in fits if of_rank["reason"]), "")
+            if not reason:
+                return run
+            likely = likely or (None if any(of_rank["is_refused"] for of_rank in fits) else run)
+            full = {rank % job.topology.stages for rank, of_rank in enumerate(fits) if of_rank["reason"]}
+            run = _relieved(run, full, largest, measured) if job.config.pp.layers == "auto" else None
+    if likely is None:
+        raise ValueError(reason)
+    return likely
 
 
-def _describe_schedule(found: TimedRun, timed: Sequence[TimedRun], measured: MeasuredRanks) -> str:
-    """Return in a sentence which schedule was taken, and why."""
+def _fit(partition: Partition, launch: Launch) -> dict[str, Any]:
+    """Return why a run does not fit the memory of this rank, "" if it does, and whether that is sure."""
+    try:
+        return {"reason": check_fit(partition.config, launch, partition.model, partition.streams), "is_refused": False}
+    except ValueError as error:
+        return {"reason": str(error), "is_refused": True}
+
+
+def _relieved(
+    run: TimedRun, positions: Collection[int], largest: dict[int, int], measured: MeasuredRanks
+) -> TimedRun | None:
+    """Return a run in which ranks have fewer layers, None without one. largest: see `plan_unequal`; lowered here."""
+    layout, config = run.partition.layout, run.partition.config
+    stages = [stage for position in positions for stage in layout.placement.stages_of(position)]
+    largest.update({stage: len(range(*layout.specs[stage])) - 1 for stage in stages})
+    undivided = replace(run.partition, config=replace(config, pp=replace(config.pp, layers="auto")))
+    try:
+        return timed_divisions(undivided, measured, largest)[0]
+    except ValueError:  # the other ranks may not have as many layers as remain
+        return None
+
+
+def _describe_division(
+    option: str, value: str, found: TimedRun, timed: Sequence[TimedRun], measured: MeasuredRanks
+) -> Chosen:
+    """Return which value of pp.schedule or pp.layers is taken, and why. timed: that run and those with others."""
     micros = len(found.partition.micro_ids)
     compute = [1e3 * (sum(each.forward_s) + sum(each.backward_s)) for each in measured.layers]
-    times = ", ".join(f"{each.schedule} {each.step_s:.3g} s" for each in timed if each is not found)
+    values = {each.schedule if option == "pp.schedule" else each.layers: each.step_s for each in reversed(timed)}
+    times = ", ".join(f"{other} {values[other]:.3g} s" for other in reversed(values) if other != value)
     slowest = functools.reduce(LinkRate.slower_of, measured.links.values())
-    return (
-        f"pp.schedule=auto takes {found.schedule}: a step of {micros} micro-batches is predicted to take "
-        f"{found.step_s:.3g} s ({times}); all layers take {min(compute):.3g} to {max(compute):.3g} ms for a "
+    text = (
+        f"{option}=auto takes {value}: a step of {micros} micro-batches is predicted to take {found.step_s:.3g} s "
+        f"({times or 'as balanced by cost'}); all layers take {min(compute):.3g} to {max(compute):.3g} ms for a "
         f"micro-batch on a rank, and the slowest link {_describe_link(slowest)}"
     )
+    return Chosen(option, value, text)
 
 
 def _describe_mode(job: Job, timed: Sequence[TimedRun], measured: MeasuredRanks) -> Chosen:
