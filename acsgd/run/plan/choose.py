@@ -119,7 +119,7 @@ def _with_layers(partition: Partition, measured: MeasuredRanks, largest: Mapping
     of_stages = [by_rank[layout.placement.rank_of(stage)] for stage in range(len(layout.specs))]
     divisions = [plan_unequal(of_stages, largest)]
     if all(len(range(*spec)) <= largest.get(stage, math.inf) for stage, spec in enumerate(layout.specs)):
-        divisions.insert(0, layout.specs)
+        divisions.insert(0, [*layout.specs])
     for blocks in dict.fromkeys(map(blocks_of, divisions)):
         yield with_options(partition, replace(config, pp=replace(config.pp, layers=blocks)))
 

@@ -120,7 +120,8 @@ def _first_fitting(
     for each in timed:
         if each.schedule == CANDIDATES[0] and job.config.pp.layers != "auto":
             return each
-        run, largest = each, dict[int, int]()
+        run: TimedRun | None = each
+        largest = dict[int, int]()
         while run is not None:
             fits = gather_reports(groups, job, _fit(run.partition, launch))
             reason = next((of_rank["reason"] for of_rank in fits if of_rank["reason"]), "")
