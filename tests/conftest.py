@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from types import ModuleType
@@ -16,6 +16,7 @@ import torch
 from lib.models import save_tiny_model
 from lib.patience import TEST_S, stretched
 from lib.shared import DIRECTORY, share_caches, use_own_caches
+from lib.stores import STORES, open_store, s3_server
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -133,6 +134,20 @@ def unknown_tests(pytestconfig: pytest.Config) -> list[str]:
 def own_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Examine models as outside of tests, where that is what is tested."""
     use_own_caches(monkeypatch.setattr)
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Address of an empty directory, without a slash at its end."""
+    with open_store(request.param) as address:
+        yield address
+
+
+@pytest.fixture
+def s3() -> Iterator[Any]:
+    """A server that speaks S3, with a bucket "bucket"."""
+    with s3_server() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,9 @@ import os
 import socket
 import sys
 import tracemalloc
-import uuid
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import datasets
 import fsspec
@@ -485,13 +485,21 @@ def test_real_zstd_files_are_read(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def address() -> str:
-    """A directory of a file system in memory, with the same records as JSON lines and as a compressed file."""
-    name = f"memory://{uuid.uuid4()}"
+def address(store: str) -> str:
+    """A directory of a store, with the same records as JSON lines and as a compressed file."""
     for file in ("a.jsonl", "data/b.jsonl.gz", ".cache/c.jsonl", "LICENSE.txt"):
         content = LINES.encode()
-        fsspec.filesystem("memory").pipe(f"{name}/{file}", gzip.compress(content) if file.endswith("gz") else content)
-    return name
+        put(f"{store}/{file}", gzip.compress(content) if file.endswith("gz") else content)
+    return store
+
+
+def files_of(address: str) -> Any:
+    """Return the file system of an address."""
+    return fsspec.core.url_to_fs(address, skip_instance_cache=True)[0]
+
+
+def put(address: str, content: bytes) -> None:
+    files_of(address).pipe(address, content)
 
 
 def test_files_at_an_address_are_read_as_local_ones(address: str, tmp_path: Path) -> None:
@@ -502,12 +510,12 @@ def test_files_at_an_address_are_read_as_local_ones(address: str, tmp_path: Path
 
 
 def test_what_changes_at_an_address_changes_the_fingerprint(address: str) -> None:
-    files, former = fsspec.filesystem("memory"), only(address).fingerprint
+    former = only(address).fingerprint
     assert only(address).fingerprint == former
     for change in (
-        lambda: files.pipe(f"{address}/a.jsonl", LINES[::-1].encode()),
-        lambda: files.pipe(f"{address}/c.jsonl", LINES.encode()),
-        lambda: files.rm(f"{address}/data/b.jsonl.gz"),
+        lambda: put(f"{address}/a.jsonl", LINES[::-1].encode()),
+        lambda: put(f"{address}/c.jsonl", LINES.encode()),
+        lambda: files_of(address).rm(f"{address}/data/b.jsonl.gz"),
     ):
         change()
         assert only(address).fingerprint != former
@@ -540,11 +548,11 @@ def raise_full(*_: object) -> None:
 
 
 def test_files_at_an_address_that_cannot_be_read_are_named(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = fsspec.filesystem("memory")
-    with pytest.raises(ValueError, match=r"data.sources: memory://none/a.jsonl cannot be read \(it does not exist\)"):
-        _ = only("memory://none/a.jsonl").fingerprint
-    with pytest.raises(ValueError, match=r"memory://none holds no files that can be read, \*.jsonl"):
-        read("memory://none")
+    none = f"{address}none"
+    with pytest.raises(ValueError, match=rf"data.sources: {none}/a.jsonl cannot be read \(it does not exist\)"):
+        _ = only(f"{none}/a.jsonl").fingerprint
+    with pytest.raises(ValueError, match=rf"{none} holds no files that can be read, \*.jsonl"):
+        read(none)
     with monkeypatch.context() as patched:
         patched.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=5))
         with pytest.raises(ValueError, match=f"room for 0.0 GB; set TMPDIR to .* without a copy: stream:{address}/a"):
@@ -561,13 +569,13 @@ def test_files_at_an_address_that_cannot_be_read_are_named(address: str, monkeyp
     source = only(address)
     assert isinstance(source, FsspecFiles)
     with monkeypatch.context() as patched, source.open(f"{address}/a.jsonl") as content:
-        patched.setattr(type(files.open(f"{address}/a.jsonl")), "read", raise_full, raising=False)
+        patched.setattr(type(files_of(address).open(f"{address}/a.jsonl")), "read", raise_full, raising=False)
         with pytest.raises(ConnectionLostError, match="No space"):
             content.read(1)
     with pytest.raises(OSError, match="of a reader"), source.open(f"{address}/a.jsonl"):
         raise OSError("of a reader")
     with pytest.raises(ValueError, match=r"a.jsonl changed while it was read"), source.open(f"{address}/a.jsonl"):
-        files.pipe(f"{address}/a.jsonl", b"{}")
-    files.pipe(f"{address}/train/a.jsonl", b"{}")
+        put(f"{address}/a.jsonl", b"{}")
+    put(f"{address}/train/a.jsonl", b"{}")
     with pytest.raises(ValueError, match=rf"has several splits, others, train; give .* such as {address}/\*train\*"):
         read(address)

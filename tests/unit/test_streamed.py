@@ -6,7 +6,6 @@ import contextlib
 import gzip
 import json
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -272,14 +271,14 @@ def test_a_file_at_an_address_is_read_from_any_record_on(
 
 @pytest.mark.parametrize("ending", WRITERS)
 def test_files_of_fsspec_are_read_from_any_record_on(
-    ending: str, delays: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ending: str, store: str, delays: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And continue after an error of the file system."""
     WRITERS[ending](tmp_path / "a", FIELDS)
-    files, address = fsspec.filesystem("memory"), f"memory://{uuid.uuid4()}"
+    files = fsspec.core.url_to_fs(store, skip_instance_cache=True)[0]
     for name in ("a", "b"):
-        files.pipe(f"{address}/{name}{ending}", (tmp_path / "a").read_bytes())
-    source = stream(address)
+        files.pipe(f"{store}/{name}{ending}", (tmp_path / "a").read_bytes())
+    source = stream(store)
     records, after = read(source)
     assert fields_of(records) == [*FIELDS, *FIELDS]
     cursor, count = after[50]
@@ -290,7 +289,7 @@ def test_files_of_fsspec_are_read_from_any_record_on(
 
     def failing(*args: object, **options: object) -> object:
         for error in failures:
-            with opened(files, f"{address}/0{ending}", "wb") as later:  # not of the files that were listed
+            with opened(files, f"{store}/0{ending}", "wb") as later:  # not of the files that were listed
                 later.write(b"")
             raise error
         return opened(*args, **options)

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import threading
 import time
-import urllib.request
-import uuid
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lib.commands import acsgd
 from lib.models import NO_LAYERS
-from lib.saved import small_run, train_alone
+from lib.saved import SMALL, small_run, train_alone
+from lib.stores import STORES, accept, open_store
 
 from acsgd.comm.waits import DIRECT
 from acsgd.io.checkpoint import upload
 from acsgd.io.checkpoint.copies import SHARED, Disks
 from acsgd.io.checkpoint.directory import CheckpointDirectory
-from acsgd.io.checkpoint.upload import Uploader
+from acsgd.io.checkpoint.upload import Uploader, UploadingRun
 from acsgd.io.files import remote as remote_files
 from acsgd.io.files.checksum import file_checksum
 from acsgd.io.files.remote import CHUNK_BYTES, RemoteDirectory, check_address, explain_remote, fetch_directory
@@ -37,6 +39,12 @@ LIMIT_S = 30.0
 NAMES = ("a", "b", "c")
 
 
+@pytest.fixture(autouse=True)
+def _in_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Keep ids in a directory of each test."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The directory in which local copies are kept."""
@@ -44,9 +52,10 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "home"
 
 
-@pytest.fixture(params=["file", "memory"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"file://{tmp_path}/target dir" if request.param == "file" else f"memory://{uuid.uuid4()}"
+@pytest.fixture(params=["file", *STORES])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    with open_store(request.param) if request.param != "file" else nullcontext(f"file://{tmp_path}/target dir") as name:
+        yield name
 
 
 def checkpoint(directory: Path, step: int, *, size: int = 1000, hosts: dict[str, list[str]] | None = None) -> Path:
@@ -66,10 +75,18 @@ class Uploads:
     """An uploader and what it notes."""
 
     def __init__(
-        self, address: str, disks: Disks = SHARED, disk: int = 0, rate: float | None = None, run: str = "runs/one"
+        self,
+        address: str,
+        disks: Disks = SHARED,
+        disk: int = 0,
+        rate: float | None = None,
+        run: str = "runs/one",
+        id_: str = "1",
+        resumed: Path | None = None,
     ) -> None:
         self.notes: list[str] = []
-        self.uploader = Uploader(address, disks, disk, run=run, bytes_per_s=rate, note=self.notes.append)
+        own = UploadingRun(run, id_, Path("upload-id"), resumed)
+        self.uploader = Uploader(address, disks, disk, run=own, bytes_per_s=rate, note=self.notes.append)
 
     def send(self, *paths: Path) -> list[str]:
         with self.uploader:
@@ -120,6 +137,61 @@ def test_an_address_belongs_to_one_run(address: str, tmp_path: Path) -> None:
     (note,) = Uploads(address, run="runs/two").send(theirs)
     assert f"not be uploaded to {address}: it holds checkpoints of the run with log.dir=runs/one, not runs/two" in note
     assert content(address, ours.name) == {each.name: each.read_bytes() for each in ours.iterdir()}
+
+
+def test_of_two_runs_with_one_name_only_one_uploads(address: str, tmp_path: Path) -> None:
+    """One that resumes from a checkpoint at the address continues the run, also if the former one comes back."""
+    paths = [checkpoint(tmp_path / "checkpoints", step) for step in (7, 8, 9)]
+    former, other, later = Uploads(address), Uploads(address, id_="2"), Uploads(address, id_="3", resumed=paths[0])
+    assert former.send(paths[0])[0].startswith("uploaded")
+    (refused,) = other.send(paths[1])
+    advice = f"to continue that one, give checkpoint.resume={address}, else give each run an address of its own"
+    assert f"{address}: it holds checkpoints of another run with log.dir=runs/one; {advice}" in refused
+    assert later.send(paths[1])[0].startswith("uploaded")
+    again = Uploads(address, resumed=paths[0])
+    assert again.send(paths[2])[0].startswith("uploaded")
+    (taken,) = Uploads(address, id_="3").send(paths[2])
+    assert "another run with log.dir=runs/one" in taken
+
+
+def test_a_run_that_loses_the_address_while_it_trains_does_not_take_it_back(address: str, tmp_path: Path) -> None:
+    paths = [checkpoint(tmp_path / "checkpoints", step) for step in (7, 8, 9)]
+    uploads = Uploads(address, resumed=paths[0])
+    with uploads.uploader:
+        for path, id_ in zip(paths, ("1", "2"), strict=False):
+            RemoteDirectory.open(address).write(upload.OWNER, f"runs/one\n{id_}".encode())
+            uploads.uploader.submit(path)
+            assert uploads.uploader.wait(LIMIT_S)
+    assert [note.startswith("uploaded") for note in uploads.notes] == [True, False]
+
+
+@pytest.mark.soak
+def test_a_run_keeps_its_id_and_another_one_of_its_name_gets_another(
+    tiny_model: Callable[..., Path], tmp_path: Path, home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Resumed on its disk; from the address without its disk; begun anew."""
+    address = f"file://{tmp_path}/target"
+    config = small_run(tiny_model("gpt2", **SMALL), tmp_path / "run", upload=address)
+    config = replace(config, log=replace(config.log, to="print"))
+
+    def trained(steps: int, resume: str) -> bool:
+        """Return whether the run has the address."""
+        options = replace(config.checkpoint, resume=resume)
+        run = replace(config, optim=replace(config.optim, steps=steps), checkpoint=options)
+        train_alone(with_local_checkpoint(run))
+        (owner,) = RemoteDirectory.open(address).read(upload.OWNER).splitlines()[1:]
+        is_owner = owner.decode() == (tmp_path / "run/upload-id").read_text()
+        assert is_owner == ("another run with log.dir=" not in "".join(capfd.readouterr()))
+        return is_owner
+
+    assert trained(2, "auto")
+    assert trained(3, "auto")
+    shutil.rmtree(tmp_path / "run")
+    assert trained(4, address)
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/upload-id").write_text("of a run that is gone")
+    assert not trained(2, "auto")
 
 
 def test_a_cut_names_its_error_and_leaves_no_file(address: str, tmp_path: Path) -> None:
@@ -309,58 +381,69 @@ def test_no_message_holds_the_signature_of_an_address() -> None:
     assert explain_remote(error) == "403 for https://host/key and more"
 
 
+@pytest.mark.parametrize("address", ["file", *STORES[1:]], indirect=True)
 def test_a_run_uploads_and_continues_from_there_without_its_disk(
-    tiny_model: Callable[..., Path], tmp_path: Path, home: Path
+    address: str, tiny_model: Callable[..., Path], tmp_path: Path, home: Path
 ) -> None:
     """Also a model for another run; a newer checkpoint on the disk counts more than an older one there."""
-    target = f"file://{tmp_path}/target"
-    config = small_run(tiny_model(n_layer=1), tmp_path / "run", upload=target, resume=target)
+    config = small_run(tiny_model(n_layer=1), tmp_path / "run", upload=address, resume=address)
     assert with_local_checkpoint(config).checkpoint.resume == "auto", "nothing is there yet"
     train_alone(with_local_checkpoint(config))
     saved = CheckpointDirectory(tmp_path / "run/checkpoints")
     newest = saved.of(saved.steps()[-1])
-    uploaded = tmp_path / "target" / newest.name
-    assert {each.name: each.read_bytes() for each in uploaded.iterdir()} == {
-        each.name: each.read_bytes() for each in newest.iterdir()
-    }
+    assert content(address, newest.name) == {each.name: each.read_bytes() for each in newest.iterdir()}
+    owner = RemoteDirectory.open(address).read(upload.OWNER).decode().splitlines()
+    assert owner == [str(tmp_path / "run"), (tmp_path / "run/upload-id").read_text()]
     assert with_local_checkpoint(config).checkpoint.resume == "auto", "it is here, too"
     shutil.rmtree(tmp_path / "run")
     resumed = Path(with_local_checkpoint(config).checkpoint.resume)
     assert resumed.is_relative_to(home)
     assert not list(ShardDirectory(resumed).corrupt_files())
     assert ShardDirectory(resumed).step == 2
-    model = find_model(target, option="model.name")
+    model = find_model(address, option="model.name")
     assert model == resumed
-    with pytest.raises(ValueError, match=r"model.name=file:.* cannot be read: it has no config.json"):
-        find_model(f"file://{tmp_path}/home", option="model.name")
+    with pytest.raises(ValueError, match=r"model.name=.* cannot be read: it has no config.json"):
+        find_model(f"{address}/home", option="model.name")
 
 
-def accept(server: Any, requests: float) -> None:
-    """Let the server examine credentials, of which it knows none, after some number of requests."""
-    host, port = server.get_host_and_port()
-    url, headers = f"http://{host}:{port}/moto-api/reset-auth", {"Content-Type": "text/plain"}
-    urllib.request.urlopen(urllib.request.Request(url, str(requests).encode(), headers)).close()
+def files_in(directory: Path) -> dict[str, bytes]:
+    return {each.name: each.read_bytes() for each in directory.iterdir()}
 
 
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A server that speaks S3, with a bucket "bucket"."""
-    for module in ("s3fs", "moto", "flask"):
-        pytest.importorskip(module)
-    from moto.server import ThreadedMotoServer
+@pytest.mark.soak
+@pytest.mark.parametrize("address", STORES[1:], indirect=True)
+@pytest.mark.parametrize("stream", ["", "stream:"])
+def test_a_run_has_nothing_but_addresses(
+    address: str, stream: str, tiny_model: Callable[..., Path], tmp_path: Path, home: Path
+) -> None:
+    """Model, data, uploads and generated text; it loses its disk and ends as the run that has all of it on a disk."""
+    local = tmp_path / "local"
+    local.mkdir()
+    (local / "data.jsonl").write_text("".join(json.dumps({"text": f"The {n}th line. " * 3}) + "\n" for n in range(50)))
+    model = tiny_model(n_layer=1)
+    for directory, files in (("model", model.iterdir()), ("data", [local / "data.jsonl"])):
+        for file in files:
+            RemoteDirectory.open(address).of(directory).send(file, lambda size: None)
 
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    accept(server, math.inf)
-    host, port = server.get_host_and_port()
-    values = {"ENDPOINT_URL": f"http://{host}:{port}", "ACCESS_KEY_ID": "AKIAKEY", "SECRET_ACCESS_KEY": "hush"}
-    for name, value in {**values, "DEFAULT_REGION": "us-east-1"}.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
-    import s3fs
+    def trained(place: str, data: str, name: str, steps: int, **checkpoint: Any) -> Path:
+        config = small_run(Path("m"), tmp_path / name, steps=steps, **checkpoint)
+        sources = replace(config.data, sources=f"{stream}{data}/data.jsonl", eval_fraction=0.0)
+        schedule = replace(config.optim, schedule="constant")
+        config = replace(config, model=replace(config.model, name=place), data=sources, optim=schedule)
+        return CheckpointDirectory(train_alone(with_local_checkpoint(config))).of(steps)
 
-    s3fs.S3FileSystem(skip_instance_cache=True).makedirs("bucket", exist_ok=True)
-    yield server
-    server.stop()
+    expected = trained(str(model), str(local), "undisturbed", 4)
+    options = {"upload": f"{address}/run", "resume": f"{address}/run"}
+    trained(f"{address}/model", f"{address}/data", "run", 2, **options)
+    shutil.rmtree(tmp_path / "run")
+    ended = trained(f"{address}/model", f"{address}/data", "run", 4, **options)
+    assert CheckpointDirectory(ended.parent).steps() == [3, 4]
+    assert Manifest.read(ended).layers == Manifest.read(expected).layers
+    assert content(f"{address}/run", ended.name) == files_in(ended)
+    for place, prompts, out in ((expected, local, "one"), (f"{address}/run", f"{address}/data", "other")):
+        options = ["--file", f"{prompts}/data.jsonl", "--max-new-tokens", "2", "--out", tmp_path / out]
+        assert acsgd("generate", place, *options)[0] == 0
+    assert (tmp_path / "one").read_text() == (tmp_path / "other").read_text() != ""
 
 
 @pytest.mark.soak

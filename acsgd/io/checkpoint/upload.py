@@ -12,21 +12,35 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from acsgd.io.checkpoint.copies import Disks, RateLimit
+from acsgd.io.files.atomic import replace_text
 from acsgd.io.files.remote import RemoteDirectory, explain_remote
 from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
 
 SENT = ".sent-{}.json"
 """Name of the list of files that a disk has sent."""
 OWNER = "run.txt"
-"""Name of the file at the address that names the run whose checkpoints it holds, by its log.dir."""
+"""Name of the file at the address that names the run whose checkpoints it holds: its log.dir, and its id."""
 POLL_S = 2.0
 """Seconds between two looks at what other hosts have sent."""
 OTHERS_S = 600.0
 """Time without a new file of another host after which it counts as failed, seconds."""
 SUPERSEDED_S = 60.0
 """The same if there is a newer checkpoint to send."""
+
+
+class UploadingRun(NamedTuple):
+    """The run whose checkpoints are uploaded. No other run may use the address."""
+
+    log_dir: str
+    id: str
+    """Different for runs that have the same log.dir."""
+    id_file: Path
+    """File on this disk that keeps the id over resumes."""
+    resumed: Path | None
+    """Checkpoint from which this start resumes; a run may take over the address that holds it."""
 
 
 class _EndedError(Exception):
@@ -36,8 +50,8 @@ class _EndedError(Exception):
 class Uploader:
     """Sends the newest checkpoint of a run to an address. A context manager: leaving it ends the upload in progress.
 
-    run: log.dir of the run, of which no other run may use the address; disk: number of this disk; bytes_per_s: maximum
-    rate; None = no limit. note: called from the thread with one sentence per upload, or failure.
+    disk: number of this disk; bytes_per_s: maximum rate; None = no limit. note: called from the thread with one
+    sentence per upload, or failure.
     """
 
     def __init__(
@@ -46,7 +60,7 @@ class Uploader:
         disks: Disks,
         disk: int,
         *,
-        run: str,
+        run: UploadingRun,
         bytes_per_s: float | None,
         note: Callable[[str], None],
     ) -> None:
@@ -57,6 +71,7 @@ class Uploader:
         self._current: Path | None = None
         self._failed: Path | None = None
         self._has_ended = False
+        self._has_claimed = False
         self._sent_bytes = 0
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="upload", daemon=True)
@@ -151,15 +166,32 @@ class Uploader:
         self._note(f"uploaded {checkpoint.name} to {remote.address}, {mb:,.1f} MB in {seconds:.1f} s")
 
     def _claim(self, target: RemoteDirectory) -> None:
-        """Raise OSError if an address is that of another run; note there that it is that of this one."""
+        """Raise OSError if an address is that of another run; note there that it is that of this one.
+
+        A start that resumes from a checkpoint there, without the disk of the run that saved it, takes the address over.
+        """
         owner = target.read(OWNER).decode()
-        if not owner:
-            target.write(OWNER, self._run.encode())
-        elif owner != self._run:
+        log_dir, _, id_ = owner.partition("\n")
+        if owner and log_dir != self._run.log_dir:
             raise OSError(
-                f"it holds checkpoints of the run with log.dir={owner}, not {self._run}; give each run an address of "
-                f"its own, or remove {OWNER} there"
+                f"it holds checkpoints of the run with log.dir={log_dir}, not {self._run.log_dir}; give each run an "
+                f"address of its own, or remove {OWNER} there"
             )
+        if id_ not in ("", self._run.id) and (self._has_claimed or not self._continues(target)):
+            raise OSError(
+                f"it holds checkpoints of another run with log.dir={log_dir}; to continue that one, give "
+                f"checkpoint.resume={self._address}, else give each run an address of its own"
+            )
+        if id_ != self._run.id:
+            target.write(OWNER, f"{self._run.log_dir}\n{self._run.id}".encode())
+        if not self._has_claimed:
+            replace_text(self._run.id_file, self._run.id)
+        self._has_claimed = True
+
+    def _continues(self, target: RemoteDirectory) -> bool:
+        """Return whether this start resumes from a checkpoint at an address, or from a copy of one."""
+        resumed = self._run.resumed
+        return resumed is not None and (resumed / MANIFEST).read_bytes() == target.of(resumed.name).read(MANIFEST)
 
     def _sent(self, manifest: Manifest, remote: RemoteDirectory, disk: int) -> dict[str, str]:
         """Return the checksums of the files that a disk has sent, by name, of those that have the manifest's size."""

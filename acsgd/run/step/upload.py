@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from acsgd.failures.signals import StopSignals
-from acsgd.io.checkpoint.upload import Uploader
+from acsgd.io.checkpoint.upload import Uploader, UploadingRun
 from acsgd.notes import print_note
 from acsgd.run.session import Session
 from acsgd.run.setup.directories import RunDisks
 from acsgd.run.step.checkpointing import Checkpointing
 from acsgd.run.step.hooks import LoopState, StepHook
 
+ID = "upload-id"
+"""Name of the file in a run directory with the id by which the address of uploads knows the run."""
 STALL_S = 300.0
 """Time without a byte sent after which the end of a run no longer waits for the last upload, seconds."""
 POLL_S = 1.0
@@ -85,10 +87,11 @@ def open_upload(
     session: Session, disks: RunDisks, checkpointing: Checkpointing, signals: StopSignals, note: Callable[[str], None]
 ) -> Iterator[list[StepHook]]:
     """Open the uploads of a run; none without checkpoint.upload. note: prints a sentence for the user, on rank 0."""
-    config, rank, run = session.job.config.checkpoint, session.job.topology.rank, session.job.config.log.dir
+    config, rank = session.job.config.checkpoint, session.job.topology.rank
     if config.upload is None:
         yield []
         return
+    run = _uploading_run(session, checkpointing.newest)
     if not disks.checkpoints.is_leader(rank):
         yield [Upload(session, None, checkpointing, signals, note)]
         return
@@ -101,3 +104,15 @@ def open_upload(
     ) as uploader:
         checkpointing.keep(uploader.is_reading)
         yield [Upload(session, uploader, checkpointing, signals, note)]
+
+
+def _uploading_run(session: Session, resumed: Path | None) -> UploadingRun:
+    """Return the run as the address knows it: by the id on any disk, or a new one of a run that resumes nothing.
+
+    A collective call.
+    """
+    path = session.job.paths.run / ID
+    mine = path.read_text() if resumed is not None and path.exists() else ""
+    known = session.groups.all_gather_text("looking for the id of uploads", mine, timeout_s=session.job.disk_timeout_s)
+    run_id = next(filter(None, known), session.groups.run_id)
+    return UploadingRun(session.job.config.log.dir, run_id, path, resumed)
