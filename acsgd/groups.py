@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +18,9 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from acsgd.comm.addresses import default_is_loopback, find_interface, join_address
+from acsgd.comm.communicators import Communicator, OrderedTransport
 from acsgd.comm.liveness import PeerWatch, heartbeat_interval_s
-from acsgd.comm.process_groups import GLOO, MARGIN_S, Communicator, Group, OrderedTransport, ProcessGroups, VirtualHost
+from acsgd.comm.process_groups import GLOO, MARGIN_S, Group, ProcessGroups, VirtualHost
 from acsgd.comm.store import StoreClient, call_in_thread, poll_pause_s
 from acsgd.comm.waits import DIRECT, Waits
 from acsgd.errors import ConnectError, RunError, reason
@@ -83,8 +83,6 @@ class Groups:
     _opened: ProcessGroups
     _rounds: Counter[str] = field(default_factory=Counter)
     """Number of text exchanges so far, by name."""
-    _stopping: threading.Event = field(default_factory=threading.Event)
-    """Is set once this process has a stop signal."""
 
     @property
     def pp(self) -> Group:
@@ -121,10 +119,24 @@ class Groups:
 
     def _with_reductions(self, group: Group, transport: OrderedTransport, device: torch.device) -> Group:
         """Return a group that sums gradients over a transport, connected."""
-        reductions = self._opened.open_communicator(transport, "sums/" + "-".join(map(str, group.ranks)), group.ranks)
+        name = f"gradients of rank {self.pp.rank()} of the pipelines over ranks {group.ranks}"
+        reductions = self._opened.open_communicator(transport, name, group.ranks)
         with collective_errors("connecting the replicas", group):  # NCCL connects with the first operation
             self.waits.wait(reductions.all_reduce(torch.zeros(1, device=device)))
         return replace(group, reductions=reductions)
+
+    @contextlib.contextmanager
+    def naming_lost_ranks(self) -> Iterator[None]:
+        """Context in which an error after the loss of a rank of a communicator becomes a RunError that names it.
+
+        An abort of NCCL raises nothing: what this rank has received then is not what was sent.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if (lost := self._opened.lost) is not None:
+                raise lost from error
+            raise
 
     def publish_ports(self) -> None:
         """In a run with a mesh, let the other hosts open ports that this process has opened, and wait for that."""
@@ -192,7 +204,7 @@ class Groups:
     def _wait_for(self, keys: Mapping[int, str], timeout_s: float) -> None:
         """Wait until the store has the keys of some ranks, which stay there."""
         started = checked = time.monotonic()
-        missing, watch = [*keys], PeerWatch(self.store, self.timeout_s, self._stopping.is_set)
+        missing, watch = [*keys], PeerWatch(self.store, self.timeout_s, self._opened.is_stopping.is_set)
         while not self.store.has(*(keys[rank] for rank in missing)):
             now = time.monotonic()
             if now - checked >= heartbeat_interval_s(self.timeout_s):
@@ -210,7 +222,7 @@ class Groups:
 
     def expect_stop(self) -> None:
         """Find dead ranks sooner from now on, since a stop signal leaves little time. From any thread."""
-        self._stopping.set()
+        self._opened.is_stopping.set()
 
     def interrupt(self, reason: str) -> None:
         """End all waits with WaitInterruptedError, and shut down the connections to other ranks. From any thread.

@@ -153,18 +153,15 @@ def gloo_interface() -> str | None:
 
 _NCCL_VARIABLES = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # streams that share a queue wait for each other, as a send for a receive
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torch would end a process that has lost a peer, without a sentence
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # threads of torch would use a store that has been closed
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 
 
-def set_nccl_variables(*, survives_peers: bool = False) -> None:
-    """Set what NCCL and CUDA read when they start, unless the user has set it.
-
-    survives_peers: whether this process goes on without ranks that end. torch would end it.
-    """
-    survival = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"} if survives_peers else {}
-    for name, value in (_NCCL_VARIABLES | survival).items():
+def set_nccl_variables() -> None:
+    """Set what NCCL and CUDA read when they start, unless the user has set it."""
+    for name, value in _NCCL_VARIABLES.items():
         os.environ.setdefault(name, value)
 
 

@@ -47,7 +47,7 @@ def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], Non
 
     prog: name of the command; end: see `report_failure`. Raises ReportedError after a failure.
     """
-    set_nccl_variables(survives_peers=bool(launch.daemon))
+    set_nccl_variables()
     if launch.daemon:
         _run_elastic(argv, launch, prog, end)
         return
@@ -107,4 +107,5 @@ def run(
         context.end_set_up()
         context.start_training()
 
-    train(job, inputs, groups, lock, on_start=on_start, signals=signals, chosen=chosen)
+    with groups.naming_lost_ranks():
+        train(job, inputs, groups, lock, on_start=on_start, signals=signals, chosen=chosen)

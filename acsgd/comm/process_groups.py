@@ -13,17 +13,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from acsgd.comm.communicators import Communicator, CommunicatorWatch, OrderedTransport
 from acsgd.comm.connections import GlooConnections
-from acsgd.comm.liveness import Heartbeat, heartbeat_interval_s
+from acsgd.comm.liveness import Heartbeat, PeerWatch, heartbeat_interval_s
 from acsgd.comm.store import CallThread, StoreClient, poll_pause_s
-from acsgd.comm.waits import SLICE_S, DeviceWork, QueryableWork, Waits, Work
-from acsgd.errors import ConnectError
+from acsgd.comm.waits import SLICE_S, Waits, Work
+from acsgd.errors import ConnectError, RunError
 
 T = TypeVar("T")
 
@@ -41,70 +42,6 @@ class Transport(NamedTuple):
     """Name in torch.distributed."""
     device: torch.device
     """Device of the tensors that are sent and received."""
-
-
-class Backend(Protocol):
-    """The methods of torch's backends that a communicator uses. Ranks are positions among its ranks."""
-
-    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> QueryableWork: ...  # noqa: N803  # torch's names
-
-    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> QueryableWork: ...  # noqa: N803
-
-    def allreduce(self, tensors: list[Tensor]) -> QueryableWork: ...
-
-    def abort(self) -> None: ...
-
-    def shutdown(self) -> None: ...
-
-
-class OrderedTransport(NamedTuple):
-    """What carries tensors of a device in the order of issue, such as NCCL.
-
-    There are no tags: each communicator performs its operations one after another, and those of its ranks must
-    match. A send may last until its receive, and all that is issued after it with it.
-    """
-
-    name: str
-    open: Callable[[dist.Store, int, int, timedelta], Backend]
-    """Opens a communicator. Takes a separate store, the position of this rank, the number of ranks and the timeout of
-    operations."""
-
-
-def _open_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Backend:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)  # type: ignore[return-value]  # torch's stubs lack send
-
-
-NCCL = OrderedTransport("nccl", _open_nccl)
-
-
-class Communicator:
-    """Ranks whose operations on device tensors run in the order of issue; see `OrderedTransport`."""
-
-    def __init__(self, backend: Backend, ranks: Sequence[int]) -> None:
-        self._backend = backend
-        self._ranks = ranks
-
-    def isend(self, tensor: Tensor, rank: int) -> DeviceWork:
-        """Start to send a tensor to a global rank, after the work of the current stream."""
-        return DeviceWork(self._backend.send([tensor], self._ranks.index(rank), 0))
-
-    def irecv(self, buffer: Tensor, rank: int) -> DeviceWork:
-        """Start to receive a tensor, which has as many bytes as the buffer, from a global rank."""
-        return DeviceWork(self._backend.recv([buffer], self._ranks.index(rank), 0))
-
-    def all_reduce(self, tensor: Tensor) -> DeviceWork:
-        """Start to sum a tensor of each member, in place, after the work of the current stream."""
-        return DeviceWork(self._backend.allreduce([tensor]))
-
-    def abort(self) -> None:
-        """End all operations, now and for good, without the other ranks."""
-        self._backend.abort()
-
-    def close(self) -> None:
-        """Close it; no operation is in progress."""
-        self._backend.shutdown()
 
 
 GLOO = Transport("gloo", torch.device("cpu"))
@@ -235,6 +172,10 @@ class ProcessGroups:
         """Whether no communicator can be used any more."""
         self._lock = threading.Lock()
         """Guards the communicators, which another thread may abort."""
+        self._watch: CommunicatorWatch | None = None
+        """Of the communicators, once there is one."""
+        self.is_stopping = threading.Event()
+        """Is set once this process has a stop signal."""
         self._is_open = False
 
     def open(self, world_size: int, members: Sequence[list[int]], transport: Transport) -> tuple[str, list[Group]]:
@@ -281,15 +222,34 @@ class ProcessGroups:
         return run_id, [Group(each, transport) for each in self._groups]
 
     def open_communicator(self, transport: OrderedTransport, name: str, ranks: Sequence[int]) -> Communicator:
-        """Open a communicator, together with its other ranks. name: given to no other one of this run."""
+        """Open a communicator, together with its other ranks.
+
+        name: of what it carries, given to no other one of this run.
+        """
         store = dist.PrefixStore(f"{transport.name}/{name}", self._store)
-        communicator = Communicator(transport.open(store, ranks.index(self._rank), len(ranks), self._timeout), ranks)
+        backend = transport.open(store, ranks.index(self._rank), len(ranks), self._timeout)
+        communicator = Communicator(backend, ranks, ranks.index(self._rank), name)
         with self._lock:
             self._communicators.append(communicator)
+            self._watch = self._watch or self._open_watch()
             is_late = self._are_aborted
         if is_late:
             communicator.abort()
         return communicator
+
+    @property
+    def lost(self) -> RunError | None:
+        """Why the operations of communicators were ended; None before."""
+        return None if self._watch is None else self._watch.lost
+
+    def _open_watch(self) -> CommunicatorWatch:
+        timeout_s = self._timeout.total_seconds()
+        peers = PeerWatch(self.client, timeout_s, self.is_stopping.is_set)
+        return CommunicatorWatch(self._open_communicators, self._rank, peers, timeout_s, self.interrupt)
+
+    def _open_communicators(self) -> list[Communicator]:
+        with self._lock:
+            return [*self._communicators]
 
     def interrupt(self) -> None:
         """Shut down the connections, and abort the communicators, so that all waits of this rank end. From any thread.
@@ -318,6 +278,8 @@ class ProcessGroups:
 
     def close(self) -> None:
         """Close the groups, which are not in use any more."""
+        if self._watch is not None:
+            self._watch.close()
         with self._lock:
             communicators, self._communicators = self._communicators, []
         _call_together([communicator.close for communicator in communicators])
@@ -331,6 +293,8 @@ class ProcessGroups:
 
     def abort(self) -> None:
         """Interrupt, and drop the groups as far as they are open, without waiting for other ranks."""
+        if self._watch is not None:
+            self._watch.close(within_s=SLICE_S)
         self.interrupt()
         self.connections.close()
         if self._is_open:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -116,15 +117,29 @@ class InterruptibleWaits:
     """
 
     def __init__(self) -> None:
-        self.activity = Activity(False, time.monotonic())
-        """Activity of the training thread; may be read by any thread."""
+        self._activity = Activity(False, time.monotonic())
+        self._on_device = deque[DeviceWork]()
+        """Operations of the training thread's device that may not have ended: the host waits for it without a note."""
         self._training_thread = threading.get_ident()
         self._helpers: dict[int, _Helper] = {}
         """By thread."""
         self._lock = threading.Lock()
-        """Guards the reason and the callbacks."""
+        """Guards the reason, the callbacks and the operations of the device."""
         self._reason: str | None = None
         self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def activity(self) -> Activity:
+        """Activity of the training thread; may be read by any thread."""
+        is_waiting, since = self._activity
+        return Activity(is_waiting or self._device_waits(), since)
+
+    def _device_waits(self) -> bool:
+        """Return whether the device of the training thread waits for other ranks, or has work before that."""
+        with self._lock:
+            while self._on_device and self._on_device[0].is_completed():
+                self._on_device.popleft()
+            return bool(self._on_device)
 
     @property
     def reason(self) -> str | None:
@@ -161,6 +176,10 @@ class InterruptibleWaits:
             raise
         finally:
             self._note(thread, is_waiting=False)
+        if thread == self._training_thread:
+            self._device_waits()  # drops those that have ended
+            with self._lock:
+                self._on_device.append(work)
         self._check()
 
     def poll(self, is_done: Callable[[float], bool], timeout_s: float) -> bool:
@@ -206,7 +225,7 @@ class InterruptibleWaits:
 
     def _note(self, thread: int, *, is_waiting: bool) -> None:
         if thread == self._training_thread:
-            self.activity = Activity(is_waiting, time.monotonic())
+            self._activity = Activity(is_waiting, time.monotonic())
 
 
 class _Helper:

@@ -256,6 +256,7 @@ class ElasticWorker:
         with contextlib.ExitStack() as stack:
             groups = stack.enter_context(self._connect(job, view, waits))
             groups, notes = open_transports(job, groups)
+            stack.enter_context(groups.naming_lost_ranks())
             disks = find_view_disks(job, groups, view)
             lock = self._lock.of(job, groups, view, job.config.run.timeout, disks)
             step = None if view.plan.from_disk else view.plan.step

@@ -38,7 +38,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import GPT2LMHeadModel
 from transformers.utils import logging as transformers_logging
 
-from acsgd.comm.process_groups import NCCL
+from acsgd.comm.communicators import NCCL
 from acsgd.groups import connect
 from acsgd.launch import Launch, set_nccl_variables
 from acsgd.run.plan.job import Job, prepare

@@ -21,7 +21,7 @@ from lib.ranks import on_ranks
 from lib.training import RELATIVE, batches_of, make_config, train
 
 from acsgd.codecs import CODECS
-from acsgd.comm.process_groups import NCCL
+from acsgd.comm.communicators import NCCL
 from acsgd.config.options import Config, ReplicaConfig, RunConfig
 from acsgd.dp import MODES
 from acsgd.groups import connect

@@ -1,7 +1,8 @@
 """A transport with the semantics of NCCL on the CPU.
 
 Each communicator performs its operations one after another, in the order of issue, without tags; a send lasts until the
-receive that matches it; an abort ends all operations; a rank that ends leaves the others waiting. Random delays, by a
+receive that matches it; an abort ends all operations; a rank that ends leaves the others waiting, with an error that
+only `get_error` reports. Random delays, by a
 seed, let operations of different communicators run in any order.
 """
 
@@ -20,8 +21,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import ErrorType
 
-from acsgd.comm.process_groups import OrderedTransport
+from acsgd.comm.communicators import OrderedTransport
 
 MAX_DELAY_S = 0.0005
 _LENGTH = struct.Struct("<q")
@@ -61,7 +63,7 @@ class OrderedBackend:
         self._to, self._from = _connect(store, rank, size, timeout)
         self._operations: queue.SimpleQueue[tuple[Callable[[], None], OrderedWork] | None] = queue.SimpleQueue()
         self._issued: list[OrderedWork] = []
-        self._is_aborted = False
+        self._is_aborted = self._has_failed = False
         threading.Thread(target=self._run, name="ordered transport", daemon=True).start()
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> OrderedWork:  # noqa: N803
@@ -72,6 +74,9 @@ class OrderedBackend:
 
     def allreduce(self, tensors: list[Tensor]) -> OrderedWork:
         return self._issue(lambda: self._all_reduce(tensors[0]))
+
+    def get_error(self) -> ErrorType:
+        return ErrorType.COMM_ERROR if self._has_failed else ErrorType.SUCCESS
 
     def abort(self) -> None:
         self._is_aborted = True
@@ -100,6 +105,7 @@ class OrderedBackend:
             try:
                 run()
             except (OSError, EOFError):  # the other end has gone: hang until an abort, as NCCL does
+                self._has_failed = True
                 return
             except RuntimeError as error:
                 work.end(str(error))

@@ -18,18 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from acsgd import main, train
 from acsgd.config.options import CheckpointConfig, Config, EvalConfig, RunConfig
 from acsgd.errors import RunError
 from acsgd.failures.failures import GRACE_S
 from acsgd.failures.signals import REPEAT_S, WATCH_S
+from acsgd.groups import Groups
 from acsgd.io.data.held_out import HeldOut
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.layers.batch import Batch
 from acsgd.pp.runtime import Evaluated, Pipeline
 from acsgd.pp.stage import Stage
 from acsgd.run.lock import lease, lock
+from acsgd.run.plan.job import Job
 from acsgd.run.setup import rows
 from acsgd.run.step.checkpointing import Checkpointing
 from acsgd.run.step.hooks import LoopState
@@ -38,6 +41,7 @@ from tests.lib.cache import shared_model, with_shared_cache
 from tests.lib.corpora import write_records
 from tests.lib.forks import checkpoints_of, finish, make_config, started
 from tests.lib.launched import MARGIN_S, TRAIN, running
+from tests.lib.ordered import ordered_transport
 from tests.lib.patience import NO_LIMIT_S, stretched
 
 HOST = socket.gethostname()
@@ -99,6 +103,38 @@ def test_a_rank_that_hangs_or_dies_is_named_once_and_all_others_end(
         assert error.startswith("error: step") or "exchanging loss and gradient norm" in error
         cause = error.partition(";")[0]
         assert f"rank {at_rank}" in cause or f"{at_rank}]" in cause
+        assert "Traceback" not in run.stderr
+
+
+def inject_over_ordered_transport(rank: int, **fault: Any) -> None:
+    """As `inject`, in a run whose device tensors travel over the ordered transport."""
+
+    def open_ordered(job: Job, groups: Groups) -> tuple[Groups, list[str]]:
+        return groups.with_transport(ordered_transport(rank), torch.device("cpu"), lambda axis, ranks: True), []
+
+    main.open_transports = open_ordered
+    inject(rank, **fault)
+
+
+@pytest.mark.parametrize(
+    ("stages", "at_rank", "fault", "operation"),
+    [
+        (2, 1, "KILL", r"(receiving gradient|sending activation) 0 across boundary 0-1, step 3, micro-batch \d.*"),
+        (1, 1, "STOP", r"summing gradients of rank 0 of the pipelines over ranks \[0, 1\]"),
+    ],
+)
+def test_a_rank_that_ends_within_an_operation_of_the_device_is_named(
+    stages: int, at_rank: int, fault: str, operation: str, tmp_path: Path
+) -> None:
+    """NCCL waits for it for ever, and the host for its device."""
+    config = config_of(tmp_path, processes=2, stages=stages)
+    notice, limit_s = tmp_path / "fault", 2 * TIMEOUT_S + 4 * min(GRACE_S, TIMEOUT_S / 4) + MARGIN_S
+    setup = partial(inject_over_ordered_transport, at_rank=at_rank, fault=fault, notice=notice)
+    with started(config, 2, setup=setup) as run:
+        run.wait_until(notice.exists)
+        assert run.join(limit_s, ranks=[1 - at_rank]) == [1]
+        (error,) = run.errors
+        assert re.match(rf"error: rank {1 - at_rank} on {HOST}: {operation}, with ranks \[{at_rank}\]: ", error)
         assert "Traceback" not in run.stderr
 
 

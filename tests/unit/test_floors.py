@@ -47,6 +47,7 @@ FLOOR = {f"acsgd.{name}": floor for floor, line in enumerate(FLOORS.strip().spli
 RESERVED = {
     "torch.distributed": (
         "acsgd.comm.store",
+        "acsgd.comm.communicators",
         "acsgd.comm.process_groups",
         "acsgd.groups",
         "acsgd.pp.wire",

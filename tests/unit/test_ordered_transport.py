@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
@@ -12,16 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from lib.ordered import OrderedBackend, OrderedWork, ordered_transport
-from lib.patience import NO_LIMIT_S
+from lib.patience import NO_LIMIT_S, wait_until
 from torch import Tensor
+from torch._C._distributed_c10d import ErrorType
 
-from acsgd.comm.process_groups import Backend
+from acsgd.comm.communicators import Backend, Communicator, CommunicatorWatch
+from acsgd.comm.liveness import PeerWatch
 from acsgd.comm.waits import Work
 from acsgd.config.spec import from_spec
+from acsgd.errors import RunError
 from acsgd.pp import SCHEDULES, Action, Program, lower, parse_action, validate
 from acsgd.pp.schedules.dependencies import Dependencies
 
-Open = Callable[[dist.Store, int, int, timedelta], Backend]
+Open = Callable[[dist.Store, int, int, timedelta], Any]
 TIMEOUT = timedelta(seconds=NO_LIMIT_S)
 HANG_S = 0.2
 """Time in which two messages that match would have arrived."""
@@ -90,9 +94,45 @@ def test_a_rank_that_ends_leaves_the_other_waiting() -> None:
     work = first.recv([torch.zeros(3)], 1, 0)
     second.abort()
     assert not work.is_completed(HANG_S)
+    assert first.get_error() == ErrorType.COMM_ERROR
     first.abort()
     with pytest.raises(RuntimeError, match="aborted"):
         work.wait()
+
+
+class LivePeers(PeerWatch):
+    """Ranks that have not ended."""
+
+    def __init__(self) -> None:
+        self.checked = list[list[int]]()
+
+    def check(self, ranks: list[int]) -> None:
+        self.checked.append(ranks)
+
+
+def test_the_watch_ends_operations_when_none_has_ended_for_too_long() -> None:
+    first, second = (Communicator(end, [4, 7], position, "x") for position, end in enumerate(ordered_ends()))
+    peers = LivePeers()
+    watch = CommunicatorWatch(lambda: [first], 4, peers, 100.0, first.abort)
+    watch.close()  # it is asked below, at times to come
+    begin = time.monotonic()
+    watch.check(begin + 1000)
+    works = [first.isend(torch.ones(1), 7, f"activation {n}") for n in range(2)]
+    watch.check(begin + 90)
+    second.irecv(torch.zeros(1), 4).wait()
+    works[0].wait()
+    watch.check(begin + 190)
+    watch.check(begin + 280)
+    with pytest.raises(RunError, match=r"rank 4 on \S+: sending activation 1, with ranks \[7\]: not done") as error:
+        watch.check(begin + 300)
+    assert error.value.awaited == (7,)
+    second.abort()
+    wait_until(lambda: first.failed() is not None)
+    with pytest.raises(RunError, match=r"sending activation 1, with ranks \[7\]: a connection has broken") as error:
+        watch.check(begin + 190)
+    assert error.value.awaited == (7,)
+    assert peers.checked == [[7]] * 5
+    first.abort()
 
 
 def performs(program: Program, within_s: float) -> bool:

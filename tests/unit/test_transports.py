@@ -112,6 +112,4 @@ def test_variables_of_nccl_that_the_user_has_set_remain(monkeypatch: pytest.Monk
     set_nccl_variables()
     assert environment.pop("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
     assert set(environment.values()) == {"0"}
-    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in environment
-    set_nccl_variables(survives_peers=True)
-    assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" in environment, "acsgd ends operations, and says why"

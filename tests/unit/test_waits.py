@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from lib.patience import NO_LIMIT_S, Patience, stretched
 
-from acsgd.comm.waits import DIRECT, InterruptibleWaits, Waits
+from acsgd.comm.waits import DIRECT, DeviceWork, InterruptibleWaits, Waits
 from acsgd.errors import WaitInterruptedError
 
 WAIT_S = NO_LIMIT_S
@@ -172,6 +172,28 @@ def test_a_poll_ends_with_its_condition_or_its_limit(interruptible: bool) -> Non
     assert 0.1 <= time.monotonic() - started < stretched(SOON_S)
     threading.Timer(0.05, event.set).start()
     assert waits.poll(event.wait, float("inf"))
+
+
+class OnDevice(Operation):
+    """An operation of a GPU: `wait` lets the device wait for it, not the host."""
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return self.end.is_set()
+
+
+def test_a_training_thread_whose_device_waits_for_others_is_waiting(waits: InterruptibleWaits) -> None:
+    """Whatever it does itself, as it reads a number of the device without a note."""
+    operations = [OnDevice(done=False) for _ in range(2)]
+    for operation in operations:
+        waits.wait(DeviceWork(operation))
+    waits.mark()
+    for operation in operations:
+        assert waits.activity.is_waiting
+        operation.end.set()
+    assert not waits.activity.is_waiting
 
 
 def test_the_activity_is_that_of_the_training_thread(waits: InterruptibleWaits, stuck: Operation) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.base import NotFiniteError, pack, unpack, wire_bytes
-from acsgd.comm.process_groups import Communicator
+from acsgd.comm.communicators import Communicator
 from acsgd.comm.waits import DeviceWork
 from acsgd.pp.wire.channel import NOT_FINITE, Channel, check_header, read_header
 from acsgd.pp.wire.coder import Coder, TransferInfo
@@ -88,7 +88,7 @@ class DeviceOutbox:
     def _post(self, header: Header, message: Tensor) -> None:
         channel, sent_at = self._channel, time.perf_counter()
         with channel.report_failure(self._action, sent_at):
-            work = self._communicator.isend(message, channel.peer)
+            work = self._communicator.isend(message, channel.peer, header)
         self._in_flight.append(_InFlight(message, work, sent_at))
         channel.meter.sent_bytes += len(message)
         if channel.meter.trace is not None:
@@ -133,7 +133,7 @@ class DeviceInbox:
         expected = channel.header(index, info, wire_bytes(wire))
         message = torch.empty(HEADER_BYTES + expected.length, dtype=torch.uint8, device=channel.streams.device)
         with channel.report_failure(f"waiting for {expected} from", since):
-            channel.wait(self._communicator.irecv(message, channel.peer), since)
+            channel.wait(self._communicator.irecv(message, channel.peer, expected), since)
         if channel.meter.trace is not None:
             channel.trace_message("receive", expected, since, time.perf_counter())
         header = message[:HEADER_BYTES]

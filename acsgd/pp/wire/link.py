@@ -10,7 +10,8 @@ import torch
 
 from acsgd.codecs.base import Codec
 from acsgd.codecs.lossless import BytePlanes
-from acsgd.comm.process_groups import Communicator, Group
+from acsgd.comm.communicators import Communicator
+from acsgd.comm.process_groups import Group
 from acsgd.comm.waits import Meter, Waits
 from acsgd.layers.composed import State
 from acsgd.layers.description import Dim
@@ -210,7 +211,8 @@ class LinkFactory:
         if self.group.open_communicator is None:
             return None
         with channel.report_failure("opening a channel with", time.perf_counter()):
-            name = f"{channel.kind.name.lower()}/{channel.boundary}/from-{sender}"
+            of = "tied weight" if channel.kind.is_of_weight else "boundary"
+            name = f"the first message of {channel.kind.plural} of {of} {channel.boundary} from rank {sender}"
             communicator = self.group.open_communicator(name, sorted((self._rank, channel.peer)))
             if communicator is None:
                 return None

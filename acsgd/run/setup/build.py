@@ -12,7 +12,7 @@ from itertools import chain, takewhile
 import torch
 from torch import Tensor
 
-from acsgd.comm.process_groups import NCCL
+from acsgd.comm.communicators import NCCL
 from acsgd.comm.waits import Meter
 from acsgd.dp.modes.allreduce import open_sync
 from acsgd.dp.peers import Peers
