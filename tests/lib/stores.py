@@ -1,4 +1,4 @@
-"""Servers of object stores on this host, as the packages of s3:// and gs:// find them."""
+"""Servers of object stores on this host, as the packages of s3://, gs:// and hf:// find them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-STORES = ["memory", *(pytest.param(name, marks=pytest.mark.soak) for name in ("s3", "gs"))]
+from tests.lib.hub_server import HubServer, hub_server
+
+STORES = ["memory", *(pytest.param(name, marks=pytest.mark.soak) for name in ("s3", "gs", "hf"))]
 """Values of the fixture `store`: protocols of which tests in `make test` use that without a server."""
 
 
@@ -64,6 +66,9 @@ def gs_server() -> Iterator[None]:
 @contextlib.contextmanager
 def open_store(protocol: str) -> Iterator[str]:
     """Yield the address of an empty directory of a protocol, one of STORES."""
-    servers = {"s3": s3_server, "gs": gs_server}
-    with servers.get(protocol, contextlib.nullcontext)():
-        yield f"{protocol}://bucket/{uuid.uuid4()}"
+    servers = {"s3": s3_server, "gs": gs_server, "hf": hub_server}
+    name = f"bucket/{uuid.uuid4()}"
+    with servers.get(protocol, contextlib.nullcontext)() as server:
+        if isinstance(server, HubServer):
+            server.repositories[name := name.replace("bucket", "me")] = {}
+        yield f"{protocol}://{name}"

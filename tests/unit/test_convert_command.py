@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from lib.commands import acsgd
+from lib.hub_server import hub_server
 from lib.processes import CONTEXT, WAIT_S, started, wait_for_a_signal
 from lib.saved import SMALL, assert_describes_its_model
 from peft import LoraConfig, get_peft_model
@@ -28,6 +29,7 @@ from acsgd.commands.generation.model import load
 from acsgd.shards import convert, export
 from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf
+from acsgd.shards.hub import find_model
 from acsgd.shards.legacy.convert import from_legacy, to_legacy
 from acsgd.shards.manifest import StoredFile
 
@@ -379,3 +381,26 @@ def test_a_model_is_pushed_with_its_card(
         assert created == {"private": True, "exist_ok": True}
         assert isinstance(uploaded, dict)
         assert {"README.md", "config.json", "model.safetensors"} <= {*uploaded["files"]}
+
+
+@pytest.mark.soak
+def test_a_model_that_is_pushed_is_the_one_that_its_id_names(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a server that speaks as the Hub; a token that may not write is found before or after the conversion."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home"))
+    (tmp_path / "shards").mkdir()
+    from_hf(tiny_model(n_layer=1), tmp_path / "shards")
+    with hub_server() as hub:
+        assert acsgd("convert", "to-hf", tmp_path / "shards", tmp_path / "hf", "--push", "hf://me/model")[0] == 0
+        files = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+        assert hub.repositories["me/model"] == files
+        assert b"library_name" in files["README.md"]
+        found = find_model("me/model", option="model.name")
+        assert (found / "model.safetensors").read_bytes() == files["model.safetensors"]
+        hub.allows_writes = False
+        code, printed = acsgd("convert", "to-hf", tmp_path / "shards", tmp_path / "other", "--push", "hf://me/other")
+        assert code == 2
+        assert f"{tmp_path}/other is complete, but could not be pushed: " in printed
+        assert printed.rstrip().endswith(f"continue with hf upload me/other {tmp_path}/other")
+        assert "you must use a write token" in printed
