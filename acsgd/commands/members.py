@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from acsgd.commands.invitation import Invitation
@@ -25,15 +24,16 @@ from acsgd.elastic.host.files import (
     HeldFiles,
     Listing,
     RemoteFiles,
+    check_room,
     check_taken,
+    receive,
 )
 from acsgd.errors import CorruptFileError, explain
 from acsgd.io.data.sources.sources import files_of
 from acsgd.io.files.atomic import build_atomically, fsync_directory
-from acsgd.io.files.checksum import new_file_checksum
 from acsgd.mesh.mesh import Mesh, MeshOptions
 from acsgd.notes import print_note, progress_bar
-from acsgd.shards.disk import flush, verify_file
+from acsgd.shards.disk import verify_file
 from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
 
 CONNECT_S = 20.0
@@ -90,8 +90,9 @@ def open_members(invitation: Invitation) -> Iterator[list[ListedSource]]:
 def get_inputs(invitation: Invitation, config: Config) -> None:
     """Get the model, its tokenizer and the files of data that this host lacks from members, to where it looks for them.
 
-    A model of the Hub, if it cannot be downloaded, goes into a directory of its name. Raises ValueError if no member
-    has what is missing.
+    Of layer shards, config, tokenizer and manifest: `ModelFiles` gets the layers that ranks of this host need. A model
+    of the Hub, if it cannot be downloaded, goes into a directory of its name. Raises ValueError if no member has what
+    is missing.
     """
     model = Path(config.model.name)
     has_model, numbers = (
@@ -109,13 +110,13 @@ def get_inputs(invitation: Invitation, config: Config) -> None:
     with open_members(invitation) as members, progress_bar() as report:
         if not has_model:
             fetched = _fetch_of(members, MODEL)
-            wanted, raw = fetched.files(), b""
             if fetched.sha256:
-                _, raw = fetched.manifest()
+                _get_description(fetched, model, report)
             elif config.model.init == "pretrained":
                 raise ValueError(f"no host has layer shards of {model} to send: copy the model to this host")
-            fetched.collect(model, wanted, raw, report)
-            print_note(f"{model}: {_megabytes(wanted)} MB, verified")
+            else:
+                fetched.collect(model, wanted := fetched.files(), b"", report)
+                print_note(f"{model}: {_megabytes(wanted)} MB, verified")
         if numbers:
             fetched = _fetch_of(members, DATA)
             by_number = {int(file.file.partition(".")[0]): file for file in fetched.files()}
@@ -125,6 +126,20 @@ def get_inputs(invitation: Invitation, config: Config) -> None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 fetched.get(path, by_number[number], report)
                 print_note(f"{path}: {_megabytes([by_number[number]])} MB, verified")
+
+
+def _get_description(fetched: DirectoryFetch, model: Path, report: Callable[[int, int], None]) -> None:
+    """Get all of a directory of layer shards but its layers. Its manifest names the hosts that hold them."""
+    manifest, raw = fetched.manifest()
+    hosts = {
+        file.file: [each.name for each in fetched.sources if file in each.held(MODEL, fetched.sha256)]
+        for file in manifest.trained_files
+    }
+    fetched.collect(model, manifest.model_files, raw, report, replace(manifest, hosts=hosts).write)
+    print_note(
+        f"{model}: config and tokenizer, {_megabytes(manifest.model_files)} MB, verified; of the layers, "
+        f"{_megabytes(manifest.trained_files)} MB, the ranks of this host get those that they read"
+    )
 
 
 def _has_model(config: Config) -> bool:
@@ -249,7 +264,7 @@ class DirectoryFetch:
         """Let there be a file of some name. Raises ValueError, OSError."""
         check_taken(file.file)
         partial = target.parent / f".{target.name}.partial"
-        _check_room(target.parent, file.bytes - _size(partial))
+        check_room(target.parent, file.bytes - _size(partial))
         self._get(partial, target, file, lambda size: report(size, file.bytes))
 
     @property
@@ -309,7 +324,7 @@ class DirectoryFetch:
         needed = [file for file in wanted if not _is_valid(path, file)]
         begun = sum(min(_size(_partial(path, file)), file.bytes) for file in needed)
         total = sum(file.bytes for file in needed)
-        _check_room(path.parent, total - begun)
+        check_room(path.parent, total - begun)
         done = 0
         for file in needed:
             self._get(
@@ -328,45 +343,13 @@ class DirectoryFetch:
             if file not in each.held(self.directory, self.sha256):
                 continue
             try:
-                self._receive(each.source, partial, file, report)
+                receive(each.source, self.directory, file, partial, report)
             except (OSError, ValueError) as error:
                 problems.append(f"{each.name}: {explain(error) or error}")
                 continue
             partial.replace(target)
             return
         raise ValueError(f"{file.file} could not be received ({'; '.join(problems)}); type the same command again")
-
-    def _receive(self, source: FileSource, partial: Path, file: StoredFile, report: Callable[[int], None]) -> None:
-        """Complete a file, and verify it; remove it if it is corrupt. Raises OSError, ValueError."""
-        if _size(partial) > file.bytes:
-            partial.unlink()
-        digest, size = new_file_checksum(), 0
-        with partial.open("a+b") as content:
-            content.seek(0)
-            while part := content.read(1 << 20):
-                digest.update(part)
-                size += len(part)
-            if size < file.bytes:
-                for part in source.read(self.directory, file.file, size):
-                    if (size := size + len(part)) > file.bytes:
-                        break
-                    digest.update(part)
-                    content.write(part)
-                    report(size)
-        if size < file.bytes:
-            raise ConnectionError("the file has ended too soon")
-        if size > file.bytes or digest.hexdigest() != file.checksum:
-            partial.unlink()
-            raise ValueError(f"{file.file} is not what its manifest says")
-        flush(partial)
-
-
-def _check_room(directory: Path, size: int) -> None:
-    if size > (free := shutil.disk_usage(directory).free):
-        raise ValueError(
-            f"{directory} has {free / 1e9:.2f} GB free, and {size / 1e9:.2f} GB are to be received; free space there, "
-            "or use a directory on another disk"
-        )
 
 
 def _partial(path: Path, file: StoredFile) -> Path:

@@ -18,6 +18,7 @@ from acsgd.comm.waits import InterruptibleWaits
 from acsgd.config.options import Config
 from acsgd.elastic.control import Control
 from acsgd.elastic.hooks import STOPS, BackgroundJoin, Pause
+from acsgd.elastic.host.model_files import ModelFiles
 from acsgd.elastic.membership.messages import (
     Broken,
     Done,
@@ -153,9 +154,9 @@ class ElasticWorker:
         has_reported = True
         while True:
             match self._control.next_message():
-                case Run(view, worker):
+                case Run() as run:
                     has_reported = False
-                    if self._run_view(view, worker, signals, context):
+                    if self._run_view(run, signals, context):
                         self._control.send(Done())
                         return
                 case Stop() if has_reported:
@@ -183,10 +184,11 @@ class ElasticWorker:
         snapshots = self._snapshots.reports()
         return replace(state, snapshots=snapshots, saved_step=self._saved_step, replica_id=self._replica_id)
 
-    def _run_view(self, view: View, name: str, signals: StopSignals, context: RunContext) -> bool:
+    def _run_view(self, run: Run, signals: StopSignals, context: RunContext) -> bool:
         """Train in a view, until it ends; return whether the run has ended."""
-        self._return_to(view.plan, name)
-        rank = view.plan.rank_of(name)
+        view = run.view
+        self._return_to(view.plan, run.worker)
+        rank = view.plan.rank_of(run.worker)
         if rank is None:
             self._wait_as_spare(view)
             return False
@@ -194,7 +196,7 @@ class ElasticWorker:
         self._state.has_reported = self._state.is_paused = self._state.is_stopped = False
         self._control.attach(waits)
         try:
-            self._train(view, rank, waits, signals, context)
+            self._train(run, rank, waits, signals, context)
             assert self._session is not None
             is_over = is_run_over(view, self._state, self._session.job.config.optim.num_steps)
             is_stopped = self._state.is_stopped
@@ -248,11 +250,9 @@ class ElasticWorker:
                 "are left (elastic.below_min=end); start the run again on more hosts"
             )
 
-    def _train(
-        self, view: View, rank: int, waits: InterruptibleWaits, signals: StopSignals, context: RunContext
-    ) -> None:
+    def _train(self, run: Run, rank: int, waits: InterruptibleWaits, signals: StopSignals, context: RunContext) -> None:
         """Form the groups of a view, bring the state of this rank there, and train."""
-        job = self._prepare(view, rank)
+        view, job = run.view, self._prepare(run, rank, waits)
         with contextlib.ExitStack() as stack:
             groups = stack.enter_context(self._connect(job, view, waits))
             groups, notes = open_transports(job, groups)
@@ -273,22 +273,26 @@ class ElasticWorker:
             if snapshots is not None:
                 stack.callback(snapshots.close)
             hooks = partial(self._hooks, snapshots)
-            run = stack.enter_context(
+            training = stack.enter_context(
                 open_run(begun.start, inputs, lock, signals, metrics, self._state, stops=STOPS, extra=hooks)
             )
             self._report_start(view, begun, groups, metrics, snapshots)
             self._view, self._disks = view, disks
             context.start_training()
             enter_training()
-            self._run_steps(run)
+            self._run_steps(training)
 
-    def _prepare(self, view: View, rank: int) -> Job:
+    def _prepare(self, run: Run, rank: int, waits: InterruptibleWaits) -> Job:
         """Return the job of a rank of a view."""
-        config = with_stages(self._config, view.plan.stages)
-        if not view.plan.is_first:  # the run's own checkpoints
+        plan, hosts = run.view.plan, run.view.hosts
+        config = with_stages(self._config, plan.stages)
+        if not plan.is_first:  # the run's own checkpoints
             config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
-        launch = replace(self._launch, rank=rank, world_size=len(view.plan.ranks))
-        return prepare(config, launch, model=self._model)
+        launch = replace(self._launch, rank=rank, world_size=len(plan.ranks))
+        first = rank % len(hosts)  # so that ranks do not all get files from the same host
+        addresses = [host.address for host in (*hosts[first:], *hosts[:first])]
+        files = ModelFiles(addresses, run.run, bytes.fromhex(run.key), waits)
+        return replace(prepare(config, launch, model=self._model), get_model_file=files.get)
 
     def _connect(self, job: Job, view: View, waits: InterruptibleWaits) -> contextlib.AbstractContextManager[Groups]:
         """Return the groups of a view, open while the context is."""

@@ -65,13 +65,25 @@ def check_start_of(job: Job, checkpoint: Checkpoint) -> list[str]:
 
 
 def check_base_of(job: Job, checkpoint: ShardDirectory) -> None:
-    """Raise RunError if the adapter of a checkpoint was trained on another model, as far as this rank's layers show."""
+    """Raise RunError if the adapter of a checkpoint was trained on another model, as far as this rank's layers show.
+
+    Layers of the model that are on other hosts alone show nothing.
+    """
     base = _open_base(job)
     if isinstance(base, ShardDirectory):
-        layers = [
-            job.model.layers[index].name for stage in job.layout.stages for index in range(*job.layout.specs[stage])
-        ]
+        layers = [layer for layer in _own_layers(job) if not base.lacks(layer)]
         check_base(checkpoint, base, layers, name=job.config.model.name)
+
+
+def lacks_base_layers(job: Job) -> bool:
+    """Return whether files of this rank's layers of the model are on other hosts alone."""
+    base = _open_base(job)
+    return isinstance(base, ShardDirectory) and any(map(base.lacks, _own_layers(job)))
+
+
+def _own_layers(job: Job) -> list[str]:
+    """Return the names of the layers of this rank's stages."""
+    return [job.model.layers[index].name for stage in job.layout.stages for index in range(*job.layout.specs[stage])]
 
 
 def _open_base(job: Job) -> WeightSource:
@@ -80,7 +92,7 @@ def _open_base(job: Job) -> WeightSource:
         return RandomWeights(job.model.task.model_class, job.model.config, job.model.derived, seed=job.config.data.seed)
     path, task = base_directory(job), job.model.task.model_class.name
     if path == job.model.directory:
-        return ShardDirectory(path)
+        return ShardDirectory(path, job.get_model_file)
 
     def convert(target: Path) -> None:
         target.mkdir(exist_ok=True)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,9 +109,13 @@ def list_model_files(directory: Path) -> list[StoredFile]:
 class ShardDirectory:
     """A complete shard directory, opened for reading. Verifies each file before its first use."""
 
-    def __init__(self, path: Path) -> None:
-        """Read the manifest. Raises as `Manifest.read`."""
+    def __init__(self, path: Path, get: Callable[[Path, StoredFile], None] | None = None) -> None:
+        """Read the manifest. Raises as `Manifest.read`.
+
+        get: called with the path of a file that is on other hosts alone before it is read, to get it from them.
+        """
         self.path = path
+        self._get = get
         self.manifest = Manifest.read(path)
         self.step = self.manifest.step
         self._verified: set[str] = set()
@@ -187,7 +191,7 @@ class ShardDirectory:
             file = manifest.tables[key]
         elif layer in manifest.constants and key in self._constants(layer):
             file = manifest.constants[layer]
-        with open_tensors(self.verify(file)) as opened:
+        with open_tensors(self._present(file)) as opened:
             return opened.get_tensor(key)
 
     def state(self, layer: str) -> WeightState:
@@ -243,8 +247,18 @@ class ShardDirectory:
 
     def read(self, entry: StoredFile) -> dict[str, Tensor]:
         """Read all tensors of a file by their names in it; they lie in the memory-mapped file."""
-        with open_tensors(self.verify(entry)) as file:
+        with open_tensors(self._present(entry)) as file:
             return {key: file.get_tensor(key) for key in _keys(file)}
+
+    def lacks(self, layer: str) -> bool:
+        """Whether a file of a layer is on other hosts alone."""
+        return any(file.file in self.elsewhere for file in self.files_of(layer).values())
+
+    def _present(self, entry: StoredFile) -> Path:
+        """Verify a file, as `verify` does; get it first if it is on other hosts alone."""
+        if self._get is not None and entry.file in self.manifest.hosts and not os.path.lexists(self.path / entry.file):
+            self._get(self.path / entry.file, entry)
+        return self.verify(entry)
 
     def verify(self, entry: StoredFile) -> Path:
         """Verify a file against its manifest entry, once, and return its path. Raises CorruptFileError."""
@@ -266,11 +280,13 @@ class ShardDirectory:
         """Return which files are on other hosts, and what to type, as a clause."""
         elsewhere = self.elsewhere
         hosts = dict.fromkeys(host for each in elsewhere.values() for host in each)
-        return (
+        lacks = (
             f"lacks {first_names(sorted(elsewhere))}, which {'is' if len(elsewhere) == 1 else 'are'} on "
-            f"{' and '.join(hosts)}, not on this host: acsgd fetch {shlex.quote(str(self.path))}, with --weights --to "
-            "DIRECTORY for the weights alone"
+            f"{' and '.join(hosts)}, not on this host: "
         )
+        if self.manifest.run is None:
+            return f"{lacks}train with these hosts, by acsgd join, or copy the whole model to this host"
+        return f"{lacks}acsgd fetch {shlex.quote(str(self.path))}, with --weights --to DIRECTORY for the weights alone"
 
     def corrupt_files(self) -> Iterator[CorruptFileError]:
         """Verify every file of this host and yield an error for each corrupt one."""

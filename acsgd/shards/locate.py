@@ -106,6 +106,8 @@ def open_shards(directory: Path, *, has_adapter: bool = False) -> ShardModel:
         model = MODEL_CLASSES[shards.manifest.task].build(config)
     known = {name for aliases in names_of(model).values() for name in aliases}
     for layer, names in layers.items():
+        if shards.lacks(layer):
+            continue
         path, headers = directory / shards.file_of(layer).file, shards.tensor_headers(layer)
         for name in names:
             if name in headers and name in known:  # reading the layer finds those missing

@@ -361,6 +361,8 @@ class Internet:
         reached = [name for name in connected if name in NAMES[:2]]
         lost = [name for name in connected if self._can_lose() and reached != [name]]
         free = [name for name in NAMES if name not in self._running and name not in self._cut] if reached else []
+        # its router does not lead back what is sent to the mapped port from behind it
+        fetching = [name for name in connected if reached not in ([], ["container"]) or name != "container"]
         is_saved = is_settled and self._unsaved_since is None
         ports = [place.name for place in PLACES if place.has_port]
         events = {
@@ -376,7 +378,7 @@ class Internet:
             "rotate": [name for name in connected if name in ports] if is_whole else [],
             "full": connected if is_whole and is_saved and len(connected) > 2 else [],
             "stop": ["all"] if is_whole and is_saved else [],
-            "fetch": connected if is_whole and is_saved and self._complete() is not None else [],
+            "fetch": fetching if is_whole and is_saved and self._complete() is not None else [],
         }
         return {kind: places for kind, places in events.items() if places}
 

@@ -156,7 +156,7 @@ def trace() -> None:
             fields = (_epoch, os.getpid(), result.progress.step, files, threads, resident)
             _append(TRACE, " ".join(map(str, fields)))
 
-    _before(worker.ElasticWorker, "_run_view", lambda self, view, *rest: _note_view(view))
+    _before(worker.ElasticWorker, "_run_view", lambda self, run, *rest: _note_view(run.view))
     _after(LoopState, "complete", step)
 
 
@@ -195,7 +195,7 @@ def _in_update(hit: Hit) -> None:
 
 def _announced_store(hit: Hit) -> None:
     """This worker becomes rank 0 of a view, whose store the others connect to."""
-    _before(worker.ElasticWorker, "_train", lambda self, view, rank, *rest: hit() if rank == 0 else None)
+    _before(worker.ElasticWorker, "_train", lambda self, run, rank, *rest: hit() if rank == 0 else None)
 
 
 def _in_transfer(owner: Any, name: str) -> Callable[[Hit], None]:

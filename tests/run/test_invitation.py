@@ -1,7 +1,8 @@
-"""Two hosts, of which one has no more than an invitation, train one model under real torchrun."""
+"""Two hosts, of which one has no more than an invitation, train one model in two stages under real torchrun."""
 
 from __future__ import annotations
 
+import shutil
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from acsgd.shards.disk import ShardDirectory
 from tests.lib.commands import started
 from tests.lib.forked_torchrun import ForkedTorchrun, Host, forked_torchrun
 from tests.lib.hosts import ENVIRONMENT, LIMIT_S
@@ -18,16 +20,22 @@ from tests.lib.injection import Pace
 def test_a_host_joins_by_an_invitation(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command lines that start are compared, and free of secrets, in `test_invite`."""
+    """It gets the layers that its rank reads, and no others.
+
+    The command lines that start are compared, and free of secrets, in `test_invite`.
+    """
+    shutil.copytree(tiny_model(n_layer=2), tmp_path / "a/gpt")
     (tmp_path / "run.toml").write_text(
-        f"""
+        """
         [model]
-        name = "{tiny_model(n_layer=2)}"
+        name = "gpt"
         [data]
         sources = "demo"
         sequence = 32
         batch = 8
         [pp]
+        stages = 2
+        layers = [1, 1]
         micro = 1
         [optim]
         lr = 1e-3
@@ -56,8 +64,13 @@ def test_a_host_joins_by_an_invitation(
         options = ("--nproc", 1, "--address", "127.0.0.1", "--port", port, "--mesh", "true")
         host = start("a", "host", tmp_path / "run.toml", *options)
         [invitation] = (tmp_path / "home-a/.acsgd").glob("*.invitation")
+        views = tmp_path / "a/run/views"
+        host.wait_until(lambda: views.exists() and any(views.iterdir()), LIMIT_S)
         guest = start("b", "join", invitation.read_text(), "--nproc", 1)
         metrics = tmp_path / "a" / "run" / "metrics.jsonl"
         host.wait_until(lambda: metrics.exists() and '"hosts": 2' in metrics.read_text(), LIMIT_S)
+        model = ShardDirectory(tmp_path / "b/gpt")
+        present = [layer for layer in model.manifest.layers if not model.lacks(layer)]
+        assert present == ["embed", "block-00001", "head"], "its head is tied to the embedding"
         assert not guest.errors
         assert not host.errors

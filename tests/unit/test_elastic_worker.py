@@ -104,7 +104,7 @@ def test_a_worker_goes_on_in_another_view_after_an_error_that_other_ranks_may_ha
     monkeypatch.setattr(ElasticWorker, "_train", fail)
     script = Script()
     view = View(7, (Host("a", "h:1"),), Plan(1, ranks=("a/0",)))
-    run = partial(new_worker(script)._run_view, view, "a/0", cast(StopSignals, None), cast(RunContext, None))
+    run = partial(new_worker(script)._run_view, Run(view, "a/0"), cast(StopSignals, None), cast(RunContext, None))
     if type(error) is RunError and not error.awaited:
         with pytest.raises(RunError):
             run()
@@ -126,7 +126,7 @@ def test_a_host_that_cannot_save_ends_alone_and_the_others_save_again(
     script = Script()
     worker = new_worker(script)
     view = View(7, (Host("a", "h:1"), Host("b", "h:2")), Plan(1, ranks=("a/0", "b/0")))
-    run = partial(worker._run_view, view, "a/0", cast(StopSignals, None), cast(RunContext, None))
+    run = partial(worker._run_view, Run(view, "a/0"), cast(StopSignals, None), cast(RunContext, None))
     if 0 in ranks:
         with pytest.raises(RefusedError, match=r"its disk is full; fix the cause and start this host again$"):
             run()

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,18 +17,22 @@ import torch
 from lib import commands, daemons
 from lib.saved import SMALL, small_run, train_alone
 
+from acsgd.comm.waits import InterruptibleWaits
 from acsgd.commands import members
 from acsgd.commands.invitation import VERSION, Invitation
 from acsgd.config.options import Config, DataConfig, ModelConfig, OptimConfig
-from acsgd.elastic.host import files
+from acsgd.elastic.host import files, model_files
 from acsgd.elastic.host.files import DATA, TIMEOUT_S, FileRequest, Listing, LocalFiles, PartCodes, RemoteFiles
+from acsgd.elastic.host.model_files import ModelFiles
 from acsgd.elastic.membership.messages import SharedFiles
+from acsgd.errors import CorruptFileError, RunError
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.inspect import inspect
 from acsgd.io.files.checksum import file_checksum
 from acsgd.shards.convert import from_hf
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.files import tensor_headers
+from acsgd.shards.locate import open_shards
 from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
 from acsgd.shards.writer import open_weights
 
@@ -381,7 +386,11 @@ def inputs(tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "first/notes.jsonl").write_text('{"text": "one"}\n' * 1000)
     addresses = daemons.free_addresses(1)
     with daemons.host(addresses, 0, tmp_path, secret="secret") as path:
-        shared = SharedFiles(model=str(tmp_path / "first/shards"), data=(str(tmp_path / "first/notes.jsonl"),))
+        shared = SharedFiles(
+            str(tmp_path / "first/checkpoints"),
+            str(tmp_path / "first/shards"),
+            data=(str(tmp_path / "first/notes.jsonl"),),
+        )
         daemons.Worker(path, tmp_path / "first/run", files=shared).next_view(1)
         (tmp_path / "second").mkdir()
         monkeypatch.chdir(tmp_path / "second")
@@ -395,16 +404,60 @@ INPUTS = Config(
 )
 
 
-def test_a_host_that_joins_gets_model_and_data_where_its_run_file_names_them(
+def test_a_host_that_joins_gets_its_inputs_where_its_run_file_names_them(
     inputs: Invitation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each file is that of the first host; what is there already is not touched, and nobody is asked."""
+    """Data, config and tokenizer are those of the first host; what is there is not touched, and nobody is asked."""
     members.get_inputs(inputs, INPUTS)
-    assert_files(Path("models/gpt"), tmp_path / "first/shards")
-    assert Path("texts/notes.jsonl").read_bytes() == (tmp_path / "first/notes.jsonl").read_bytes()
+    path, first = Path("models/gpt"), tmp_path / "first"
+    taken, theirs = (Manifest.read(each) for each in (path, first / "shards"))
+    assert {each.name for each in path.iterdir()} == {MANIFEST, *(each.file for each in theirs.model_files)}
+    for each in theirs.model_files:
+        assert (path / each.file).read_bytes() == (first / "shards" / each.file).read_bytes()
+    assert taken.weights_checksum == theirs.weights_checksum
+    open_shards(path)
+    assert Path("texts/notes.jsonl").read_bytes() == (first / "notes.jsonl").read_bytes()
     assert sorted(path.name for path in Path().rglob("*") if path.is_dir()) == ["gpt", "models", "texts"]
     monkeypatch.delattr(members, "open_members")
     members.get_inputs(inputs, INPUTS)
+
+
+def test_layers_come_from_hosts_of_the_view_when_they_are_read(
+    inputs: Invitation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their content: once the host has no model, from a checkpoint that has a file with the same; or not at all."""
+    members.get_inputs(inputs, INPUTS)
+    path, first, checkpoint = Path("models/gpt"), tmp_path / "first/shards", tmp_path / "first/checkpoints" / STEP
+    monkeypatch.setattr(model_files, "RETRY_S", 0.0)
+    files_of = partial(ModelFiles, run="run", secret=b"secret", waits=InterruptibleWaits())
+    shards = ShardDirectory(path, files_of(["127.0.0.1:1", *inputs.endpoints]).get)
+    with pytest.raises(
+        CorruptFileError, match=r"lacks .*embed.safetensors, .* which are on 127.0.0.1:\d+, not on this "
+    ):
+        ShardDirectory(path).read_layer("embed")
+    read = shards.read_layer("head")
+    theirs = ShardDirectory(first).read_layer("head")
+    assert read.keys() == theirs.keys()
+    assert all(torch.equal(read[key], theirs[key]) for key in theirs)
+    assert [layer for layer in shards.manifest.layers if not shards.lacks(layer)] == ["head"]
+    assert not [*path.glob(".*")]
+
+    manifest = Manifest.read(first)
+    entry, embedding = manifest.layers["block-00000"], manifest.layers["embed"]
+    checkpoint.mkdir(parents=True)
+    copied = dataclasses.replace(entry, file="block-00000.constants.safetensors")
+    shutil.move(first / entry.file, checkpoint / copied.file)
+    dataclasses.replace(manifest, constants={"block-00000": copied}).write(checkpoint)
+    raw = bytearray((first / embedding.file).read_bytes())
+    (first / embedding.file).write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    assert shards.read_layer("block-00000")
+    with pytest.raises(RunError, match=r"embed\.safetensors is not what its manifest says"):
+        shards.read_layer("embed")
+    (first / embedding.file).unlink()
+    with pytest.raises(
+        RunError, match=r"lacks embed\.safetensors, and no host of the run holds it: start a host that "
+    ):
+        ShardDirectory(path, files_of(inputs.endpoints).get).read_layer("embed")
 
 
 def test_a_model_with_new_weights_needs_config_and_tokenizer_alone(

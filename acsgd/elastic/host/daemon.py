@@ -68,7 +68,7 @@ class Daemon:
         self._timing = options.timing
         self._socket_path = socket_path
         self._me = Host(secrets.token_hex(4), options.address)
-        self._workers = LocalWorkers(self)
+        self._workers = LocalWorkers(self, options.run, options.secret)
         self._membership: Membership | None = None
         self._directory: RunDirectory | None = None
         self._register: ViewRegister

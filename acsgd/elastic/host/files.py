@@ -16,9 +16,10 @@ import hmac
 import io
 import json
 import secrets
+import shutil
 import socket
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -32,7 +33,7 @@ from acsgd.io.checkpoint.directory import CheckpointDirectory, step_of
 from acsgd.io.data.sources.files import READERS
 from acsgd.io.files.checksum import file_checksum, new_file_checksum
 from acsgd.io.files.fields import Natural, from_json
-from acsgd.shards.disk import model_files
+from acsgd.shards.disk import flush, model_files
 from acsgd.shards.files import check_file_name, unusable
 from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
 from acsgd.shards.writer import open_weights
@@ -391,3 +392,49 @@ class RemoteFiles:
                 raise ValueError(f"{self.name}: what was received is not what a member of the run has sent")
             left -= len(part)
             yield part
+
+
+def receive(
+    source: FileSource,
+    directory: str,
+    file: StoredFile,
+    partial: Path,
+    report: Callable[[int], None],
+    *,
+    name: str | None = None,
+) -> None:
+    """Receive a file, verify it and wait until it is on disk.
+
+    partial: path of what was received before, which is completed, and removed if it is corrupt; report: called with the
+    number of bytes that are there; name: of the file at the source. Default: the same. Raises OSError, ValueError.
+    """
+    if partial.is_file() and partial.stat().st_size > file.bytes:
+        partial.unlink()
+    digest, size = new_file_checksum(), 0
+    with partial.open("a+b") as content:
+        content.seek(0)
+        while part := content.read(CHUNK_BYTES):
+            digest.update(part)
+            size += len(part)
+        if size < file.bytes:
+            for part in source.read(directory, name or file.file, size):
+                if (size := size + len(part)) > file.bytes:
+                    break
+                digest.update(part)
+                content.write(part)
+                report(size)
+    if size < file.bytes:
+        raise ConnectionError("the file has ended too soon")
+    if size > file.bytes or digest.hexdigest() != file.checksum:
+        partial.unlink()
+        raise ValueError(f"{file.file} is not what its manifest says")
+    flush(partial)
+
+
+def check_room(directory: Path, size: int) -> None:
+    """Raise ValueError if a directory has no room for some bytes."""
+    if size > (free := shutil.disk_usage(directory).free):
+        raise ValueError(
+            f"{directory} has {free / 1e9:.2f} GB free, and {size / 1e9:.2f} GB are to be received; free space there, "
+            "or use a directory on another disk"
+        )

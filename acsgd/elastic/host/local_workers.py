@@ -112,8 +112,10 @@ class _Worker:
 class LocalWorkers:
     """The connected workers of a host. The host takes part in a run while all of its workers are connected."""
 
-    def __init__(self, events: WorkerEvents) -> None:
+    def __init__(self, events: WorkerEvents, name: str = "", secret: bytes = b"") -> None:
+        """Create the table of no workers. name, secret: of the run."""
         self._events = events
+        self._run, self._key = name, secret.hex()
         self._workers: dict[str, _Worker] = {}
         """By number on the host."""
         self._connections = itertools.count()
@@ -178,7 +180,7 @@ class LocalWorkers:
         for name, worker in names.items():
             worker.state = None
             worker.take_tick(Tick(is_waiting=False, idle_s=0.0))
-            worker.send(Run(view, name))
+            worker.send(Run(view, name, self._run, self._key))
         return True
 
     def stop(self, *, at_step_end: bool) -> None:

@@ -354,10 +354,15 @@ class Stop:
 
 @dataclass(frozen=True)
 class Run:
-    """Train in a view. worker: name of this worker in its plan."""
+    """Train in a view."""
 
     view: View
     worker: str
+    """Name of this worker in its plan."""
+    run: str = ""
+    """Name of the run."""
+    key: str = ""
+    """Secret with which requests to the daemons of the view are signed, in hexadecimal digits."""
 
 
 @dataclass(frozen=True)

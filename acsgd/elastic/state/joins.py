@@ -29,6 +29,7 @@ from acsgd.errors import RunError
 from acsgd.groups import Groups, collective_errors
 from acsgd.host_memory import host_memory
 from acsgd.optim.replay import Recording, ReplayOptimizer
+from acsgd.run.initial_weights import lacks_base_layers
 from acsgd.run.plan.job import Job
 from acsgd.run.session import Session
 from acsgd.run.setup.build import DeferredConstants
@@ -275,7 +276,7 @@ def _measure(
 def _reading_s(job: Job, constants: Constants) -> float:
     """Return the time that reading the constants of this rank's layers takes, estimated from that of one of them.
 
-    Infinity if they are also quantized, which takes longer.
+    Infinity if they are also quantized, which takes longer, or if other hosts have to send them.
     """
     if job.config.model.quantize != "none":
         return math.inf
@@ -283,8 +284,10 @@ def _reading_s(job: Job, constants: Constants) -> float:
     stored = {layer: layer_tensors(model, layers, layer) for layer in job.layout.layers}
     sizes = {layer: sum(constant.numel() for constant in each.constants.values()) for layer, each in stored.items()}
     middle = sorted(job.layout.layers, key=sizes.__getitem__)[len(job.layout.layers) // 2]
-    if not sizes[middle]:
+    if not any(sizes.values()):
         return 0.0
+    if lacks_base_layers(job):
+        return math.inf
     started = time.perf_counter()
     for tensor in constants.of_layer(layers.layers[middle].name, stored[middle]).values():
         tensor.clone()

@@ -6,8 +6,9 @@ Every error in them is found here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -42,6 +43,7 @@ from acsgd.run.plan.transports import check_transports, wanted_transport
 from acsgd.shards.chat_template import set_chat_template
 from acsgd.shards.generation import known_ends
 from acsgd.shards.hub import find_remote, uploaded_steps
+from acsgd.shards.manifest import StoredFile
 from acsgd.shards.plan import token_flops
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import Streams, open_streams
@@ -62,6 +64,8 @@ class Job(Partition):
     """Whether hosts may join and leave the run."""
     has_mesh: bool = False
     """Whether one port per host carries all connections."""
+    get_model_file: Callable[[Path, StoredFile], None] | None = None
+    """Gets a file of the model from other hosts; None if this host must have all of it. See `ShardDirectory`."""
 
     @functools.cached_property
     def gpu_memory_bytes(self) -> int:
