@@ -87,6 +87,8 @@ def test_a_bad_record_is_named_or_skipped(tmp_path: Path, name: str) -> None:
 UNREADABLE: dict[str, tuple[bytes, str]] = {
     "a.json": (b'[{"text": "a"},\n{"text": oops}]', ", line 2 is not JSON (Expecting value): oops}]; correct the file"),
     "b.json": (b'[{"text": "a"}\n{"text": "b"}]', ", line 2 is not JSON (Expecting ',' delimiter): {"),
+    "arrays.json": (b'[{"text": "a"}]\n[{"text": "b"}]', ", line 2 is not JSON (Extra data): [{"),
+    "rest.json": (b'{"text": "a"} {"text": ', ", line 1 is not JSON (Expecting value)"),
     "c.json": (b'{"data": [', ", line 1 is not JSON (Expecting value)"),
     "d.json": (b"[" * 10**5, " is not JSON (it exceeds the limits of the parser)"),
     "columns.json": (
@@ -199,6 +201,14 @@ def test_an_object_with_one_list_of_objects_is_that_list(tmp_path: Path) -> None
     assert texts(source_of(path)) == ["alone"]
 
 
+@pytest.mark.parametrize("between", ["", "\n", " \n\n"])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_objects_that_follow_each_other_are_all_read(indent: int | None, between: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(between.join(json.dumps({"text": text}, indent=indent) for text in "abc") + "\n")
+    assert texts(source_of(path)) == ["a", "b", "c"]
+
+
 @pytest.fixture
 def parts(tmp_path: Path) -> Path:
     """A directory with files of three kinds, one of them in a directory of its own, and files that are not data."""
@@ -258,6 +268,8 @@ LAYOUTS: dict[str, tuple[list[str], str]] = {
     "upper case": (["Train.csv", "Dev.csv"], "train: {}/Train.csv; validation: {}/Dev.csv"),
     "configs": (["de/train.csv", "de/test.csv", "en/train.csv"], "train: {}/**/train.csv; test: {}/de/test.csv"),
     "some files": (["train.csv", "more.csv", "most.csv"], "train: {}/train.csv; others: {}/more.csv,{}/most.csv"),
+    "camel case": (["trainData.csv", "testData.csv"], "train: {}/trainData.csv; test: {}/testData.csv"),
+    "held out": (["a.csv", "held_out.csv"], "test: {}/held_out.csv; others: {}/a.csv"),
     "pattern": (["a_test.csv", "b_val.csv", "c_test.csv"], "validation: {}/b_val.csv; test: {}/*test*"),
 }
 """Files of a directory, and what is advised to give."""
@@ -279,7 +291,7 @@ def test_splits_are_never_read_together(layout: str, tmp_path: Path) -> None:
         for choice in choices.split("; ")
     ]
     assert sorted(text for each in read for text in each) == sorted(files)
-    if layout == "upper case":  # which `datasets` does not divide
+    if layout in ("upper case", "camel case", "held out"):  # which `datasets` does not divide
         return
     oracle = datasets.load_dataset(str(tmp_path), cache_dir=str(tmp_path / ".cache"))
     splits = {choice.split(": ")[0]: each for choice, each in zip(choices.split("; "), read, strict=True)}
@@ -301,6 +313,30 @@ def test_caches_and_hidden_files_are_no_data(parts: Path) -> None:
         (parts / name).parent.mkdir(exist_ok=True)
         (parts / name).write_text('{"text": "no data"}')
     assert texts(source_of(parts)) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        (["x-00000-of-00003.csv", "x-00002-of-00003.csv"], "lacks 1 of 3 parts, such as {}/x-00001-of-00003.csv; "),
+        (["x-01-of-02.csv"], 'lacks 1 of 2 parts, such as {}/x-00-of-02.csv; get them, or .* it has, "{}/x-\\*.csv"'),
+        (["x.jsonl", "x.jsonl.gz"], "has x.jsonl and x.jsonl.gz, which .*; give one of them: {0}/x.jsonl or {0}/x"),
+        (["more/x.csv", "more/x.parquet"], "has x.csv and x.parquet, which may hold the same records"),
+    ],
+)
+def test_parts_that_are_missing_and_copies_of_files_are_found(files: list[str], problem: str, tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    for file in files:
+        (tmp_path / file).write_text("text\na\n")
+    with pytest.raises(ValueError, match=f"{tmp_path} {problem.format(tmp_path, tmp_path)}"):
+        source_of(tmp_path)
+
+
+def test_all_parts_are_read_and_links_beside_their_files_are_not(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / f"x-0000{number}-of-00002.csv").write_text(f"text\n{number}\n")
+    (tmp_path / "latest.csv").symlink_to("x-00002-of-00002.csv")
+    assert texts(source_of(tmp_path)) == ["1", "2"]
 
 
 def test_a_repository_with_configs_is_left_to_datasets(hub: Path) -> None:

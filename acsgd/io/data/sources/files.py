@@ -80,9 +80,11 @@ READERS: Mapping[str, Reader] = {
 SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
-    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation", "heldout", "holdout"), "test"),
 }
-"""Word in the name of a file or directory -> split that it belongs to, as `datasets` divides files."""
+"""Word in the name of a file or directory -> split that it belongs to, as `datasets` divides files, and held out."""
+PART = re.compile(r"(.*?)(\d+)-of-(\d+)(.*)")
+"""Name of a part of a set: data-00000-of-00002.parquet."""
 MAX_NAMED = 5
 """Number of files of a split that are named."""
 STATE = "state.json"
@@ -178,6 +180,8 @@ def _names_in(name: str, directory: Path, endings: Collection[str], prefix: str)
         )
     paths = list(files_below(directory, endings))
     paths = [path for path in paths if path.suffix != ".txt"] or paths  # beside records, texts are licenses and notes
+    files = {path.resolve() for path in paths if not path.is_symlink()}
+    paths = [path for path in paths if not (path.is_symlink() and path.resolve() in files)]  # "latest" is read once
     if not paths:
         raise ValueError(f"{name} is a directory without files that can be read, {readable_endings(endings)}")
     found = [SPLITS.get(split_of(path.relative_to(directory)), "") for path in paths]
@@ -187,7 +191,39 @@ def _names_in(name: str, directory: Path, endings: Collection[str], prefix: str)
             f"{split or 'others'}: {prefix}{_typed(splits[split], directory, endings)}" for split in _in_order(splits)
         ]
         raise ValueError(f"{name} has several splits; give one of them: {'; '.join(choices)}")
+    _check_parts(name, paths)
+    _check_copies(name, paths, endings, prefix)
     return [str(path) for path in paths]
+
+
+def _check_parts(name: str, paths: Sequence[Path]) -> None:
+    """Raise ValueError if a file is a part of a set of which others are missing, as after an interrupted download."""
+    found = dict[tuple[Path, str, str, str], set[int]]()
+    for path in paths:
+        if match := PART.fullmatch(path.name):
+            start, number, total, end = match.groups()
+            found.setdefault((path.parent, start, total, end), set()).add(int(number))
+    for (directory, start, total, end), numbers in found.items():
+        first = int(int(total) in numbers)  # some count from 1
+        if missing := sorted({*range(first, first + int(total))} - numbers):
+            part = f"{start}{missing[0]:0{len(total)}}-of-{total}{end}"
+            raise ValueError(
+                f"{name} lacks {len(missing)} of {int(total)} parts, such as {directory / part}; get them, or give a "
+                f'pattern of those that it has, "{directory}/{start}*{end}"'
+            )
+
+
+def _check_copies(name: str, paths: Sequence[Path], endings: Collection[str], prefix: str) -> None:
+    """Raise ValueError for files whose names differ only in their endings: one is the other in another form."""
+    found = dict[Path, Path]()
+    for path in paths:
+        stem = path.with_name(next(path.name.removesuffix(end) for end in endings if path.name.endswith(end)))
+        if other := found.get(stem):
+            raise ValueError(
+                f"{name} has {other.name} and {path.name}, which may hold the same records; give one of them: "
+                f"{prefix}{other} or {prefix}{path}"
+            )
+        found[stem] = path
 
 
 def files_below(directory: Path, endings: Collection[str] = READERS) -> Iterator[Path]:
@@ -211,7 +247,9 @@ def files_below(directory: Path, endings: Collection[str] = READERS) -> Iterator
 
 def split_of(path: Path) -> str:
     """Return the first word of a path that names a split, "train" of data/train-00000-of-00001.parquet; "" if none."""
-    return next((word for word in re.split(r"[-_. 0-9/]+", str(path).lower()) if word in SPLITS), "")
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", str(path)).lower()  # trainData
+    name = re.sub(r"(held|hold)[-_ ]out", r"\1out", name)
+    return next((word for word in re.split(r"[-_. 0-9/]+", name) if word in SPLITS), "")
 
 
 def _in_order(splits: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Files of JSON: one object per line, or one array or object per file."""
+"""Files of JSON: one object per line, objects over several lines, or one array or object per file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_json_lines(path: Path, name: str, key: str, counts: RecordCounts) -> It
 
 
 def read_json(path: Path, name: str, key: str, counts: RecordCounts) -> Iterator[SourceRecord | BadRecord]:
-    """Yield the objects of a file: of its array, of its lines, or of the only list of objects in its object."""
+    """Yield the objects of a file: of its array, those that follow each other, or of the only list in its object."""
     with open_text(path, key=key) as file:
         first = file.readline(MAX_RECORD_CHARS)
         has_lines = isinstance(parse_object(first), dict) and bool(file.read(1))
@@ -73,11 +73,14 @@ def _rest(file: TextIO) -> str:
 
 
 def _values(text: str, name: str, key: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield place, text and value of each record of a JSON text that is one array or object."""
+    """Yield place, text and value of each record of a JSON text: an array, an object, or objects one after another."""
     if text.lstrip().startswith("["):
-        yield from _elements(text, name, key)
+        yield from _elements(text, text.index("[") + 1, name, key, in_array=True)
         return
-    value, _ = _decoded(text, _SPACE.match(text).end(), name, key)  # type: ignore[union-attr]
+    value, end = _decoded(text, _skip_space(text, 0), name, key)
+    if _skip_space(text, end) < len(text):  # as jq prints them
+        yield from _elements(text, 0, name, key, in_array=False)
+        return
     fields = value if isinstance(value, dict) else {}
     if _is_table(fields):
         raise ValueError(
@@ -102,22 +105,32 @@ def _is_table(fields: Mapping[str, Any]) -> bool:
     return any(keys and all(map(str.isdecimal, keys)) for keys in (fields, parts[0]))
 
 
-def _elements(text: str, name: str, key: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield place, text and value of each element of a JSON array, one at a time."""
-    end, line = text.index("[") + 1, 1
-    counted = 0
+def _elements(text: str, end: int, name: str, key: str, *, in_array: bool) -> Iterator[tuple[str, str, Any]]:
+    """Yield place, text and value of each JSON value after a character: up to the end of an array, else of the text."""
+    line = text.count("\n", 0, end) + 1
+    counted = end
     for number in itertools.count(1):
-        start = _SPACE.match(text, end).end()  # type: ignore[union-attr]
-        if text[start : start + 1] == "]":
+        start = _skip_space(text, end)
+        if in_array and text[start : start + 1] == "]":
+            if (rest := _skip_space(text, start + 1)) < len(text):
+                _refuse(text, rest, "Extra data", name, key)
+            return
+        if not in_array and start == len(text):
             return
         value, end = _decoded(text, start, name, key)
         line += text.count("\n", counted, start)
         counted = start
         yield f"{name}, line {line}, record {number}", text[start:end], value
-        end = _SPACE.match(text, end).end()  # type: ignore[union-attr]
-        if text[end : end + 1] not in (",", "]"):
-            _refuse(text, end, "Expecting ',' delimiter", name, key)
-        end += text[end] == ","
+        if in_array:
+            end = _skip_space(text, end)
+            if text[end : end + 1] not in (",", "]"):
+                _refuse(text, end, "Expecting ',' delimiter", name, key)
+            end += text[end] == ","
+
+
+def _skip_space(text: str, start: int) -> int:
+    """Return the first character from `start` on that is no white space of JSON."""
+    return _SPACE.match(text, start).end()  # type: ignore[union-attr]
 
 
 def _decoded(text: str, start: int, name: str, key: str) -> tuple[Any, int]:
