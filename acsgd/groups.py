@@ -95,23 +95,30 @@ class Groups:
         return self.by_axis["replica"]
 
     def with_transport(
-        self, transport: OrderedTransport, device: torch.device, uses: Callable[[Axis, Sequence[int]], bool]
+        self,
+        transport: OrderedTransport,
+        device: torch.device,
+        uses: Callable[[Axis, Sequence[int]], bool],
+        *,
+        sums: bool = True,
+        updates: bool = True,
     ) -> Groups:
         """Return the groups with a transport for what travels along the axes besides control messages.
 
-        Along "pipeline" these are the messages between stages, along "replica" exact sums of gradients. device: of
-        their tensors. uses: whether some ranks along an axis use the transport, the same on all ranks. All ranks call
-        this together.
+        Along "pipeline" these are the messages between stages. device: of their tensors. uses: whether some ranks along
+        an axis use the transport, the same on all ranks. sums, updates: whether exact sums of gradients and compressed
+        updates travel along "replica". All ranks call this together.
         """
 
         def open_between(name: str, ranks: Sequence[int]) -> Communicator | None:
-            return self._opened.open_communicator(transport, name, ranks) if uses("pipeline", ranks) else None
+            return self._opened.open_communicator(transport, device, name, ranks) if uses("pipeline", ranks) else None
 
         by_axis = dict(self.by_axis)
         if any(uses("pipeline", pair) for pair in combinations(self.pp.ranks, 2)):
             by_axis["pipeline"] = replace(self.pp, open_communicator=open_between)
         if self.dp.size() > 1 and uses("replica", self.dp.ranks):
-            by_axis["replica"] = self._with_reductions(self.dp, transport, device)
+            group = self._with_reductions(self.dp, transport, device) if sums else self.dp
+            by_axis["replica"] = self._with_updates(group, transport, device) if updates else group
         domains = self.domains
         if domains is not None and domains.local is not None and uses("replica", domains.local.ranks):
             domains = replace(domains, local=self._with_reductions(domains.local, transport, device))
@@ -120,10 +127,21 @@ class Groups:
     def _with_reductions(self, group: Group, transport: OrderedTransport, device: torch.device) -> Group:
         """Return a group that sums gradients over a transport, connected."""
         name = f"gradients of rank {self.pp.rank()} of the pipelines over ranks {group.ranks}"
-        reductions = self._opened.open_communicator(transport, name, group.ranks)
+        reductions = self._opened.open_communicator(transport, device, name, group.ranks)
         with collective_errors("connecting the replicas", group):  # NCCL connects with the first operation
             self.waits.wait(reductions.all_reduce(torch.zeros(1, device=device)))
         return replace(group, reductions=reductions)
+
+    def _with_updates(self, group: Group, transport: OrderedTransport, device: torch.device) -> Group:
+        """Return a group that exchanges updates over a transport, connected."""
+        name = f"updates of rank {self.pp.rank()} of the pipelines over ranks {group.ranks}"
+        updates = self._opened.open_communicator(transport, device, name, group.ranks)
+        others = [rank for rank in group.ranks if rank != self.world.rank()]
+        buffers = {rank: torch.zeros(2, dtype=torch.uint8, device=device).split(1) for rank in others}
+        with collective_errors("connecting the replicas", group):
+            first, second = ({rank: pair[end] for rank, pair in buffers.items()} for end in range(2))
+            self.waits.wait(updates.all_to_all(first, second))
+        return replace(group, updates=updates)
 
     @contextlib.contextmanager
     def naming_lost_ranks(self) -> Iterator[None]:

@@ -6,15 +6,16 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from acsgd.comm.liveness import PeerWatch, heartbeat_interval_s
-from acsgd.comm.waits import DeviceWork, QueryableWork
+from acsgd.comm.waits import DeviceWork, HostWork, QueryableWork
 from acsgd.errors import RunError, WaitInterruptedError
 
 
@@ -26,6 +27,8 @@ class Backend(Protocol):
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> QueryableWork: ...  # noqa: N803
 
     def allreduce(self, tensors: list[Tensor]) -> QueryableWork: ...
+
+    def alltoall(self, output_tensor: list[Tensor], input_tensor: list[Tensor]) -> QueryableWork: ...
 
     def get_error(self) -> Any: ...  # an ErrorType, which torch keeps to itself
 
@@ -77,10 +80,15 @@ class Operation(NamedTuple):
 class Communicator:
     """Ranks whose operations on device tensors run in the order of issue; see `OrderedTransport`.
 
-    ranks: all of them; position: that of this rank; subject: what is sent, received or summed, for errors.
+    ranks: all of them; position: that of this rank; subject: what is sent, received or summed, for errors; device: of
+    the tensors.
     """
 
-    def __init__(self, backend: Backend, ranks: Sequence[int], position: int, subject: str) -> None:
+    def __init__(
+        self, backend: Backend, ranks: Sequence[int], position: int, subject: str, device: torch.device
+    ) -> None:
+        self.device = device
+        self.is_aborted = False
         self._backend = backend
         self._ranks = ranks
         self._others = [rank for rank in ranks if rank != ranks[position]]
@@ -108,6 +116,16 @@ class Communicator:
         """Start to sum a tensor of each member, in place, after the work of the current stream."""
         return self._note(self._backend.allreduce([tensor]), "summing", None, self._others)
 
+    def all_to_all(self, receive: Mapping[int, Tensor], send: Mapping[int, Tensor]) -> HostWork:
+        """Start to receive a tensor from some global ranks, and to send one to some; all ranks call it together.
+
+        uint8[n] each, of lengths that both ends know.
+        """
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+        received, sent = ([tensors.get(rank, nothing) for rank in self._ranks] for tensors in (receive, send))
+        work = self._backend.alltoall(received, sent)
+        return HostWork(self._note(work, "exchanging", None, self._others), lambda: self.is_aborted)
+
     def oldest(self) -> Operation | None:
         """Return the first operation that has not ended; None if all have. From any thread."""
         with self._lock:
@@ -125,6 +143,7 @@ class Communicator:
 
     def abort(self) -> None:
         """End all operations, now and for good, without the other ranks."""
+        self.is_aborted = True
         self._backend.abort()
 
     def close(self) -> None:

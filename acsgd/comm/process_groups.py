@@ -110,6 +110,8 @@ class Group:
     its own. Returns None for ranks between which these travel over gloo. None = they do so between all."""
     reductions: Communicator | None = None
     """Sums gradients on the device. None = `all_reduce` does."""
+    updates: Communicator | None = None
+    """Carries compressed updates on the device. None = they are sent as other messages."""
 
     @property
     def device(self) -> torch.device:
@@ -221,14 +223,16 @@ class ProcessGroups:
         self._heartbeat = Heartbeat(self.client, rank, heartbeat_interval_s(self._timeout.total_seconds()))
         return run_id, [Group(each, transport) for each in self._groups]
 
-    def open_communicator(self, transport: OrderedTransport, name: str, ranks: Sequence[int]) -> Communicator:
-        """Open a communicator, together with its other ranks.
+    def open_communicator(
+        self, transport: OrderedTransport, device: torch.device, name: str, ranks: Sequence[int]
+    ) -> Communicator:
+        """Open a communicator of tensors of a device, together with its other ranks.
 
         name: of what it carries, given to no other one of this run.
         """
         store = dist.PrefixStore(f"{transport.name}/{name}", self._store)
         backend = transport.open(store, ranks.index(self._rank), len(ranks), self._timeout)
-        communicator = Communicator(backend, ranks, ranks.index(self._rank), name)
+        communicator = Communicator(backend, ranks, ranks.index(self._rank), name, device)
         with self._lock:
             self._communicators.append(communicator)
             self._watch = self._watch or self._open_watch()

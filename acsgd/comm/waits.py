@@ -17,6 +17,10 @@ SLICE_S = 0.02
 """Time between two checks of an interruptible poll for an interrupt, seconds."""
 
 
+POLL_S = 0.0002
+"""Seconds between two looks at whether an operation of the device has ended."""
+
+
 class Work(Protocol):
     """Handle of an asynchronous operation, as torch.distributed returns it."""
 
@@ -48,6 +52,24 @@ class DeviceWork:
     def is_completed(self) -> bool:
         """Whether the operation is done."""
         return self._work.is_completed()
+
+
+class HostWork:
+    """Handle of an operation of the device whose `wait` blocks the host until it has ended.
+
+    is_aborted: whether its communicator was aborted; `wait` then raises RuntimeError.
+    """
+
+    def __init__(self, work: DeviceWork, is_aborted: Callable[[], bool]) -> None:
+        self._work = work
+        self._is_aborted = is_aborted
+
+    def wait(self) -> bool:
+        while not self._work.is_completed():
+            time.sleep(POLL_S)
+        if self._is_aborted():  # what has been received is not what was sent
+            raise RuntimeError("the communicator was aborted")
+        return self._work.wait()
 
 
 class Waits(Protocol):

@@ -230,8 +230,8 @@ class ReplicaConfig:
     """How the mode is chosen: "auto", or "auto:max_loss_cost=0.02", measures the links between replicas at the start,
     and takes a mode. Default: dp.mode is the mode."""
     transport: OwnTransport = "run"
-    """Transport of the sums of gradients of "allreduce", "powersgd" and the exact steps of other modes, as
-    run.transport; "run" = that of run.transport. Compressed updates travel over gloo."""
+    """Transport of the sums of gradients and of the updates that replicas exchange, as run.transport; "run" = that of
+    run.transport."""
     local: Literal["auto", "none"] = "auto"
     """Replicas of one domain: "auto" = if there are several domains, they sum their gradients exactly and act as one
     replica towards other domains; "none" = each exchanges with all others."""

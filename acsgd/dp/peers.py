@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from acsgd.comm.communicators import Communicator
 from acsgd.comm.process_groups import Group
 from acsgd.comm.waits import Meter, Waits, Work
 from acsgd.errors import RunError, reason
@@ -94,7 +95,7 @@ class Peers:
         self.group = group
         self._domains = domains
         self.waits = waits
-        self.device = group.device
+        self.device = group.device if group.updates is None else group.updates.device
         """Device of messages."""
         self.set_observers(observers)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replicas")
@@ -184,7 +185,7 @@ class Peers:
 
     def _sum_of_leaders(self, tensor: Tensor, meter: Meter) -> None:
         """Sum a tensor over the leaders, and forward the sum to the other members. Runs in the thread."""
-        since, message = time.perf_counter(), tensor.to(self.device)
+        since, message = time.perf_counter(), tensor.to(self.group.device)
         if self.is_leader:
             assert self._domains is not None
             assert self._domains.leaders is not None
@@ -225,14 +226,16 @@ class Peers:
             RunError: A replica failed or timed out; the error names it. Or members of a domain differ.
         """
         self._exchanges += 1
+        if self.group.updates is not None and self.is_leader:
+            return self._exchange_on_device(self.group.updates, outgoing, longest, meter)
         since, buffers, receiving, sending = time.perf_counter(), {}, {}, {}
         sources = {peer: self._ranks[peer] if self.is_leader else self._leader for peer in longest}
         for peer, nbytes in longest.items():
-            buffers[peer] = torch.empty(_HEADER.size + nbytes, dtype=torch.uint8, device=self.device)
+            buffers[peer] = torch.empty(_HEADER.size + nbytes, dtype=torch.uint8, device=self.group.device)
             with self._errors_of(sources[peer], since):
                 tag = TAG if self.is_leader else LEADER_TAG + 1 + peer
                 receiving[peer] = self.group.irecv(buffers[peer], sources[peer], tag)
-        headers = {peer: self._header(len(message), message) for peer, message in outgoing.items()}
+        headers = {peer: self._header(len(message), message.cpu()) for peer, message in outgoing.items()}
         for peer, message in outgoing.items() if self.is_leader else ():
             framed = torch.cat([headers[peer], message])
             with self._errors_of(self._ranks[peer], since):
@@ -253,6 +256,47 @@ class Peers:
             meter.trace.add("replicas", "exchange with replicas", since, time.perf_counter())
         return received
 
+    def _exchange_on_device(
+        self, updates: Communicator, outgoing: Mapping[int, Tensor], longest: Mapping[int, int], meter: Meter
+    ) -> dict[int, Tensor]:
+        """Exchange headers over gloo, and then the messages on the device; as `exchange`, on the leader of a domain.
+
+        So all ranks know the lengths, and all messages are encoded: on the device, none waits for the computations of
+        another rank. The host waits for the messages, since what it issues next may be what another rank waits for.
+        """
+        since, empty = time.perf_counter(), torch.empty(0, dtype=torch.uint8)
+        if self.device.type != "cpu":
+            torch.accelerator.current_stream(self.device).synchronize()
+        headers = {peer: torch.empty(_HEADER.size, dtype=torch.uint8) for peer in longest}
+        receiving, sending, received = {}, {}, {}
+        for peer, header in headers.items():
+            with self._errors_of(self._ranks[peer], since):
+                receiving[peer] = self.group.irecv(header, self._ranks[peer], TAG)
+        for peer, message in outgoing.items():
+            with self._errors_of(self._ranks[peer], since):
+                sending[peer] = self.group.isend(self._header(len(message), empty), self._ranks[peer], TAG)
+            meter.sent_bytes += _HEADER.size + len(message)
+        checked = [self._header(len(each), each.cpu()) for each in outgoing.values()] if self._followers else []
+        forwarding = self._compare_in_domain(checked, since)
+        for peer, work in (*receiving.items(), *sending.items()):
+            with self._errors_of(self._ranks[peer], since):
+                self.waits.wait(work)
+        for peer, header in headers.items():
+            length = self._length(peer, header, longest[peer])
+            received[peer] = torch.empty(length, dtype=torch.uint8, device=self.device)
+        receive, send = (
+            {self._ranks[peer]: each for peer, each in tensors.items()} for tensors in (received, outgoing)
+        )
+        with collective_errors("exchanging updates", self.group):
+            self.waits.wait(updates.all_to_all(receive, send))
+        for peer, message in received.items() if self._followers else ():
+            framed = torch.cat([self._header(len(message), message.cpu()), message.cpu()])
+            forwarding += self._forward(framed, LEADER_TAG + 1 + peer)
+        self._wait_for_members(forwarding, since)
+        if meter.trace is not None:
+            meter.trace.add("replicas", "exchange with replicas", since, time.perf_counter())
+        return received
+
     def _compare_in_domain(self, headers: Sequence[Tensor], since: float) -> list[tuple[int, Work]]:
         """Raise RunError unless the leader of this domain sends the same messages as this member would.
 
@@ -260,7 +304,7 @@ class Peers:
         """
         if len(self.members) == 1 or not headers:
             return []
-        mine = torch.cat([*headers]).to(self.device)
+        mine = torch.cat([*headers]).to(self.group.device)
         if self.is_leader:
             return self._forward(mine, LEADER_TAG)
         of_leader = torch.empty_like(mine)
@@ -310,7 +354,15 @@ class Peers:
         return torch.frombuffer(packed, dtype=torch.uint8)
 
     def _body(self, peer: int, buffer: Tensor) -> Tensor:
-        """Return the message in a buffer. Raises RunError if it is corrupt, or not that of the present exchange."""
+        """Return the message in a buffer. Raises errors as `_length`."""
+        rest = buffer[_HEADER.size :]
+        return rest[: self._length(peer, buffer, len(rest))]
+
+    def _length(self, peer: int, buffer: Tensor, longest: int) -> int:
+        """Return the length of a message of at most `longest` bytes from its header, which starts a buffer.
+
+        Raises RunError if it is corrupt with what follows in the buffer, or not that of the present exchange.
+        """
         raw, rest, rank = buffer[: _HEADER.size].numpy().tobytes(), buffer[_HEADER.size :], self._ranks[peer]
         identity, expected = _HEADER.unpack(raw)
         number, length = divmod(identity, _LENGTHS)
@@ -318,17 +370,17 @@ class Peers:
         if (actual := checksum(raw[:_IDENTITY_BYTES], message)) != expected:
             raise RunError(
                 f"replica {peer} (rank {rank}) sent a corrupt message: its checksum is {actual:016x} instead of "
-                f"{expected:016x}; expected message {self._exchanges} of at most {len(rest)} bytes: {REMEDY}"
+                f"{expected:016x}; expected message {self._exchanges} of at most {longest} bytes: {REMEDY}"
             )
         if length == _ABORTED:
             raise RunError(f"replica {peer}, rank {rank}, has failed; see its own error", awaited=[rank])
-        if number != self._exchanges % 2**24 or length > len(rest):
+        if number != self._exchanges % 2**24 or length > longest:
             raise RunError(
                 f"replica {peer} (rank {rank}) sent message {number} of {length} bytes, not message "
-                f"{self._exchanges} of at most {len(rest)} bytes: the two run different programs, check that all hosts "
+                f"{self._exchanges} of at most {longest} bytes: the two run different programs, check that all hosts "
                 "have the same acsgd, run file and flags"
             )
-        return message
+        return length
 
     @contextlib.contextmanager
     def _errors_of(self, rank: int, since: float) -> Iterator[None]:

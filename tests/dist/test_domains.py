@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lib.models import DROPOUT
+from lib.ordered import ordered_transport
 from lib.patience import stretched
 from lib.ranks import on_ranks
 from lib.replica_runs import make_replica_config, resumed_at_half
@@ -64,11 +65,15 @@ class Trained(NamedTuple):
     sent_bytes: int
 
 
-def train_all(rank: int, world_size: int, store: Path, domains: str, acting: Sequence[Sequence[int]]) -> list[Trained]:
-    """Train in each mode on the gradients of the replicas for which this one acts."""
+def train_all(
+    rank: int, world_size: int, store: Path, domains: str, acting: Sequence[Sequence[int]], *transports: str
+) -> list[Trained]:
+    """Train in each mode on the gradients of the replicas for which this one acts. transports: "ordered" or none."""
     torch.set_num_threads(1)
     topology, file_store = Topology.of(rank, world_size, 1), dist.FileStore(str(store), world_size)
     with connect(topology, timeout=TIMEOUT, store=file_store, domain=domains[rank]) as groups:
+        if transports:
+            groups = groups.with_transport(ordered_transport(rank), torch.device("cpu"), lambda axis, ranks: True)
         peers = Peers(groups.dp, groups.waits, domains=groups.domains)
         results = [train(peers, spec, acting[rank]) for spec in SPECS]
         dist.barrier()  # a rank that leaves early would disturb the others' connections
@@ -105,6 +110,19 @@ def assert_equal_states(ours: WeightState, theirs: WeightState, tolerance: float
         for key, x in by_key.items():
             close = torch.allclose(ours[name][key], x, rtol=tolerance, atol=tolerance, equal_nan=True)
             assert close, (spec, name, key)
+
+
+@pytest.mark.parametrize("domains", ["ab", "aab"])
+def test_modes_train_over_an_ordered_transport_as_over_gloo(domains: str, tmp_path: Path) -> None:
+    """Bit for bit: at most two are summed at a time. Sums and updates travel over it, as they would over NCCL."""
+    acting = [[r] for r in range(len(domains))]
+    over_gloo = on_ranks(len(domains), train_all, tmp_path / "gloo", domains, acting)
+    over_ordered = on_ranks(len(domains), train_all, tmp_path / "ordered", domains, acting, "ordered")
+    for of_gloo, of_ordered in zip(over_gloo, over_ordered, strict=True):
+        for spec, theirs, mine in zip(SPECS, of_gloo, of_ordered, strict=True):
+            assert all(map(torch.equal, mine.weights, theirs.weights)), spec
+            assert_equal_states(mine.state, theirs.state, 0, spec)
+            assert mine.sent_bytes == theirs.sent_bytes, spec
 
 
 @pytest.mark.parametrize("domains", DOMAINS.values(), ids=DOMAINS.keys())

@@ -100,9 +100,9 @@ def test_stages_that_read_no_rows_know_their_lengths(tiny_model: TinyModel, tmp_
 
 
 def test_stages_and_replicas(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Rows of a tied table stay on gloo; exact sums of gradients do not."""
+    """Rows of a tied table stay on gloo; exact sums of gradients and compressed updates do not."""
     config = make_config(tiny_model("gpt2", n_layer=4), tmp_path, stages=2, micro=1)
-    modes = ["allreduce:dtype=bf16,bucket_mb=0.01", "powersgd:rank=2", "cocktail:exact_steps=2"]
+    modes = ["allreduce:dtype=bf16,bucket_mb=0.01", "powersgd:rank=2", "cocktail:exact_steps=2,random=.5"]
     run_both(4, tmp_path, [dataclasses.replace(config, dp=ReplicaConfig(mode)) for mode in modes])
 
 

@@ -51,11 +51,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "2 replicas, bf16": {"mode": "allreduce", "dtype": "bf16"},
 }
 """Options of the pipeline, of model.dtype and of dp.mode."""
-NO_NCCL = {
-    *(name for name, row in ROWS.items() if "delta" in row.get("forward", "")),
-    *(f"2 replicas, {mode}" for mode in MODES if mode not in ("allreduce", "powersgd", "cocktail")),
-}
-"""Rows that are refused with NCCL, or send nothing else over it than other rows do."""
+NO_NCCL = {*(name for name, row in ROWS.items() if "delta" in row.get("forward", "")), "2 replicas, local"}
+"""Rows that are refused with NCCL, or send nothing over it."""
 ON_GPU = [*((name, "gloo") for name in ROWS), *((name, "nccl") for name in ROWS if name not in NO_NCCL)]
 
 

@@ -75,6 +75,9 @@ class OrderedBackend:
     def allreduce(self, tensors: list[Tensor]) -> OrderedWork:
         return self._issue(lambda: self._all_reduce(tensors[0]))
 
+    def alltoall(self, output_tensor: list[Tensor], input_tensor: list[Tensor]) -> OrderedWork:
+        return self._issue(lambda: self._all_to_all(output_tensor, input_tensor))
+
     def get_error(self) -> ErrorType:
         return ErrorType.COMM_ERROR if self._has_failed else ErrorType.SUCCESS
 
@@ -123,6 +126,15 @@ class OrderedBackend:
         if length != buffer.nbytes:
             raise RuntimeError(f"a message of {length} bytes came for a receive of {buffer.nbytes}")
         buffer.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def _all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> None:
+        """Send and receive in the order of senders; what is empty is not sent."""
+        for sender in range(self._size):
+            for receiver in range(self._size):
+                if sender == self._rank and len(sent[receiver]):
+                    self._send(sent[receiver], receiver)
+                elif receiver == self._rank and len(received[sender]):
+                    self._receive(received[sender], sender)
 
     def _all_reduce(self, tensor: Tensor) -> None:
         """Sum in the order of ranks."""

@@ -111,7 +111,9 @@ class LivePeers(PeerWatch):
 
 
 def test_the_watch_ends_operations_when_none_has_ended_for_too_long() -> None:
-    first, second = (Communicator(end, [4, 7], position, "x") for position, end in enumerate(ordered_ends()))
+    first, second = (
+        Communicator(end, [4, 7], position, "x", torch.device("cpu")) for position, end in enumerate(ordered_ends())
+    )
     peers = LivePeers()
     watch = CommunicatorWatch(lambda: [first], 4, peers, 100.0, first.abort)
     watch.close()  # it is asked below, at times to come

@@ -65,7 +65,7 @@ def test_transports_are_chosen_from_options_and_places(
         assert of_stages.startswith("messages between stages: gloo (")
     else:
         assert of_stages == f"messages between stages: {stages}"
-    assert of_replicas == f"exact sums over replicas: {replicas}"
+    assert of_replicas == f"gradients and updates of replicas: {replicas}"
 
 
 def test_auto_uses_nccl_between_ranks_of_one_host_alone() -> None:

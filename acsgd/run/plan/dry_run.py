@@ -56,7 +56,7 @@ class _AbsentGroup:
 
     device = torch.device("cpu")
 
-    reductions = None
+    reductions = updates = None
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size

@@ -1,6 +1,6 @@
-"""Which transport carries the messages between stages, and the exact sums of gradients over replicas.
+"""Which transport carries the messages between stages, and the sums of gradients and the updates of replicas.
 
-All else travels over gloo: control messages, compressed updates of replicas, and rows of tied tables.
+All else travels over gloo: control messages, and rows of tied tables.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from acsgd.config.options import Config, OwnTransport, TransportName
 from acsgd.dp.modes.allreduce import AllReduce
+from acsgd.dp.modes.local import Local
 from acsgd.dp.modes.powersgd import PowerSGD
 from acsgd.dp.sync import Mode
 from acsgd.groups import MACHINE
@@ -20,7 +21,7 @@ from acsgd.topology import Axis, Topology
 
 SECTIONS: dict[Axis, str] = {"pipeline": "pp", "replica": "dp"}
 """Section of the configuration of each axis."""
-SUBJECTS: dict[Axis, str] = {"pipeline": "messages between stages", "replica": "exact sums over replicas"}
+SUBJECTS: dict[Axis, str] = {"pipeline": "messages between stages", "replica": "gradients and updates of replicas"}
 
 
 class Endpoint(NamedTuple):
@@ -68,6 +69,11 @@ class Transports:
 def sums_gradients(mode: Mode) -> bool:
     """Return whether a mode sums gradients exactly over all replicas, in some steps at least."""
     return isinstance(mode, AllReduce | PowerSGD) or getattr(mode, "exact_steps", 0) > 0
+
+
+def exchanges_updates(mode: Mode) -> bool:
+    """Return whether the replicas of a mode send each other messages of their own, in some steps at least."""
+    return not isinstance(mode, AllReduce | PowerSGD | Local)
 
 
 def wanted_transport(config: Config, axis: Axis) -> TransportName:

@@ -37,7 +37,7 @@ from acsgd.pp.wire.coder import CodecChoice, CodecIndices, TensorSpec
 from acsgd.pp.wire.frame import MessageKind
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.run.plan.job import Job
-from acsgd.run.plan.transports import Endpoint, choose_transports, sums_gradients
+from acsgd.run.plan.transports import Endpoint, choose_transports, exchanges_updates, sums_gradients
 from acsgd.run.session import Session
 from acsgd.run.setup.describe import micro_shapes
 from acsgd.shards.load import LayerLoader, LoadedLayer, WeightSource
@@ -78,15 +78,11 @@ def open_transports(job: Job, groups: Groups) -> tuple[Groups, list[str]]:
     texts = groups.all_gather_text("choosing transports", json.dumps(own), timeout_s=groups.timeout_s)
     endpoints = [Endpoint(*json.loads(text)) for text in texts]
     transports = choose_transports(job.config, job.plugins, endpoints, has_mesh=job.has_mesh)
-    sums = sums_gradients(job.plugins.mode)
-    unused: list[Axis] = [] if sums or groups.domains is not None else ["replica"]
+    mode = job.plugins.mode
+    sums, updates = sums_gradients(mode), exchanges_updates(mode)
+    unused: list[Axis] = [] if sums or updates or groups.domains is not None else ["replica"]
     notes = transports.describe(job.topology, unused) if any(each.gpu for each in endpoints) else []
-
-    def uses(axis: Axis, ranks: Sequence[int]) -> bool:
-        is_of_domain = len(ranks) < job.topology.replicas
-        return (axis == "pipeline" or sums or is_of_domain) and transports.uses_nccl(axis, ranks)
-
-    return groups.with_transport(NCCL, job.streams.device, uses), notes
+    return groups.with_transport(NCCL, job.streams.device, transports.uses_nccl, sums=sums, updates=updates), notes
 
 
 def reconnect(
