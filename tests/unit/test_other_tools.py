@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 from test_docs_blocks import REQUIRED, ROOT, check_shell
 
 from acsgd import cli
@@ -78,6 +80,17 @@ def test_the_table_has_what_the_readmes_name(tool: str) -> None:
         row.old for program in programs() if program.tool == tool for rows in program.rows.values() for row in rows
     }
     assert not {*READMES[tool].split()} - names
+
+
+def test_the_search_of_the_site_finds_the_last_part_of_a_name() -> None:
+    """Of names such as parallelism.pipeline_parallel_degree, the part that users remember."""
+    (search,) = (each["search"] for each in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["plugins"][:1])
+    dotted = [row.old for program in programs() for rows in program.rows.values() for row in rows if "." in row.old]
+    assert len(dotted) > 50
+    for old in dotted:
+        name = old.split()[0]
+        if not name.endswith((".py", ".sh")):
+            assert name.rpartition(".")[2] in re.split(search["separator"], name), old
 
 
 def test_no_mode_is_said_to_divide_the_optimizer_state() -> None:
