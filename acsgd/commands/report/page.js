@@ -16,6 +16,7 @@ function add(parent, tag, text, className) {
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const short = (value) => value == null ? "" : String(Number(value.toPrecision(4)));
+const tick = (value) => value && Math.abs(value) < 0.01 ? Number(value.toPrecision(4)).toExponential() : short(value);
 const axisOf = (run) => runs[run].axes[element("axis").value];
 
 // The value on the present axis of a step, or of the first point after it.
@@ -76,7 +77,7 @@ function draw(parent, chart) {
   const plot = new uPlot({
     width: figure.clientWidth - 18, height: HEIGHT,
     scales: { x: { time: false }, y: chart.stacked ? { range: (_, low, high) => [0, high * 1.05 || 1] } : {} },
-    axes: [axis, { ...axis, size: 62, values: (_, ticks) => ticks.map(short) }],
+    axes: [axis, { ...axis, size: 66, values: (_, ticks) => ticks.map(tick) }],
     series: [{ label: element("axis").value, value: (_, value) => short(value) }, ...chart.curves.map((curve, index) => seriesOf(curve, index, chart))],
     bands: chart.stacked ? chart.curves.slice(1).map((_, index) => ({ series: [index + 2, index + 1] })) : [],
     legend: { markers: { dash: (_, index) => LEGEND[dashOf(chart.curves[index - 1], index - 1, chart)] } },
