@@ -22,10 +22,11 @@ from lib.processes import CONTEXT, WAIT_S, started, wait_for_a_signal
 from lib.saved import SMALL, assert_describes_its_model
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 from acsgd import cli
 from acsgd.commands.generation.model import load
+from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.shards import convert, export
 from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf
@@ -381,6 +382,20 @@ def test_a_model_is_pushed_with_its_card(
         assert created == {"private": True, "exist_ok": True}
         assert isinstance(uploaded, dict)
         assert {"README.md", "config.json", "model.safetensors"} <= {*uploaded["files"]}
+
+
+def test_of_a_run_the_newest_checkpoint_is_converted_or_the_best(tiny_model: TinyModel, tmp_path: Path) -> None:
+    saved = CheckpointDirectory(tmp_path / "run/checkpoints")
+    for step in (1, 2):
+        saved.of(step).mkdir(parents=True)
+        from_hf(tiny_model(**SMALL | {"n_layer": step}), saved.of(step))
+    code, printed = acsgd("convert", "to-hf", tmp_path / "run", tmp_path / "none", "--best")
+    assert code == 2
+    assert "run has no best checkpoint, since its run had no metric to choose one by; leave out --best" in printed
+    saved.mark_best(1)
+    for step, options in ((2, []), (1, ["--best"])):
+        assert acsgd("convert", "to-hf", tmp_path / "run", tmp_path / f"hf{step}", *options)[0] == 0
+        assert AutoConfig.from_pretrained(tmp_path / f"hf{step}").n_layer == step
 
 
 @pytest.mark.soak

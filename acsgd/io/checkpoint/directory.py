@@ -225,9 +225,8 @@ def best_checkpoint(path: Path) -> Path:
     for directory in (CheckpointDirectory(path), CheckpointDirectory(path / CHECKPOINTS)):
         if best := directory.best():
             return best
-    raise ValueError(
-        f"{path} has no best checkpoint; give the directory of a run with checkpoint.best, or leave out --best"
-    )
+    # not by the option's name, in place of which a command shows its own --best
+    raise ValueError(f"{path} has no best checkpoint, since its run had no metric to choose one by; leave out --best")
 
 
 def newest_checkpoint(path: Path) -> Path:
