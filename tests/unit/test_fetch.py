@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,6 +21,7 @@ from lib.saved import SMALL, small_run, train_alone
 
 from acsgd.comm.waits import InterruptibleWaits
 from acsgd.commands import members
+from acsgd.commands.doctor.command import DoctorCommand
 from acsgd.commands.invitation import VERSION, Invitation
 from acsgd.config.options import Config, DataConfig, ModelConfig, OptimConfig
 from acsgd.elastic.host import files, model_files
@@ -102,6 +105,24 @@ def test_a_checkpoint_is_collected_from_all_running_hosts(invitation: Path, whol
     best = (whole / "best").resolve().name
     assert commands.acsgd("fetch", invitation, "--best", "--to", tmp_path / "best") == (0, "")
     assert_equal(tmp_path / "best", whole / best)
+
+
+def test_doctor_looks_for_the_run_of_an_invitation(
+    invitation: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def found(file: Path) -> dict[str, str]:
+        with contextlib.suppress(SystemExit):
+            DoctorCommand(file, json=True).run()
+        return next(each for each in json.loads(capsys.readouterr().out)["diagnoses"] if each["subject"] == "run run")
+
+    assert found(invitation)["level"] == "ok"
+    assert len(re.findall(r"127\.0\.0\.1:\d+", found(invitation)["text"])) == 2, "the invitation names one host alone"
+    other = dataclasses.replace(Invitation.open(str(invitation)), endpoints=("127.0.0.1:1",))
+    (tmp_path / "other").write_text(other.encode())
+    assert (other_found := found(tmp_path / "other"))["level"] == "error"
+    assert "no host of run run answers (127.0.0.1:1: Connection refused)" in other_found["text"]
+    with pytest.raises(ValueError, match="holds the secret of the run, and other users of this host see what is typed"):
+        DoctorCommand(Path(other.encode())).run()
 
 
 def test_weights_alone_are_the_model_of_the_checkpoint(invitation: Path, whole: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from acsgd.commands.doctor.links import (
     diagnose_router,
     measure,
 )
+from acsgd.commands.invitation import PREFIX, Invitation
 from acsgd.config.ranges import PORT, Range, out_of_range
 from acsgd.launch import gloo_interface, run_secret
 from acsgd.versions import installed_versions
@@ -42,8 +44,9 @@ class DoctorCommand:
     training would fail, unless it listens.
     """
 
-    run_file: tyro.conf.Positional[Path | None] = None
-    """RUN.toml, whose options are checked, and whose log.dir."""
+    run_file: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN.toml|INVITATION]")] = None
+    """RUN.toml, whose options are checked, and whose log.dir; or a file with an invitation, whose run is looked for,
+    too."""
     listen: Annotated[int, PORT] | None = None
     """Port on which the doctors of other hosts are answered, until Ctrl-C."""
     connect: str | None = None
@@ -66,7 +69,13 @@ class DoctorCommand:
         with contextlib.ExitStack() as stack:
             if self.listen is not None:
                 stack.enter_context(contextlib.closing(self._answer(self.listen)))
-            diagnoses, links = list(self._check_host()), list[MeasuredLink]()
+            of_run = self
+            if (invitation := self._invitation()) is not None:
+                run_file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="acsgd-"))) / "run.toml"
+                run_file.write_text(invitation.options)
+                of_run = dataclasses.replace(self, run_file=run_file)
+            diagnoses, links = list(of_run._check_host()), list[MeasuredLink]()
+            diagnoses += [] if invitation is None else [_check_run(invitation)]
             dialed = list[Diagnosis]()
             for address in parse_endpoints(self.connect) if self.connect is not None else ():
                 found, link = self._check_link(address)
@@ -75,7 +84,7 @@ class DoctorCommand:
                 dialed += [each for each in found if link and each.subject == _from(address)]
             is_reached = any(each.level == "ok" for each in dialed) if dialed else None
             diagnoses += diagnose_router(links, _own_addresses(), is_reached=is_reached)
-            diagnoses += self._forecast(links)
+            diagnoses += of_run._forecast(links)
             self._print(diagnoses, links)
             if self.listen is not None:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)  # which is no error here
@@ -96,6 +105,18 @@ class DoctorCommand:
                 directory = Path(config.log.dir)
                 yield Diagnosis("ok", "run", f"{self.run_file}: its options are valid")
         yield from check_host(directory, gloo_interface())
+
+    def _invitation(self) -> Invitation | None:
+        """Return the invitation that is given in place of a run file. Raises ValueError if it is no use."""
+        if str(self.run_file).startswith(PREFIX):
+            raise ValueError(
+                "an invitation holds the secret of the run, and other users of this host see what is typed: put it "
+                "into a file, and give that"
+            )
+        with contextlib.suppress(OSError, UnicodeDecodeError):  # which `_check_host` names
+            if self.run_file is not None and self.run_file.read_text().startswith(PREFIX):
+                return Invitation.open(str(self.run_file))
+        return None
 
     def _check_link(self, address: str) -> tuple[Sequence[Diagnosis], MeasuredLink | None]:
         """Measure a link; return what was found, and the figures if the host was reached."""
@@ -161,6 +182,18 @@ class DoctorCommand:
         for each in diagnoses:
             table.add_row(MARKS[each.level], each.subject, escape(each.sentence()))
         Console().print(table)
+
+
+def _check_run(invitation: Invitation) -> Diagnosis:
+    """Look for the hosts of a run, as `acsgd join` does."""
+    from acsgd.commands.members import open_members  # imports torch
+
+    subject = f"run {invitation.run}"
+    try:
+        with open_members(invitation) as members:
+            return Diagnosis("ok", subject, f"reached, {', '.join(each.name for each in members)}")
+    except ValueError as error:
+        return Diagnosis("error", subject, str(error))
 
 
 def _from(address: str) -> str:
