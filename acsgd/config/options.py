@@ -412,7 +412,7 @@ class ElasticConfig:
     for that, the state travels in the background, layer by layer."""
     join_rate: Annotated[float, Range(0, 10**6, above=True)] | None = None
     """Rate at which a process sends that state in the background, MB/s. Default: half of the measured rate of the link,
-    and a tenth when that could have delayed a step by join_budget."""
+    and 3 % when that could have delayed a step by join_budget."""
     join_moments: Literal["exact", "rounded"] = "exact"
     """Moments of the optimizer that travel in the background over a slow link: as they are, or rounded to a relative
     error of 6 %, in half of the bytes. Only in modes in which each replica has its own."""

@@ -38,10 +38,10 @@ from acsgd.shards.load import Constants, LoadedLayer
 
 MAX_REQUESTED = 2
 """Layers that a rank has requested and not got, so that the next one is on its way when one has arrived."""
-LINK_SHARE, SLOW_SHARE = 0.5, 0.1
+LINK_SHARE, SLOW_SHARE = 0.5, 0.03
 """Shares of the measured rate of a link at which state is sent, without elastic.join_rate: at first in each step, and
 when it has taken the link for BUDGET_SHARE of elastic.join_budget."""
-BUDGET_SHARE = 0.75
+BUDGET_SHARE = 0.65
 MEMORY_SHARE = 0.5
 """Share of the available host memory that recorded gradients may take; then training waits for a layer. And share that
 copies of all layers may take, if they are copied in one step; with less memory, ranks join before training goes on."""
@@ -81,7 +81,7 @@ class StateSource:
         """Limit what is sent during the next step so that it delays the step by at most elastic.join_budget.
 
         If all of its messages wait for the link, that is the time for which state takes the link. A longer step is
-        delayed by a tenth.
+        delayed by SLOW_SHARE of its time.
         """
         config = self._session.job.config.elastic
         for rank, sender in self._senders.items():
