@@ -28,7 +28,7 @@ from acsgd.elastic.host import files, model_files
 from acsgd.elastic.host.files import DATA, TIMEOUT_S, FileRequest, Listing, LocalFiles, PartCodes, RemoteFiles
 from acsgd.elastic.host.model_files import ModelFiles
 from acsgd.elastic.membership.messages import SharedFiles
-from acsgd.errors import CorruptFileError, RunError
+from acsgd.errors import CorruptFileError, RefusedError, RunError
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.checkpoint.inspect import inspect
 from acsgd.io.files.checksum import file_checksum
@@ -476,7 +476,7 @@ def test_layers_come_from_hosts_of_the_view_when_they_are_read(
         shards.read_layer("embed")
     (first / embedding.file).unlink()
     with pytest.raises(
-        RunError, match=r"lacks embed\.safetensors, and no host of the run holds it: start a host that "
+        RefusedError, match=r"lacks embed\.safetensors, and no host of the run holds it: start a host that "
     ):
         ShardDirectory(path, files_of(inputs.endpoints).get).read_layer("embed")
 

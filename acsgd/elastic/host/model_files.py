@@ -12,7 +12,7 @@ from pathlib import Path
 
 from acsgd.comm.waits import Waits
 from acsgd.elastic.host.files import MODEL, RemoteFiles, check_room, check_taken, receive
-from acsgd.errors import RunError, explain
+from acsgd.errors import RefusedError, RunError, explain
 from acsgd.io.files.atomic import fsync_directory
 from acsgd.notes import print_note
 from acsgd.shards.manifest import StoredFile
@@ -35,7 +35,11 @@ class ModelFiles:
         self._waits = waits
 
     def get(self, path: Path, file: StoredFile) -> None:
-        """Let a file be at a path, verified. Raises RunError if no host has it, or WaitInterruptedError."""
+        """Let a file be at a path, verified.
+
+        Raises RefusedError if no host has it, or there is no room for it; RunError if it could not be received;
+        WaitInterruptedError.
+        """
         failures: list[Exception] = []
 
         def run() -> None:
@@ -62,7 +66,7 @@ class ModelFiles:
             try:
                 check_room(path.parent, file.bytes - size)
             except ValueError as error:
-                raise RunError(str(error)) from None
+                raise RefusedError(str(error)) from None
             while problems := self._try_all(path.parent, partial, file):
                 attempts = attempts + 1 if _size(partial) <= size else 0
                 size = _size(partial)
@@ -75,7 +79,7 @@ class ModelFiles:
     def _try_all(self, directory: Path, partial: Path, file: StoredFile) -> list[str]:
         """Complete a file from the first host that can send it; return why none could, empty = complete.
 
-        Raises RunError if all hosts answer and none holds it.
+        Raises RefusedError if all hosts answer and none holds it.
         """
         problems = []
         with contextlib.ExitStack() as stack:
@@ -90,7 +94,7 @@ class ModelFiles:
                 except (OSError, ValueError) as error:
                     problems.append(f"{address}: {explain(error) or error}")
         if not problems:
-            raise RunError(
+            raise RefusedError(
                 f"{directory} lacks {file.file}, and no host of the run holds it: start a host that has the whole "
                 "model, or copy the model to this host"
             )
