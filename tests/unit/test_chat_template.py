@@ -37,7 +37,8 @@ TEMPLATES = {
     "block after blanks": "   {% if thinking %}on{% endif %}\n" + TURNS,
     "comment first": "{# thinking #}\n" + TURNS,
     "marks": "{{ thinking }}{% for m in messages %}{{ m.role }}{% if m.role == 'user' %}{{ m.content }}{% else %}"
-    "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}",
+    "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant{% endif %}",
 }
 VALUES: dict[str, Any] = {"false": False, "true": True, "null": None, "3": 3, "low": "low", "\"a 'b' %}\"": "a 'b' %}"}
 VALUES |= {"3 May, noon": "3 May, noon", '"a, b=c"': "a, b=c", '[1, {"a": "b, c=d"}]': [1, {"a": "b, c=d"}]}

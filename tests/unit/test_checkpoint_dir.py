@@ -132,6 +132,19 @@ def test_best_points_to_the_last_one_marked_also_in_a_moved_run(directory: Check
     assert (moved.path / "best" / MANIFEST).read_bytes() == (moved.of(1) / MANIFEST).read_bytes()
 
 
+def test_best_of_a_run_that_was_copied_without_links_is_its_copy_until_another_is_marked(
+    directory: CheckpointDirectory,
+) -> None:
+    """As scp -r copies it."""
+    save(directory, 1, 2)
+    directory.mark_best(1)
+    copied = CheckpointDirectory(shutil.copytree(directory.path, directory.path.with_name("copied")))
+    assert copied.best() == copied.path / "best"
+    copied.mark_best(2)
+    assert copied.best() == copied.of(2)
+    assert copied.steps() == [1, 2]
+
+
 CHANGES: dict[str, tuple[Callable[[CheckpointDirectory], Any], set[int], set[int]]] = {
     # change of checkpoints 1 2 3 with best = 1; steps present at any time; steps present afterwards
     "publish": (lambda directory: directory.publish(4, "run"), {1, 2, 3}, {1, 2, 3, 4}),

@@ -524,6 +524,7 @@ MARKED = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
     "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
     "{% else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 BOS = EOS = "<|endoftext|>"
 HEAD = "<|start_header_id|>"
@@ -593,6 +594,23 @@ def test_a_template_that_rewrites_earlier_turns_needs_marks(tmp_path: Path, toke
     forgetful = "{% for m in messages %}{{ m.role + ':' + (m.content if loop.last else '...') + '\\n' }}{% endfor %}"
     with pytest.raises(ValueError, match=r"answer, message 2, that the chat template writes in another way "):
         read(tmp_path, {"messages": TWO_TURNS}, tokenizer=with_template(tokenizer, forgetful))
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize("asked", ["", "<|im_start|>assistant", "<|im_start|>assistant\\n\\n", "<|im_start|>model\\n"])
+def test_a_generation_prompt_that_is_not_what_was_learned_is_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, template: str, asked: str
+) -> None:
+    other = "{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    assert template.endswith(other)
+    chat = with_template(tokenizer, template.removesuffix(other) + f"{{{{ '{asked}' }}}}{{% endif %}}")
+    if template == CHATML and "<|im_start|>assistant\\n".startswith(asked):  # its rest is learned with the answer
+        assert marked(read(tmp_path, {"messages": TWO_TURNS}, tokenizer=chat)[0]).endswith("four<|im_end|>}\n")
+        return
+    with pytest.raises(
+        ValueError, match=r"before which the chat template writes '<\|im_start\|>assis.*add_generation"
+    ):
+        read(tmp_path, {"messages": TWO_TURNS}, tokenizer=chat)
 
 
 def test_a_token_is_divided_where_an_answer_begins(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

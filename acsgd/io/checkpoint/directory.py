@@ -182,7 +182,14 @@ class CheckpointDirectory:
         return aside
 
     def mark_best(self, step: int) -> None:
-        """Point the link "best" to the checkpoint of a step: a file with its name, if the file system has no links."""
+        """Point the link "best" to the checkpoint of a step: a file with its name, if the file system has no links.
+
+        A directory of this name, of a run that was copied with what its links point to, is renamed.
+        """
+        best = self.path / BEST
+        if best.is_dir() and not best.is_symlink():
+            shutil.rmtree(self.path / f"copied-{BEST}", ignore_errors=True)
+            rename(best, self.path / f"copied-{BEST}")
         link, name = self.path / f".{BEST}", self.of(step).name
         link.unlink(missing_ok=True)
         try:
@@ -191,13 +198,15 @@ class CheckpointDirectory:
             if error.errno not in UNSUPPORTED:
                 raise
             link.write_text(name)
-        rename(link, self.path / BEST)
+        rename(link, best)
 
     def best(self) -> Path | None:
-        """Return the checkpoint that the link "best" points to."""
+        """Return the checkpoint that the link "best" points to, or its copy, of a run that was copied without links."""
         link = self.path / BEST
         if link.is_symlink():
             return self.path / os.readlink(link)
+        if link.is_dir():
+            return link
         return self.path / link.read_text() if link.is_file() else None
 
     def clean(self) -> None:

@@ -293,6 +293,10 @@ class Messages(Format):
                     "mark each message of the assistant with one {% generation %} and {% endgeneration %}",
                 )
             spans = [span for span, number in zip(spans, answers, strict=True) if number in chat.answers]
+        if chat.answers and (last := chat.answers[-1]) == len(chat.messages) - 1:
+            [prompt] = self._rendered([chat.messages[:last]], chat.variables, add_generation_prompt=True)
+            learned = next((start for start, end in spans if end > len(prompt)), 0)
+            self._check_prompt(chat, last, prompt, text, learned)
         return text, [(start, end) for start, end in spans if end > start]
 
     def _derived(self, chat: ChatRecord) -> tuple[str, list[TextSpan]]:
@@ -304,6 +308,7 @@ class Messages(Format):
         text = answered[-1]
         spans = []
         for number, prompt, end in zip(answers, prompts, answered, strict=False):
+            self._check_prompt(chat, number, prompt, end)
             if not end.startswith(prompt) or not text.startswith(end):
                 raise FormatError(
                     f"has an answer, message {number + 1}, that the chat template writes in another way in the middle "
@@ -312,6 +317,25 @@ class Messages(Format):
                 )
             spans.append((len(prompt), _end(end, len(prompt), messages[number]["content"])))
         return text, spans
+
+    def _check_prompt(self, chat: ChatRecord, number: int, prompt: str, text: str, learned: int = 0) -> None:
+        """Raise FormatError if the template asks for an answer, a message, with another text than it writes before it.
+
+        prompt: the chat before the answer, with the generation prompt; text: the chat up to it, of which the answer is
+        learned from a character on. No error if they differ before the generation prompt already: templates may shorten
+        earlier messages.
+        """
+        if text.startswith(prompt) and learned <= len(prompt):
+            return
+        [before] = self._rendered([chat.messages[:number]], chat.variables)
+        if prompt.startswith(before) and text.startswith(before):
+            asked, written = prompt[len(before) :], text[len(before) : max(learned, len(prompt))]
+            raise FormatError(
+                f"has an answer, message {number + 1}, before which the chat template writes {excerpt(repr(written))}, "
+                f"but {excerpt(repr(asked))} to ask for one (add_generation_prompt): generation would not begin where "
+                "learning does",
+                "correct the template, or give one with data.chat_template",
+            )
 
     def _rendered(self, chats: list[list[ChatMessage]], variables: Mapping[str, Any], **options: bool) -> list[str]:
         """Return the texts of chats: together, which takes less time than one by one."""
