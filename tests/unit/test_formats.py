@@ -607,9 +607,7 @@ def test_a_generation_prompt_that_is_not_what_was_learned_is_refused(
     if template == CHATML and "<|im_start|>assistant\\n".startswith(asked):  # its rest is learned with the answer
         assert marked(read(tmp_path, {"messages": TWO_TURNS}, tokenizer=chat)[0]).endswith("four<|im_end|>}\n")
         return
-    with pytest.raises(
-        ValueError, match=r"before which the chat template writes '<\|im_start\|>assis.*add_generation"
-    ):
+    with pytest.raises(ValueError, match=r"before which the chat template writes '<\|im_start\|>assis.*add_generation"):
         read(tmp_path, {"messages": TWO_TURNS}, tokenizer=chat)
 
 
