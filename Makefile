@@ -68,7 +68,7 @@ gpu-setup: setup
 
 # Four processes: tests mostly wait for the host, and each process needs some seconds to start and a GB of the GPU.
 test-gpu: gpu-setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gpu --numprocesses 4 --dist loadgroup -rs --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gpu -v --numprocesses 4 --dist loadgroup -rs --durations=10
 
 bench-gpu: gpu-setup
 	$(BIN)/python -m benchmarks.gpu $(BENCH_GPU)

@@ -10,7 +10,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from datetime import UTC, datetime
 from multiprocessing import get_context
 from typing import Any, NamedTuple
@@ -106,11 +106,40 @@ def summarise(ranks: Sequence[RankRounds], *, steps: int) -> Comparison:
 
 
 def on_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 600.0) -> list[Any]:
-    """Call body(rank, *args) in `world_size` processes of one thread each; return the results by rank."""
+    """Call body(rank, *args) in `world_size` processes of one thread each; return the results by rank.
+
+    Raises the error of the first that fails, or TimeoutError, and kills those that would wait for it.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"
     with ProcessPoolExecutor(world_size, mp_context=get_context("spawn")) as pool:
         futures = [pool.submit(body, rank, *args) for rank in range(world_size)]
-        return [future.result(timeout=timeout_s) for future in futures]
+        ended, waiting = wait(futures, timeout_s, return_when=FIRST_EXCEPTION)
+        if waiting:
+            for process in list(pool._processes.values()):  # or leaving the pool would wait for them
+                process.kill()
+    for future in ended:
+        future.result()
+    if waiting:
+        raise TimeoutError(f"ranks {[futures.index(future) for future in waiting]} have not ended in {timeout_s:g} s")
+    return [future.result() for future in futures]
+
+
+def run_all(names: Sequence[str], run: Callable[[Sequence[str]], object], done: Callable[[], set[str]]) -> list[str]:
+    """Run cases together, and after one that fails those that are left; return what has failed, and why.
+
+    run: runs some cases in order; done: returns the names of those that have results.
+    """
+    failed, left = [], [*names]
+    while left:
+        error: Exception | None = None
+        try:
+            run(left)
+        except Exception as raised:
+            error = raised
+        left = [name for name in left if name not in done()]
+        if left:
+            failed.append(f"{left.pop(0)} ({error})")
+    return failed
 
 
 class OnLink:

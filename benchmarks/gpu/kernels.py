@@ -55,13 +55,14 @@ def main() -> None:
         console.print("CuPy is missing: pip install 'acsgd[cuda]'")
         return
     copy = copy_case(arguments.rows * arguments.width, device)
-    shares = {case.name: shares_of(case, copy, rounds) for case in cases(kernels, layout, device)}
     bandwidth = statistics.median(copy.nbytes / seconds(graph_of(copy.work)) for _ in range(rounds))
-    name = torch.cuda.get_device_name(device)
-    console.print(table_of(shares, f"{name}; copy_: {bandwidth / 1e9:.0f} GB/s"))
+    name, shares = torch.cuda.get_device_name(device), dict[str, list[float]]()
     result = {**setting(name), "copy_gb_per_s": bandwidth / 1e9, "quartiles": shares}
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(result | {"tensor": [arguments.rows, arguments.width]}, indent=1) + "\n")
+    for case in cases(kernels, layout, device):
+        shares[case.name] = shares_of(case, copy, rounds)
+        arguments.json.write_text(json.dumps(result | {"tensor": [arguments.rows, arguments.width]}, indent=1) + "\n")
+    console.print(table_of(shares, f"{name}; copy_: {bandwidth / 1e9:.0f} GB/s"))
 
 
 def copy_case(numel: int, device: torch.device) -> Case:

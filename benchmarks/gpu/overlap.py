@@ -82,7 +82,8 @@ def main() -> None:
         console.print("No CUDA device: nothing is measured.")
         return
     streams = open_streams("cuda", 0)
-    products, rows = compute(streams), {}
+    products, rows, name = compute(streams), {}, torch.cuda.get_device_name()
+    options.json.parent.mkdir(parents=True, exist_ok=True)
     for spec in SPECS:
         send, nbytes = message(spec, streams)
         works = {"compute": (products,), "message": (send,), "both": (send, products)}
@@ -96,15 +97,13 @@ def main() -> None:
         hidden = [(a + b - c) / min(a, b) for (a, b), c in zip(alone, both, strict=True)]
         medians = {f"{name}_s": statistics.median(each) for name, each in times.items()}
         rows[spec] = medians | {"bytes": nbytes, "hidden": statistics.quantiles(hidden, n=4)}
-    name = torch.cuda.get_device_name()
+        options.json.write_text(json.dumps({**setting(name), "codecs": rows}, indent=1) + "\n")
     table = Table("codec", "MB", "compute, ms", "message, ms", "both, ms", "hidden", "quartiles", title=name)
     for spec, row in rows.items():
         low, median, high = row["hidden"]
         numbers = (f"{row[key] * 1e3:.2f}" for key in ("compute_s", "message_s", "both_s"))
         table.add_row(spec, f"{row['bytes'] / 1e6:.1f}", *numbers, f"{median:.0%}", f"{low:.0%} - {high:.0%}")
     console.print(table)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({**setting(name), "codecs": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ Each rank has a GPU of its own if there are two. On one GPU, both ranks share it
 (NCCL_HOSTID) and sends over the loopback interface. Then compute takes twice as long, and messages pass through host
 memory on both sides: the figures are no measure of two GPUs.
 
-The two processes run all cases; rank 0 writes the results after each, so that they remain if a later case hangs.
+The two processes run all cases; rank 0 writes the results after each, so that they remain. After a case that fails, the
+others run in new processes. One that hangs for HANG_S is ended by torch, or by acsgd.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,12 +45,11 @@ from acsgd.groups import connect
 from acsgd.launch import Launch, set_nccl_variables
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.setup.build import build_session
-from benchmarks.common.compare import Cost, RankRounds, Step, alternate, on_ranks, setting, summarise
+from benchmarks.common.compare import Cost, RankRounds, Step, alternate, on_ranks, run_all, setting, summarise
 from benchmarks.gpu.step import DeviceWeights, copy_weights
 from benchmarks.runs.speed import (
     GPT2,
     OPTIM,
-    TIMEOUT,
     WARMUP,
     Case,
     Size,
@@ -66,6 +67,8 @@ LOSS_TOLERANCE = 1e-4
 Opener = Callable[[Job, Size, GPT2LMHeadModel, dist.ProcessGroup | None], Step]
 Results = dict[str, Any]
 RANKS = 2
+HANG_S = 40.0
+"""Time limit of an operation, seconds."""
 MESSAGES = {"4 KB": 4096, "1 MB": 2**20, "16 MB": 2**24}
 
 
@@ -117,21 +120,31 @@ class Message(NamedTuple):
     nccl_s: float
 
 
-def run_rank(rank: int, directory: Path, options: argparse.Namespace) -> None:
-    """Run all cases on this rank; rank 0 prints and writes the results after each."""
+def run_rank(rank: int, directory: Path, options: argparse.Namespace, names: Sequence[str]) -> None:
+    """Run some cases on this rank; rank 0 prints, and adds the results of each to those that are written."""
     transformers_logging.disable_progress_bar()
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"  # torch's default, for the other side: it ends what hangs
     set_nccl_variables()
     gpus = torch.cuda.device_count()
     if gpus < RANKS:
         os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo")
     where = f"2 ranks on {'one' if gpus < RANKS else 'two'} {torch.cuda.get_device_name()}"
     results: Results = {**setting(where), "transport": options.transport}
-    results |= {"cases": [], "messages": {}}
-    for compared in CASES:
-        if options.only in compared.name:
-            run_case(compared, directory, Launch(rank, rank if gpus >= RANKS else 0, RANKS), options, results)
-            if rank == 0:
-                options.json.write_text(json.dumps(results, indent=1) + "\n")
+    results |= read_results(options.json) or {"cases": [], "messages": {}}
+    for compared in (each for each in CASES if each.name in names):
+        run_case(compared, directory, Launch(rank, rank if gpus >= RANKS else 0, RANKS), options, results)
+        write_results(options.json, rank, results)
+
+
+def read_results(path: Path) -> Results | None:
+    """Return the results so far, None before the first."""
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def write_results(path: Path, rank: int, results: Results) -> None:
+    """Write the results so far, on rank 0."""
+    if rank == 0:
+        path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def run_case(compared: Case, directory: Path, launch: Launch, options: argparse.Namespace, results: Results) -> None:
@@ -144,9 +157,11 @@ def run_case(compared: Case, directory: Path, launch: Launch, options: argparse.
         torch.cuda.synchronize()
         dist.barrier()
 
-    with connect(job.topology, timeout=TIMEOUT, store=store) as groups:
-        nccl = dist.new_group(backend="nccl", timeout=TIMEOUT)
-        results["messages"] = results["messages"] or time_messages(launch.rank, nccl, device)
+    with connect(job.topology, timeout=timedelta(seconds=HANG_S), store=store) as groups:
+        nccl = dist.new_group(backend="nccl", timeout=timedelta(seconds=HANG_S))
+        if not results["messages"]:
+            results["messages"] = time_messages(launch.rank, nccl, device)
+            write_results(options.json, launch.rank, results)
         if options.transport == "nccl":  # a run would refuse it where the ranks share a GPU
             groups = groups.with_transport(NCCL, device, lambda axis, ranks: True)
         session = build_session(job, DeviceWeights(device), groups)
@@ -156,7 +171,7 @@ def run_case(compared: Case, directory: Path, launch: Launch, options: argparse.
         sides = acsgd(session, size), compared.open_baseline(job, size, whole, nccl)
         rounds = 5 if options.quick else 15
         mine = alternate(*sides, warmup=WARMUP, rounds=rounds, steps=1, barrier=barrier)
-        texts = groups.all_gather_text("rounds", json.dumps(mine), timeout_s=TIMEOUT.total_seconds())
+        texts = groups.all_gather_text("rounds", json.dumps(mine), timeout_s=HANG_S)
     of_ranks = [json.loads(text) for text in texts]
     result = summarise([RankRounds(x, [(Cost(*a), Cost(*b)) for a, b in costs]) for x, costs in of_ranks], steps=1)
     results["cases"].append(
@@ -228,10 +243,17 @@ def main() -> None:
         model = Path(directory) / "model"
         config_of(GPT2, tied=False).save_pretrained(model)
         save_tokenizer(model)
-        on_ranks(RANKS, run_rank, Path(directory), options)
-    results = json.loads(options.json.read_text())
-    for each in tables(results):
+        options.json.unlink(missing_ok=True)
+        failed = run_all(
+            [each.name for each in CASES if options.only in each.name],
+            lambda names: on_ranks(RANKS, run_rank, Path(directory), options, names),
+            lambda: {case["case"] for case in (read_results(options.json) or {"cases": []})["cases"]},
+        )
+    results = read_results(options.json)
+    for each in tables(results) if results else ():
         console.print(each)
+    if not results or failed:
+        raise SystemExit(f"failed: {'; '.join(failed)}")
     errors = {case["case"]: case["loss_error"] for case in results["cases"] if case["loss_error"] > LOSS_TOLERANCE}
     if errors:
         raise SystemExit(f"the losses of the two sides differ by more than {LOSS_TOLERANCE:g}: {errors}")

@@ -1,10 +1,12 @@
-"""Law: what benchmarks import is there. They are not run by the tests, and take long."""
+"""Laws: what benchmarks import is there, and a case that fails ends no other. The benchmarks themselves take long."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from benchmarks.common.compare import run_all
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,3 +44,19 @@ def test_every_name_that_a_benchmark_imports_exists() -> None:
     ]
     assert len(imported) > 100
     assert [each for each in imported if not has(*each[1:])] == []
+
+
+def test_cases_after_one_that_fails_still_run() -> None:
+    results, runs = list[str](), list[list[str]]()
+
+    def run(names: Sequence[str]) -> None:
+        runs.append([*names])
+        for name in names:
+            if name in ("b", "d"):
+                raise ValueError(f"fault of {name}")
+            results.append(name)
+
+    failed = run_all("abcd", run, lambda: set(results))
+    assert failed == ["b (fault of b)", "d (fault of d)"]
+    assert runs == [["a", "b", "c", "d"], ["c", "d"]]
+    assert results == ["a", "c"]
