@@ -283,6 +283,11 @@ def _print_memory(ranks: Sequence[RankMemory], title: str, *, on_gpu: bool) -> N
     Console(soft_wrap=True).print(table)
     if on_gpu:
         print("messages and caches are in host memory; --run.device cpu plans a run without GPUs")
+        if most := max(each.masters + each.moments if each.offloaded else 0 for each in ranks):
+            print(
+                "masters, gradients, moments and updates are in host memory, too; a checkpoint copies masters and "
+                f"moments there, up to {most / GIB:.2f} GiB"
+            )
     if unknown := max(each.cache_per_sequence for each in ranks):
         print(
             f"not counted: activation caches, up to {unknown / 2**20:.3g} MiB of host memory on a rank for each "

@@ -257,6 +257,9 @@ class OptimConfig:
     name: str = "adamw"
     """Optimizer: "adamw", "adamw8bit", "adafactor", "lion", "muon" or "sgd", in fp32 on the master weights. Modes of
     `dp.mode` that keep second moments need AdamW's."""
+    offload: Literal["none", "cpu"] = "none"
+    """Where fp32 masters, their gradients and the optimizer's state are, and its step is computed: "none" = on the
+    device of the weights; "cpu" = in host memory."""
     warmup: Annotated[int, COUNT_OR_NONE] | str = 0
     """Number of steps over which the learning rate rises linearly to its peak, or of epochs, "1 epoch"."""
     schedule: str = "linear"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from acsgd.dp.sync import GradSync
 from acsgd.layers.composed import ComposedModel, Context, Inputs, State
 from acsgd.layers.description import Head, LayerSpec
 from acsgd.layers.skeleton import parameter_names
+from acsgd.optim.offload import GradientOffload
 from acsgd.pp.chunked_loss import HeadUse, PartLoss, chunked_loss
 from acsgd.pp.recompute import KEEP_ALL, Recompute, recompute_attention
 from acsgd.pp.recompute import recompute as run_again
@@ -66,6 +68,7 @@ class Stage:
         splits_backward: whether backwards are run in two parts, `backward_input` and `backward_weight`
         first_trained: index of the first layer of the model with a trained parameter; a stage below it runs no backward
         mask_per_sample: draw dropout masks from (seed, sample, layer) instead of (seed, step, micro-batch, layer)
+        offload: adds gradients to those of masters in host memory; None = masters are on the device
 
     Reseeds torch's global generators before each layer if the model has dropout. With mask_per_sample, training with
     dropout runs one sequence at a time, because one seed determines the masks of all sequences in one call.
@@ -86,6 +89,7 @@ class Stage:
         first_trained: int = 0,
         mask_per_sample: bool = False,
         logits_at_once: int = LOGITS_AT_ONCE,
+        offload: GradientOffload | None = None,
     ) -> None:
         self.layers = layers
         self.weights = in_reduction_order(weight for layer in layers for weight in layer.weights)
@@ -115,6 +119,7 @@ class Stage:
         self._weight_parts: dict[int, list[list[Callable[[], None]]]] = {}  # by the same, of backwards that have begun
         self._head_use: HeadUse | None = None
         self._logits_at_once = logits_at_once
+        self._offload = offload
         self._last_backward = False
         self._final: set[str] = set()
         """Weights whose gradients of this step are complete."""
@@ -148,6 +153,8 @@ class Stage:
         self._weight_parts.clear()
         self._final.clear()
         self._last_backward = False
+        if self._offload is not None:
+            self._offload.clear()
 
     def reduce(self) -> None:
         """Start the reductions that remain after the last backward, but for tables that other ranks look up rows of."""
@@ -220,14 +227,20 @@ class Stage:
             self._last_backward = last and part is passes[-1]
             while part:
                 part.pop()()  # the graph is freed
-        self._last_backward = False
+        self._end_backward()
 
     def _accumulate(self, part: _Pass, output_grads: list[Tensor], *, is_last: bool) -> None:
         """Accumulate the gradients of all leaves. is_last: whether those of the weights are final afterwards."""
         self._last_backward = is_last
         torch.autograd.backward(part.graphs[-1].differentiable, output_grads)
-        self._last_backward = False
+        self._end_backward()
         self.sync.backward_done(is_last=is_last)
+
+    def _end_backward(self) -> None:
+        """Complete the gradients of the masters."""
+        self._last_backward = False
+        if self._offload is not None:
+            self._offload.finish()
 
     def _take_input_grads(self, passes: Sequence[_Pass]) -> State:
         """Return the gradients of the inputs, if they are needed."""
@@ -354,13 +367,19 @@ class Stage:
             seed_generators(mix_seed(self._seed_number, micro.step, micro.global_index, layer))
 
     def _hook(self, weight: Weight) -> Callable[[nn.Parameter], None]:
-        def grad_ready(param: nn.Parameter) -> None:
-            if weight.master is not param:
-                _accumulate_in_fp32(param, weight.master)
-            is_final = self._last_backward and not weight.has_remote_lookups
+        def accumulated(*, is_final: bool) -> None:
             if is_final:
                 self._final.add(weight.key)
             self.sync.grad_ready(weight, is_final=is_final)
+
+        def grad_ready(param: nn.Parameter) -> None:
+            is_final = self._last_backward and not weight.has_remote_lookups
+            if self._offload is not None:
+                self._offload.start(weight, partial(accumulated, is_final=is_final))
+                return
+            if weight.master is not param:
+                _accumulate_in_fp32(param, weight.master)
+            accumulated(is_final=is_final)
 
         return grad_ready
 

@@ -68,6 +68,7 @@ class LayerLoader:
     model: its parameters are on the meta device; changed in place. dtype: of the parameters; master weights are fp32.
     looked_up: tied parameters of which another rank sends rows to this rank; they are not loaded. sent: tied parameters
     of which this rank sends rows. defers_constants: load trained weights alone; `load_constants` must follow.
+    masters_on_host: keep master weights in host memory, apart from the parameters even if these are fp32.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class LayerLoader:
         looked_up: Collection[str] = (),
         sent: Collection[str] = (),
         defers_constants: bool = False,
+        masters_on_host: bool = False,
     ) -> None:
         self._model = model
         self._layers = layers
@@ -96,6 +98,7 @@ class LayerLoader:
         self._has_frozen: set[str] = set()
         """Frozen parameters that are loaded."""
         self._defers_constants = defers_constants
+        self._masters_on_host = masters_on_host
         move_buffers(model, device)
         if not defers_constants:
             self._load_outer_buffers()
@@ -162,7 +165,11 @@ class LayerLoader:
         return tensor if param is None or param.is_meta or param.dtype != tensor.dtype else param.detach()
 
     def _weight(self, key: str, param: nn.Parameter, tensor: Tensor, *, is_copy: bool) -> Weight:
-        master = param if self._dtype == torch.float32 else nn.Parameter(_copy(tensor, self._device, torch.float32))
+        master = param
+        if self._masters_on_host:
+            master = nn.Parameter(_copy(tensor, torch.device("cpu"), torch.float32))
+        elif self._dtype != torch.float32:
+            master = nn.Parameter(_copy(tensor, self._device, torch.float32))
         is_sent = key in self._sent
         is_tied = len(self._holders[key]) > 1
         return Weight(

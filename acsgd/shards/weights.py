@@ -17,7 +17,8 @@ class Weight(NamedTuple):
     param: nn.Parameter
     """Used in forward and backward, in the dtype of the run."""
     master: nn.Parameter
-    """fp32 master weight with the gradient; updated by the optimizer. The same object as `param` in an fp32 run."""
+    """fp32 master weight with the gradient; updated by the optimizer. The same object as `param` in an fp32 run, unless
+    masters are in host memory."""
     is_copy: bool = False
     """Whether this is a copy of a tied parameter, and another rank has the original."""
     is_tied: bool = False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,8 +24,10 @@ from acsgd.config.options import Config, ReplicaConfig
 from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.launch import Launch
+from acsgd.optim.offload import MAX_IN_FLIGHT
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
+from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
 from acsgd.train import train_step
 
@@ -41,6 +43,8 @@ class Observed(NamedTuple):
     """By step."""
     buffers: list[int]
     """Host buffers allocated so far, by step."""
+    on_device: set[str]
+    """Which of masters, their gradients and the optimizer's state are on the device after the last step."""
 
 
 def config_of(tmp_path: Path, *, blocks: int = 2, micro: int = 1, dp: str = "", **pp: object) -> Config:
@@ -59,7 +63,7 @@ def observe(rank: int, world_size: int, store: Path, configs: Sequence[Config]) 
     with on_stand_in() as streams:
         for number, config in enumerate(configs):
             job, file_store = prepare(config, Launch(rank, rank, world_size)), dist.FileStore(f"{store}-{number}")
-            found, progress = Observed([], [], []), Progress()
+            found, progress = Observed([], [], [], set()), Progress()
             with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
                 session = build_session(job, open_weight_source(job), groups)
                 for batch in batches_of(job):
@@ -69,9 +73,21 @@ def observe(rank: int, world_size: int, store: Path, configs: Sequence[Config]) 
                     found.losses.append(result.loss)
                     found.waits.append(Counter(streams.waits))
                     found.buffers.append(streams.buffers)
+                found.on_device.update(_on_device(session))
                 session.close()
             observed.append(found)
     return observed
+
+
+def _on_device(session: Session) -> Iterator[str]:
+    """Yield the kinds of state of a session that are on the device, and "host parameter" for a parameter that is not"""
+    for weight in session.owned.of(session.weights):
+        state = {name: by_key[weight.key] for name, by_key in session.optimizer.state_of([weight]).items()}
+        found = {"master": weight.master, "gradient": weight.master.grad, **state}
+        assert found["gradient"] is not None
+        yield from (name for name, x in found.items() if x is not None and x.device.type != "cpu")
+        if weight.param.device.type == "cpu":
+            yield "host parameter"
 
 
 def test_a_step_of_one_stage_waits_once(tmp_path: Path) -> None:
@@ -81,6 +97,22 @@ def test_a_step_of_one_stage_waits_once(tmp_path: Path) -> None:
     for observed, losses in zip(by_config, expected, strict=True):
         assert observed.losses == losses
         assert all(waits == ONCE for waits in observed.waits[1:]), observed.waits
+
+
+def test_offloaded_state_is_on_the_host_and_a_backward_waits_for_some_of_its_gradients(tmp_path: Path) -> None:
+    """Once for each MAX_IN_FLIGHT of them, and at its end. Updated weights are copied to the device without a wait."""
+    plain = config_of(tmp_path, blocks=4, micro=1)
+    both = [plain, dataclasses.replace(plain, model=dataclasses.replace(plain.model, dtype="bf16"))]
+    offloading = [dataclasses.replace(each, optim=dataclasses.replace(each.optim, offload="cpu")) for each in both]
+    (observed,) = on_ranks(1, observe, tmp_path / "store", [*both, *offloading])
+    micros, weights = plain.data.batch // plain.pp.micro, 4 * 12 + 5
+    for without, offloaded in zip(observed[:2], observed[2:], strict=True):
+        assert offloaded.losses == without.losses
+        assert without.on_device >= {"master", "gradient", "exp_avg", "exp_avg_sq"}
+        assert not offloaded.on_device
+        for waits in offloaded.waits[1:]:
+            assert waits - ONCE <= Counter({"event": micros * (1 + weights // MAX_IN_FLIGHT)}), waits
+        assert offloaded.buffers[-1] == offloaded.buffers[-2], "buffers are allocated once"
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ WRONG: list[tuple[dict[str, dict[str, Any]], float, str]] = [
     ({"model": {"init": "scratch", "freeze": "transformer.h.*"}}, 2, "gives frozen parameters random values"),
     ({"data": {"deal": "speed"}, "dp": {"replicas": 2}}, 2, "data.deal=speed has no effect: there is one micro-batch"),
     ({"dp": {"replicas": 2, "mode": "powersgd:exact_steps=100"}}, 2, "which are all of the 100 steps; give fewer"),
+    ({"optim": {"offload": "cpu"}}, 2, "optim.offload=cpu has no effect: the device is the CPU, whose memory holds"),
     ({"data": {"sources": "demo,demo"}}, 2, "data.sources=demo,demo lists a source more than once, and its records"),
     ({"adapter": {"spec": "lora:r=64"}}, 2, "adapter.spec=lora:r=64: r is not below the hidden size of the model"),
     ({"dp": {"replicas": 2, "mode": "diloco:inner=101"}}, 2, "replicas are never the same model; give a smaller inner"),

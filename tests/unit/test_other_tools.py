@@ -321,8 +321,8 @@ FILES = {
                 "optimizer": {"type": "OneBitAdam", "params": {"betas": [0.9, 0.95], "freeze_step": 400}},
             }
         ),
-        "torchrun -m acsgd --data.batch 64 --model.dtype bf16 --dp.mode quantized:bits=1,exact_steps=400 "
-        "--optim.betas 0.9 0.95",
+        "torchrun -m acsgd --data.batch 64 --optim.offload cpu --model.dtype bf16 "
+        "--dp.mode quantized:bits=1,exact_steps=400 --optim.betas 0.9 0.95",
     ),
     "axolotl.yml": (
         "base_model: m\ndatasets:\n- path: a.jsonl\n  type: alpaca\n- path: b.jsonl\nadapter: qlora\nlora_r: 32\n"

@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +28,7 @@ from acsgd.dp.exchange.buckets import split_weights
 from acsgd.dp.modes.allreduce import AllReduce, open_sync
 from acsgd.dp.peers import AsyncResult
 from acsgd.groups import connect
+from acsgd.host_memory import HostMemory
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.launch import Launch
 from acsgd.optim import OPTIMIZERS
@@ -39,6 +41,7 @@ from acsgd.run.plan.layer_trace import MemoryTracker
 from acsgd.run.plan.memory import gradients_in_flight, plan_memory, trace_model
 from acsgd.run.plan.model import describe_run_model
 from acsgd.run.plan.planner import GIB, RunPlanner
+from acsgd.run.plan.rates import rates_of_gpu
 from acsgd.run.setup.build import build_session
 from acsgd.shards.weights import Weight
 from acsgd.streams import Streams
@@ -80,6 +83,8 @@ def measured(config: Config) -> int:
         *(pytest.param({"dtype": each}, {"adapter": "lora:r=8"}, marks=pytest.mark.soak) for each in ("fp32", "bf16")),
         pytest.param({"freeze": "*.layers.0.*"}, {}, marks=pytest.mark.soak),
         pytest.param({"dtype": "bf16", "recompute": "layers"}, {"micro": 3}, marks=pytest.mark.soak),
+        ({"dtype": "bf16"}, {"offload": "cpu"}),
+        pytest.param({}, {"offload": "cpu", "optim": "lion"}, marks=pytest.mark.soak),
         ({"recompute": "layers"}, {"micro": 6}),
         ({"recompute": "every:2"}, {"micro": 6}),
         ({"recompute": "attention"}, {"micro": 6}),
@@ -94,7 +99,7 @@ def test_a_plan_predicts_the_memory_of_a_run(
     config = replace(
         config,
         model=replace(config.model, **model),
-        optim=replace(config.optim, name=options.get("optim", "adamw")),
+        optim=replace(config.optim, name=options.get("optim", "adamw"), offload=options.get("offload", "none")),
         adapter=AdapterConfig(options.get("adapter")),
     )
     job = prepare(config, Launch())
@@ -273,10 +278,49 @@ def test_memory_is_compared_where_it_is_and_caches_are_counted_if_their_number_i
     assert text.endswith("needs 1.00 of 1.50 GiB, of which the process and its libraries 1.00\n")
 
 
+def test_offloaded_state_is_counted_on_the_host_and_offered(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tiny_model("llama", **WIDE), tmp_path, micro=1)
+    config = replace(config, model=replace(config.model, dtype="bf16"))
+    offloading = replace(config, optim=replace(config.optim, offload="cpu"))
+    monkeypatch.setattr(planner, "PROCESS_BYTES", 0)
+    plans = planner_of(config, 1)
+    [plain], [offloaded] = plans.memory(config), plans.memory(offloading)
+    assert plain.offloaded == 0
+    assert offloaded.on_device < plain.on_device - plain.masters - plain.moments
+    assert offloaded.on_device >= offloaded.weights + offloaded.activations + offloaded.logits
+    assert offloaded.on_host >= plain.masters + plain.gradients + plain.moments
+    flags = plans.first_that_fits(offloaded.on_device)
+    assert flags is not None
+    assert "--optim.offload cpu" in flags
+    plans.host_limit = offloaded.on_host
+    assert not plans.fits(offloading, offloaded.on_device)
+    rates = rates_of_gpu("H100 PCIe", "bf16")
+    steps = plans.step_planner(rates, None)
+    assert plans.step(offloading, steps).total_s > plans.step(config, steps).total_s
+
+
+def test_offloading_without_enough_host_memory_is_refused(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tiny_model("llama", **WIDE), tmp_path, micro=1)
+    config = replace(config, optim=replace(config.optim, offload="cpu"))
+    model, gpu = describe_run_model(config), cast("Streams", SimpleNamespace(gpu="GPU-0", memory_bytes=lambda: 2**40))
+    [planned] = planner_of(config, 1).memory(config)
+    monkeypatch.setattr(planner, "PROCESS_BYTES", 0)
+    copied = planned.on_host + planned.masters + planned.moments  # for a checkpoint
+    for spare, is_refused in ((0, False), (-1, True)):
+        memory = HostMemory(2 * (copied + spare), 0, 0, is_limited=False)
+        monkeypatch.setattr(planner, "host_memory", lambda memory=memory: memory)
+        with pytest.raises(ValueError, match="GiB of host memory for 2 processes") if is_refused else nullcontext():
+            assert planner.check_fit(config, Launch(world_size=2, local_world_size=2), model, gpu) is None
+
+
 def test_training_takes_every_run_that_a_plan_proposes(run_file: Path) -> None:
     argv = [str(run_file), "--data.batch", "15", "--pp.micro", "15", "--pp.layers", "3"]
     variants = [*planner_of(parse(argv, prog="", is_main=False), 2).smaller()]
-    assert [changed.pp.micro for _, changed in variants[::8]] == [15, 5, 1] * 2
+    assert [changed.pp.micro for _, changed in variants[::8]] == [15, 5, 1] * 4
     for flags, changed in variants:
         typed = parse([*argv, *(word for flag in flags for word in flag.split())], prog="", is_main=False)
         check(typed)

@@ -59,9 +59,9 @@ class ShardedBucket:
         grads = {weight.key: weight.master.grad for weight in self.weights}
         for weight in self.weights:
             weight.master.grad = None
-        shapes = {weight.key: weight.param for weight in self.weights}
+        masters = {weight.key: weight.master for weight in self.weights}
         return {
-            key: torch.zeros_like(shapes[key], dtype=torch.float32) if grad is None else grad
+            key: torch.zeros(masters[key].shape, device=masters[key].device) if grad is None else grad
             for key, grad in grads.items()
         }
 
@@ -191,7 +191,7 @@ class ShardedSync(GradSync):
         received = self._peers.exchange(outgoing, longest, self.meter)
         if not numels[me]:
             return
-        total = torch.zeros(numels[me], device=bucket.weights[0].param.device)
+        total = torch.zeros(numels[me], device=bucket.weights[0].master.device)
         for j in range(self._peers.size):
             total += decode_message(self._codec, messages[j] if j == me else received[j], total, j)
         bucket.add(total)

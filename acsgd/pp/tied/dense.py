@@ -45,14 +45,17 @@ class TiedGroup:
         info = TransferInfo(step, 0)
         for outbox, inbox in self._links.values():
             inbox.post()
-            outbox.send(info, {"gradient": self._grad})
+            outbox.send(info, {"gradient": self._grad.to(self.weight.param.device)})  # masters may be in host memory
         for outbox, _ in self._links.values():
             outbox.flush(wait=True)
 
     def receive(self, step: int) -> None:
         """Add the gradients of all other copies to the gradient of this copy, in place."""
         info = TransferInfo(step, 0)
-        grads = {rank: inbox.receive(info).state["gradient"] for rank, (_, inbox) in self._links.items()}
+        grads = {
+            rank: inbox.receive(info).state["gradient"].to(self._grad.device)
+            for rank, (_, inbox) in self._links.items()
+        }
         if len(grads) == 1:  # the order of two does not matter
             self._grad.add_(*grads.values())
         else:

@@ -134,7 +134,8 @@ class TableOwner:
             master.grad = torch.zeros_like(master)
         for part in rows.end_parts:
             gradient = self._gradients_in.receive(self._transfer.gradient_info(part)).state["gradient"]
-            master.grad.index_add_(0, rows.ids[rows.by_end[part.rows]], gradient)
+            ids = rows.ids[rows.by_end[part.rows]].to(master.device)  # masters may be in host memory
+            master.grad.index_add_(0, ids, gradient.to(master.device))
 
     def settle(self, transfer: RowTransfer) -> None:
         """Wait until the rows are sent."""

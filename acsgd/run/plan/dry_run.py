@@ -22,9 +22,11 @@ from acsgd.dp.modes.allreduce import open_sync
 from acsgd.dp.peers import AsyncResult, Peers
 from acsgd.dp.sync import Mode
 from acsgd.optim.base import OptimizerSpec, SecondMoments
+from acsgd.optim.offload import open_optimizer
 from acsgd.optim.ownership import OwnedWeights, Ownership
 from acsgd.run.plan.layer_trace import MemoryTracker
 from acsgd.shards.weights import Weight, in_reduction_order
+from acsgd.streams import Streams
 
 T = TypeVar("T")
 
@@ -132,7 +134,7 @@ def dry_run(
             sync.wait()
         reduction_peak, update_peak, moments = tracker.peak - held - state - gradients, 0, SecondMoments({}, 0.0)
         with _until_values_are_read():
-            opened = optimizer.open(owned.of(weights), config)
+            opened = open_optimizer(optimizer, owned.of(weights), config, Streams(peers.device))
             tracker.peak = before = tracker.now
             opened.step(step)
             update_peak = tracker.peak - max(before, tracker.now)

@@ -160,11 +160,18 @@ def check_memory(
     trains: bool = True,
     shards: int = 1,
     gradient_shards: int = 1,
+    offloads: bool = False,
 ) -> None:
-    """Raise ValueError if `ParameterCount.needed_bytes` exceeds the memory. processes: ranks on this host."""
-    of_all = count.needed_bytes(dtype, trains=trains, shards=shards, gradient_shards=gradient_shards)
-    memory, per_rank = streams.memory_bytes(), of_all / stages
+    """Raise ValueError if `ParameterCount.needed_bytes` exceeds the memory.
+
+    processes: ranks on this host; offloads: whether a GPU needs no masters and gradients.
+    """
     on_cpu = streams.device.type == "cpu"
+    if offloads and not on_cpu:
+        of_all, trains = count.weight_bytes(dtype), False
+    else:
+        of_all = count.needed_bytes(dtype, trains=trains, shards=shards, gradient_shards=gradient_shards)
+    memory, per_rank = streams.memory_bytes(), of_all / stages
     if (needed := per_rank * (processes if on_cpu else 1)) > memory:
         place = "this host" if on_cpu else "a GPU"
         what = "weights and gradients" if trains and count.trained else "weights"

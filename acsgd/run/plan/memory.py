@@ -19,6 +19,7 @@ from acsgd.dp.exchange.buckets import split_weights
 from acsgd.dp.exchange.sharded import MAX_PENDING
 from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.layers.quantize import is_quantized
+from acsgd.optim.offload import MAX_IN_FLIGHT
 from acsgd.optim.ownership import OwnedWeights
 from acsgd.pp.recompute import KEEP_ALL, Recompute
 from acsgd.pp.schedules.actions import Action, Op
@@ -61,11 +62,14 @@ class RankMemory:
     """Activation caches of delta, in host memory; 0 if the number of sequences that they hold is not known."""
     cache_per_sequence: int
     """Then: what they need for each sequence of the data. In no sum."""
+    offloaded: int = 0
+    """The part of masters, gradients, moments, state of replicas and updates that optim.offload keeps in host memory.
+    In no sum."""
 
     @property
     def on_host(self) -> int:
         """Memory of the host on a rank whose device is a GPU."""
-        return self.messages + self.caches
+        return self.messages + self.caches + self.offloaded
 
     @property
     def on_device(self) -> int:
@@ -79,11 +83,12 @@ class RankMemory:
 
     @property
     def constant(self) -> int:
-        """The part that no micro-batch, schedule or recomputation changes."""
-        return self.weights + self.masters + self.gradients + self.moments + self.replicas
+        """The part on the device that no micro-batch, schedule or recomputation changes."""
+        state = self.masters + self.gradients + self.moments + self.replicas
+        return self.weights + (0 if self.offloaded else state)
 
 
-KINDS = tuple(field.name for field in fields(RankMemory) if field.name != "cache_per_sequence")
+KINDS = tuple(field.name for field in fields(RankMemory) if field.name not in ("cache_per_sequence", "offloaded"))
 """Fields that add up to the total."""
 
 
@@ -131,7 +136,7 @@ class RankWeights:
 
     def __init__(self, partition: Partition, built: PreTrainedModel) -> None:
         model, layers, dtype = partition.model, partition.layout, partition.shapes.dtype
-        me = partition.topology.rank
+        me, is_master = partition.topology.rank, dtype == torch.float32 and partition.config.optim.offload == "none"
         looked_up = {each.key for each in partition.tied if me in each.lookups}
         sent = {each.key for each in partition.tied if each.lookups and me == each.owner}
         hidden, frozen, seen = hidden_matrices(built, model.description), {*model.description.frozen}, set[str]()
@@ -144,7 +149,7 @@ class RankWeights:
                 Weight(
                     key,
                     param := built.get_parameter(key),
-                    param if dtype == torch.float32 else nn.Parameter(torch.empty(param.shape, device="meta")),
+                    param if is_master else nn.Parameter(torch.empty(param.shape, device="meta")),
                     has_remote_lookups=key in sent,
                     is_hidden_matrix=key in hidden,
                     is_tied=len(model.description.tied().get(key, ())) > 1,
@@ -172,7 +177,10 @@ def plan_memory(partition: Partition, traced: TracedModel, sequences: int | None
 
 
 def least_memory(partition: Partition, built: PreTrainedModel) -> int:
-    """Return the memory of weights, masters and moments of the rank that has most. built: see `TracedModel`."""
+    """Return the memory of weights, masters and moments of the rank that has most, on its device.
+
+    built: see `TracedModel`.
+    """
     return max(
         _RankPlan(partition.seen_from(rank), TracedModel(built, (), {}), {}).state_bytes
         for rank in partition.topology.ranks_along("pipeline")
@@ -247,8 +255,21 @@ class _RankPlan:
 
     @property
     def state_bytes(self) -> int:
-        """Memory of weights, buffers, masters and moments."""
-        return self._weight_bytes + self._master_bytes + self._moment_bytes
+        """Memory of weights, buffers, masters and moments, as far as they are on the device."""
+        offloadable = self._master_bytes + self._moment_bytes
+        return self._weight_bytes + offloadable * (not self._offloads)
+
+    @property
+    def _offloads(self) -> bool:
+        """Whether masters, gradients and the optimizer's state are in another memory than the weights."""
+        return self._partition.config.optim.offload == "cpu" and self._partition.streams.device.type != "cpu"
+
+    @property
+    def _in_flight_bytes(self) -> int:
+        """Memory of the gradients that are on their way to the host, on each side."""
+        of_stages = ([weight.param.nbytes for weight in stage] for stage in self._weights.stages.values())
+        sizes, count = [*chain.from_iterable(of_stages)], MAX_IN_FLIGHT + 1
+        return max((sum(sizes[first : first + count]) for first in range(len(sizes))), default=0)
 
     @property
     def _weight_bytes(self) -> int:
@@ -291,7 +312,12 @@ class _RankPlan:
         peak = self._walk(update)
         gradients = sum(part.master.nbytes for part in self._parts)
         updates = max(update.reduction_peak, update.update_peak)
-        if peak.total > gradients + updates:
+        offloaded = 0
+        if self._offloads:
+            in_flight = self._in_flight_bytes
+            offloaded = self._master_bytes + gradients + in_flight + self._moment_bytes + update.state + updates
+            gradients += 2 * in_flight
+        elif peak.total > gradients + updates:
             updates, gradients = 0, peak.gradients
         else:
             peak = _Peak()
@@ -309,6 +335,7 @@ class _RankPlan:
             messages=self._message_bytes(),
             caches=self._cache_bytes(sys.maxsize if sequences is None else sequences) if is_bounded else 0,
             cache_per_sequence=0 if is_bounded else self._cache_bytes(1),
+            offloaded=offloaded,
         )
 
     @cached_property
@@ -317,8 +344,10 @@ class _RankPlan:
 
     def _walk(self, update: UpdateMemory) -> _Peak:
         """Follow the program of a step."""
-        memory = _StepMemory(self._last, self._weights.count.gradient_bytes if update.has_buckets else 0)
-        buckets = self._summed_buckets()
+        keeps_gradients = not self._offloads
+        in_buckets = keeps_gradients and update.has_buckets
+        memory = _StepMemory(self._last, self._weights.count.gradient_bytes if in_buckets else 0)
+        buckets = self._summed_buckets() if keeps_gradients else ()
         started = set[int]()
         """Stages whose gradients exist."""
         for action in self._actions:
@@ -328,7 +357,7 @@ class _RankPlan:
                 self._run_forward(action, memory)
                 continue
             completes = action.operation.completes
-            creates = completes and action.stage not in started and not update.has_buckets
+            creates = keeps_gradients and completes and action.stage not in started and not update.has_buckets
             self._run_backward(action, memory, creates_gradients=creates, buckets=buckets)
             if completes:
                 started.add(action.stage)

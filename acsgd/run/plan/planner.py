@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from acsgd.codecs.identity import DTYPES
 from acsgd.config.options import Config, ShardKind
+from acsgd.host_memory import host_memory
 from acsgd.launch import Launch
 from acsgd.pp.schedules.schedules import CANDIDATES
 from acsgd.run.plan.layout import sizes_of
@@ -71,6 +72,8 @@ class RunPlanner:
         self._per_host = per_host
         self.on_gpu = on_gpu
         self.sequences = sequences
+        self.host_limit: int | None = None
+        """Host memory for each process whose device is a GPU, bytes; None = not compared."""
         self._traced: dict[tuple[int, str, bool], TracedModel] = {}
 
     def describe(self) -> str:
@@ -82,6 +85,14 @@ class RunPlanner:
     def needed(self, rank: RankMemory) -> int:
         """Return the memory that a process needs where its tensors are: on its GPU, or on the host."""
         return (rank.on_device if self.on_gpu else rank.total) + PROCESS_BYTES
+
+    def needed_on_host(self, rank: RankMemory) -> int:
+        """Return the host memory of a process whose device is a GPU, with the copy of offloaded state for a checkpoint.
+
+        That of a run without offloaded state is not counted.
+        """
+        copied = rank.masters + rank.moments if rank.offloaded else 0
+        return rank.on_host + copied + PROCESS_BYTES
 
     def partition(self, config: Config) -> Partition:
         """Divide the model. Raises ValueError if the run is not possible."""
@@ -110,7 +121,11 @@ class RunPlanner:
         if limit is None:
             return True
         least = least_memory(self.partition(config), self._built) + PROCESS_BYTES
-        return least <= limit and max(map(self.needed, self.memory(config))) <= limit
+        if least > limit:
+            return False
+        ranks = self.memory(config)
+        on_host = max(map(self.needed_on_host, ranks))
+        return max(map(self.needed, ranks)) <= limit and on_host <= (self.host_limit or on_host)
 
     @cached_property
     def _built(self) -> PreTrainedModel:
@@ -139,15 +154,21 @@ class RunPlanner:
         return None
 
     def smaller(self) -> Iterator[tuple[tuple[str, ...], Config]]:
-        """Yield runs that need less memory, nearest first, with the flags that make them."""
+        """Yield runs that need less memory of the device, nearest first, with the flags that make them."""
         config, world = self._config, self._world
         more = [n for n in range(config.pp.stages, world + 1) if world % n == 0 and n % config.pp.stages == 0]
         micros = [config.pp.micro]
         while micros[-1] > 1:
             micros.append(max(n for n in range(1, micros[-1] // 2 + 1) if config.data.batch % n == 0))
-        for stages, micro in product(more, micros):
-            for changed in self._leaner(_with(config, stages=stages, micro=micro)):
+        for placed, stages, micro in product(self._placed(config), more, micros):
+            for changed in self._leaner(_with(placed, stages=stages, micro=micro)):
                 yield flags_between(config, changed), changed
+
+    def _placed(self, config: Config) -> Sequence[Config]:
+        """Return a run, and that with its state in host memory, if this is not the memory of the device."""
+        if not self.on_gpu or config.optim.offload == "cpu":
+            return [config]
+        return [config, replace(config, optim=replace(config.optim, offload="cpu"))]
 
     def _leaner(self, config: Config) -> Iterator[Config]:
         """Yield a run, then those that keep or divide more of its state."""
@@ -191,7 +212,7 @@ class RunPlanner:
                 yield self.step(config, steps).total_s, config
 
     def _first_fitting(self, config: Config, limit: int | None) -> Config | None:
-        for changed in self._leaner(config):
+        for changed in chain.from_iterable(map(self._leaner, self._placed(config))):
             try:
                 if self.fits(changed, limit):
                     return changed
@@ -221,6 +242,7 @@ def flags_between(config: Config, changed: Config) -> tuple[str, ...]:
         "--pp.compress": (config.pp.compress, changed.pp.compress),
         "--model.recompute": (config.model.recompute, changed.model.recompute),
         "--dp.shard": (config.dp.shard, changed.dp.shard),
+        "--optim.offload": (config.optim.offload, changed.optim.offload),
     }
     return tuple(f"{flag} {after}" for flag, (before, after) in pairs.items() if before != after)
 
@@ -256,15 +278,21 @@ def check_fit(config: Config, launch: Launch, model: RunModel, streams: Streams)
     memory, on_gpu = streams.memory_bytes(), bool(streams.gpu)
     processes = 1 if on_gpu else launch.local_world_size
     least = model.parameters.needed_bytes(DTYPES[config.model.dtype]) / config.pp.stages * processes
-    if config.run.memory == "ignore" or launch.daemon or least < SMALL * memory:
+    least_on_host = least * launch.local_world_size * (on_gpu and config.optim.offload == "cpu")
+    has_room = least < SMALL * memory and least_on_host < SMALL * host_memory().total
+    if config.run.memory == "ignore" or launch.daemon or has_room:
         return None
     planner = RunPlanner(config, launch.world_size, model, on_gpu=on_gpu, per_host=launch.local_world_size)
     try:
         ranks = planner.memory(config)
     except Exception as error:  # of a plug-in or a model whose code no plan can run without values
         return f"memory: not planned ({type(error).__name__}: {error})"
-    first = launch.rank if on_gpu else launch.rank - launch.local_rank
-    here = [ranks[rank % config.pp.stages] for rank in range(first, first + processes)]
+    first_here = launch.rank - launch.local_rank
+    of_host = [ranks[rank % config.pp.stages] for rank in range(first_here, first_here + launch.local_world_size)]
+    planner.host_limit = host_memory().total // launch.local_world_size
+    if any(each.offloaded for each in of_host):
+        _check_host([*map(planner.needed_on_host, of_host)], planner.host_limit)
+    here = [of_host[launch.local_rank]] if on_gpu else of_host
     # caches of delta hold no more sequences than the data has, which is not known yet
     planned = sum(each.on_device if on_gpu else each.total - each.caches for each in here)
     is_estimate = on_gpu or config.model.compile
@@ -275,3 +303,14 @@ def check_fit(config: Config, launch: Launch, model: RunModel, streams: Streams)
         return f"memory: the run may not fit: {_largest(needed, limit)}; acsgd plan --memory names runs that fit"
     advice = _advice(needed, limit, planner.first_that_fits(limit))
     raise ValueError(f"the run does not fit: {advice}; --run.memory ignore starts it as it is")
+
+
+def _check_host(needed: Sequence[int], limit: int) -> None:
+    """Raise ValueError if processes of this host need more than `limit` bytes of its memory each, on average."""
+    if sum(needed) > limit * len(needed):
+        raise ValueError(
+            f"the run does not fit: optim.offload=cpu needs {sum(needed) / GIB:.2f} GiB of host memory for "
+            f"{len(needed)} processes, with the copy of masters and moments for a checkpoint, and this host has "
+            f"{limit * len(needed) / GIB:.2f} GiB; use an optimizer with less state, such as "
+            "--optim.name lion, or fewer processes per host with more hosts; --run.memory ignore starts it as it is"
+        )

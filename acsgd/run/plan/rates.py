@@ -19,6 +19,8 @@ RATES = "rates.json"
 """Name of the file of measured rates in a run directory."""
 SHARE_OF_PEAK, SHARE_OF_BANDWIDTH = 0.5, 0.8
 """Fraction of a GPU's peak arithmetic and bandwidth that training reaches; a rule of thumb, not measured."""
+HOST_BYTES_PER_S = 20e9
+"""Of host memory, whose link to a GPU is no slower (PCIe 4.0 x16); the same."""
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 

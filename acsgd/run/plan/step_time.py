@@ -17,15 +17,16 @@ from acsgd.pp.schedules.simulate import Cost, simulate
 from acsgd.pp.wire.ladder import BACKWARD, FORWARD, Rung
 from acsgd.run.plan.memory import RankWeights
 from acsgd.run.plan.partition import Partition
-from acsgd.run.plan.rates import LinkRate, Rates
+from acsgd.run.plan.rates import HOST_BYTES_PER_S, LinkRate, Rates
 from acsgd.shards.plan import training_costs
 
 CHOSEN = "fixpoint:bits=8"
 """Codec that is planned where pp.compress chooses."""
 MAX_MICROS = 32
 """Number of micro-batches that are simulated at most; each more takes as long as those before."""
-STEP_BYTES, COPY_BYTES = 16, 4
-"""Bytes that clipping and the optimizer read and write of a gradient, and of an fp32 master that is copied."""
+STEP_BYTES, COPY_BYTES, SUM_BYTES = 16, 4, 8
+"""Bytes that clipping and the optimizer read and write of a gradient, of an fp32 master that is copied, and of a sum of
+gradients that is added to."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class PlannedStep:
     replicas_s: float
     """The same of what replicas exchange."""
     update_s: float
-    """Clipping and the step of the optimizer."""
+    """Clipping and the step of the optimizer; of offloaded gradients, also what backward does not hide."""
     links: tuple[LinkLoad, ...] = ()
 
     @property
@@ -103,7 +104,7 @@ class StepPlanner:
             max(0.0, plain - compute_s),
             max(0.0, max(ends) - plain),
             done - max(ends),
-            max(self._update_s(partition, each) for each in self.weights(partition)),
+            max(self._update_s(partition, each, compute_s) for each in self.weights(partition)),
             tuple(loads),
         )
 
@@ -120,7 +121,7 @@ class StepPlanner:
 
     def weights(self, partition: Partition) -> list[RankWeights]:
         """Return the weights of each rank of a pipeline."""
-        key = partition.layout.cut, partition.config.pp.tied
+        key = partition.layout.cut, partition.config.pp.tied, partition.config.optim.offload
         if key not in self._known:
             ranks = partition.topology.ranks_along("pipeline")
             self._known[key] = [RankWeights(partition.seen_from(rank), self._built) for rank in ranks]
@@ -159,7 +160,8 @@ class StepPlanner:
         delay_s = 2 * (replicas - 1) * link.delay_s if nbytes else 0.0
         return LinkLoad("replicas", nbytes, nbytes / link.bytes_per_s + delay_s)
 
-    def _update_s(self, partition: Partition, weights: RankWeights) -> float:
+    def _update_s(self, partition: Partition, weights: RankWeights, compute_s: float) -> float:
+        """Return the time of the update. compute_s: of forwards and backwards, behind which gradients are offloaded."""
         owned = partition.topology.replicas if partition.config.dp.shard != "none" else 1
         nbytes = 0.0
         for weight in chain.from_iterable(weights.stages.values()):
@@ -170,7 +172,11 @@ class StepPlanner:
             nbytes += STEP_BYTES * weight.master.numel() + 2 * (state + weight.master.nbytes)
             if weight.master is not weight.param:
                 nbytes += COPY_BYTES * weight.master.numel() + weight.param.nbytes
-        return nbytes / owned / self._rates.bytes_per_s
+        if partition.config.optim.offload == "none" or not self._rates.on_gpu:
+            return nbytes / owned / self._rates.bytes_per_s
+        trained = [weight.param for weight in chain.from_iterable(weights.stages.values())]
+        added = len(partition.micro_ids) * sum(param.nbytes + SUM_BYTES * param.numel() for param in trained)
+        return nbytes / owned / HOST_BYTES_PER_S + max(0.0, added / HOST_BYTES_PER_S - compute_s)
 
 
 def message_bytes(partition: Partition) -> tuple[list[float], list[float]]:

@@ -122,6 +122,8 @@ def _obstacle(config: Config, plugins: Plugins, axis: Axis, *, has_mesh: bool) -
         return "data.deal=speed needs the times of waits, which over NCCL are those of the device"
     if axis == "replica" and config.dp.shard != "none":
         return f"parts of gradients and weights of dp.shard={config.dp.shard} travel over gloo"
+    if axis == "replica" and config.optim.offload == "cpu":
+        return "gradients of optim.offload=cpu are in host memory"
     if axis == "replica" or config.pp.stages == 1:
         return None
     if plugins.ladder is not None:

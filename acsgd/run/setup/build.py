@@ -22,6 +22,7 @@ from acsgd.groups import Groups, machine_name
 from acsgd.layers.composed import ComposedModel, Inputs
 from acsgd.layers.skeleton import fill_with_stand_ins
 from acsgd.optim.base import Optimizer
+from acsgd.optim.offload import GradientOffload, open_optimizer
 from acsgd.optim.ownership import OwnedWeights, Ownership
 from acsgd.pp.runtime import Pipeline
 from acsgd.pp.schedules.rows import RowRoute
@@ -63,7 +64,7 @@ def build_session(
     composed = ComposedModel(model, job.model.description, compiles=job.config.model.compile)
     peers = Peers(groups.dp, groups.waits, observers, groups.domains)
     stages, owned = build_stages(job, composed, source, peers, deferred)
-    optimizer = job.plugins.optimizer.open(owned.of(owned.weights), job.config.optim)
+    optimizer = open_optimizer(job.plugins.optimizer, owned.of(owned.weights), job.config.optim, job.streams)
     return _connect(job, groups, peers, stages, owned, optimizer, cache_plan)
 
 
@@ -263,6 +264,7 @@ def _open_stage(job: Job, composed: ComposedModel, layers: Sequence[LoadedLayer]
         first_trained=job.model.description.first_trained,
         mask_per_sample=config.model.dropout_mask == "sample",
         logits_at_once=job.streams.logits_at_once,
+        offload=GradientOffload(job.streams) if config.optim.offload == "cpu" else None,
     )
 
 
@@ -278,6 +280,7 @@ def _open_loader(job: Job, composed: ComposedModel, source: WeightSource, *, def
         looked_up=[each.key for each in job.tied if me in each.lookups],
         sent=[each.key for each in job.tied if each.lookups and me == each.owner],
         defers_constants=defers_constants,
+        masters_on_host=job.config.optim.offload == "cpu",
     )
 
 

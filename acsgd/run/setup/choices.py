@@ -171,6 +171,11 @@ CHOICES = (
         "replicas are never the same model; give a smaller inner, or a longer run",
     ),
     without_effect(
+        "optim.offload",
+        lambda job: job.streams.device.type == "cpu",
+        "the device is the CPU, whose memory holds masters and moments anyway",
+    ),
+    without_effect(
         "optim.loss_scale",
         lambda job: job.config.model.dtype != "fp16",
         "model.dtype={config.model.dtype} needs no loss scale",

@@ -1,0 +1,106 @@
+"""Law: masters, gradients and optimizer state in host memory give the losses and the files of a run that keeps them on
+the device, bit for bit.
+
+In one process, tests/dist/test_device_waits.py has it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lib.ranks import on_ranks
+from lib.replica_runs import make_replica_config, resumed_at_half
+from lib.resume import STEPS, TinyModel, checkpoint_of, train_ranks
+from safetensors.torch import load_file
+from torch import Tensor
+
+from acsgd.config.options import Config, ReplicaConfig
+from acsgd.dp import MODES
+
+SOAK = pytest.mark.soak
+NEEDS_8BIT = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
+
+
+def offloaded(config: Config) -> Config:
+    log = dataclasses.replace(config.log, dir=f"{config.log.dir}-offloaded")
+    return dataclasses.replace(config, optim=dataclasses.replace(config.optim, offload="cpu"), log=log)
+
+
+def losses(config: Config) -> list[float]:
+    lines = (Path(config.log.dir) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def tensors(config: Config) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of the last checkpoint by file."""
+    directory = checkpoint_of(config, STEPS)
+    return {str(path.relative_to(directory)): load_file(path) for path in sorted(directory.rglob("*.safetensors"))}
+
+
+def assert_same(run: Config, expected: Config) -> None:
+    assert losses(run)[-len(losses(expected)) :] == losses(expected)
+    saved, of_files = tensors(run), tensors(expected)
+    assert saved.keys() == of_files.keys()
+    for file, by_name in of_files.items():
+        assert saved[file].keys() == by_name.keys()
+        for name, tensor in by_name.items():
+            assert torch.equal(saved[file][name], tensor), (file, name)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "stages", "replicas", "dp", "options"),
+    [
+        pytest.param("adamw", "bf16", 1, 2, "gradients", {}, marks=SOAK),
+        pytest.param("adamw", "fp32", 2, 1, "none", {"schedule": "zb"}, marks=SOAK),
+        pytest.param("adamw", "fp32", 2, 2, "none", {"tied": "dense"}, marks=SOAK),
+        pytest.param("adamw", "fp16", 2, 2, "optimizer", {}, marks=SOAK),
+        pytest.param("adamw", "bf16", 1, 2, "diloco:inner=2", {}, marks=SOAK),
+        pytest.param("adamw", "bf16", 1, 2, "cocktail_grad:exact_steps=2", {}, marks=SOAK),
+        pytest.param("muon", "bf16", 2, 2, "none", {}, marks=SOAK),
+        pytest.param("adafactor", "fp32", 1, 2, "optimizer", {}, marks=SOAK),
+        pytest.param("lion", "bf16", 1, 1, "none", {}, marks=SOAK),
+        pytest.param("sgd", "fp32", 2, 1, "none", {}, marks=SOAK),
+        pytest.param("adamw8bit", "bf16", 1, 1, "none", {}, marks=[SOAK, NEEDS_8BIT]),
+    ],
+)
+def test_an_offloaded_run_has_the_losses_and_the_files_of_one_that_is_not(
+    optimizer: str,
+    dtype: Any,
+    stages: int,
+    replicas: int,
+    dp: str,
+    options: dict[str, Any],
+    tiny_model: TinyModel,
+    tmp_path: Path,
+) -> None:
+    """dp: a value of dp.shard, else of dp.mode."""
+    model, tied = tiny_model("gpt2", n_layer=2), options.pop("tied", "rows")
+    config = make_replica_config(model, tmp_path / "run", "allreduce", dtype, stages=stages, tied=tied)
+    config = dataclasses.replace(
+        config,
+        optim=dataclasses.replace(config.optim, name=optimizer, clip=0.5),
+        pp=dataclasses.replace(config.pp, **options),
+        dp=ReplicaConfig(dp) if dp.split(":")[0] in MODES else ReplicaConfig(shard=dp),  # type: ignore[arg-type]
+    )
+    run = offloaded(config)
+    on_ranks(stages * replicas, train_ranks, tmp_path / "store", [config, run])
+    assert_same(run, config)
+
+
+@pytest.mark.soak
+def test_checkpoints_know_nothing_of_it(tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = make_replica_config(tiny_model("gpt2", n_layer=2), tmp_path / "run", "allreduce", "bf16", stages=2)
+    run = offloaded(config)
+    on_ranks(2, train_ranks, tmp_path / "store", [config, run])
+    resumed = resumed_at_half(run, tmp_path / "resumed")
+    back = dataclasses.replace(resumed, optim=config.optim)
+    on_ranks(2, train_ranks, tmp_path / "again", [back])
+    assert losses(back)[-2:] == losses(config)[-2:]
