@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from lib.cache import with_shared_cache
 from lib.forks import save_model
+from lib.ordered import ordered_transport
 from lib.ranks import on_ranks
 from lib.stand_in import on_stand_in
 from lib.training import TIMEOUT, batches_of, losses_of_rank, plain_config
@@ -25,6 +26,7 @@ from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.launch import Launch
 from acsgd.optim.offload import MAX_IN_FLIGHT
+from acsgd.pp import SCHEDULES
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.session import Session
@@ -32,6 +34,7 @@ from acsgd.run.setup.build import build_session
 from acsgd.train import train_step
 
 ONCE = Counter({"copy to the host": 1})
+HEADERS = Counter({"copy to the host": 1})
 """The read of loss and gradient norm at the end of a step."""
 
 
@@ -57,7 +60,8 @@ def config_of(tmp_path: Path, *, blocks: int = 2, micro: int = 1, dp: str = "", 
     return with_shared_cache(dataclasses.replace(config, data=data, dp=replicas))
 
 
-def observe(rank: int, world_size: int, store: Path, configs: Sequence[Config]) -> list[Observed]:
+def observe(rank: int, world_size: int, store: Path, configs: Sequence[Config], *transports: str) -> list[Observed]:
+    """Train each run on the stand-in. transports: "ordered" or none."""
     torch.set_num_threads(1)
     observed = []
     with on_stand_in() as streams:
@@ -65,6 +69,8 @@ def observe(rank: int, world_size: int, store: Path, configs: Sequence[Config]) 
             job, file_store = prepare(config, Launch(rank, rank, world_size)), dist.FileStore(f"{store}-{number}")
             found, progress = Observed([], [], [], set()), Progress()
             with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
+                if transports:
+                    groups = groups.with_transport(ordered_transport(rank), streams.device, lambda axis, ranks: True)
                 session = build_session(job, open_weight_source(job), groups)
                 for batch in batches_of(job):
                     streams.waits.clear()
@@ -135,3 +141,25 @@ def test_two_stages_wait_for_each_message(codec: str, of_message: dict[str, int]
             messages = Counter({what: n * config.data.batch // config.pp.micro for what, n in of_message.items()})
             assert all(waits == ONCE + messages for waits in observed.waits[1:]), observed.waits
             assert observed.buffers[-1] == observed.buffers[-2], "buffers are allocated once"
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [("1f1b", 2, 1), ("1f1b", 4, 2)],
+        [(schedule, 2, 1) for schedule in (*SCHEDULES, "1f1b:lead=2") if schedule != "1f1b"],
+    ],
+    ids=["1f1b", "others"],
+)
+def test_stages_over_an_ordered_transport_wait_once(rows: Sequence[tuple[str, int, int]], tmp_path: Path) -> None:
+    """And once for the headers of all messages, which are then compared. Losses are those of the CPU over gloo.
+
+    rows: schedule, layers per stage, and size of the micro-batches.
+    """
+    configs = [config_of(tmp_path, blocks=2 * n, micro=micro, stages=2, schedule=name) for name, n, micro in rows]
+    by_rank = on_ranks(2, observe, tmp_path / "store", configs, "ordered")
+    expected = on_ranks(2, losses_of_rank, tmp_path / "cpu", configs)[0]
+    for by_config in by_rank:
+        for row, observed, losses in zip(rows, by_config, expected, strict=True):
+            assert observed.losses == losses, row
+            assert all(waits == ONCE + HEADERS for waits in observed.waits[1:]), (row, observed.waits)

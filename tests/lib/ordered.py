@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -67,16 +68,16 @@ class OrderedBackend:
         threading.Thread(target=self._run, name="ordered transport", daemon=True).start()
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> OrderedWork:  # noqa: N803
-        return self._issue(lambda: self._send(tensors[0], dstRank))
+        return self._issue(partial(self._send, _values(tensors[0]), dstRank))
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> OrderedWork:  # noqa: N803
-        return self._issue(lambda: self._receive(tensors[0], srcRank))
+        return self._issue(partial(self._receive, _values(tensors[0]), srcRank))
 
     def allreduce(self, tensors: list[Tensor]) -> OrderedWork:
-        return self._issue(lambda: self._all_reduce(tensors[0]))
+        return self._issue(partial(self._all_reduce, _values(tensors[0])))
 
     def alltoall(self, output_tensor: list[Tensor], input_tensor: list[Tensor]) -> OrderedWork:
-        return self._issue(lambda: self._all_to_all(output_tensor, input_tensor))
+        return self._issue(partial(self._all_to_all, [*map(_values, output_tensor)], [*map(_values, input_tensor)]))
 
     def get_error(self) -> ErrorType:
         return ErrorType.COMM_ERROR if self._has_failed else ErrorType.SUCCESS
@@ -159,6 +160,12 @@ def ordered_transport(seed: int = 0) -> OrderedTransport:
         return OrderedBackend(store, rank, size, timeout, lambda: draw.random() * MAX_DELAY_S)
 
     return OrderedTransport("ordered", open_backend)
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """Return a tensor, or the values of one of the stand-in device, which share its memory."""
+    held: Tensor = getattr(tensor, "held", tensor)
+    return held
 
 
 Connections = dict[int, socket.socket]
