@@ -165,6 +165,21 @@ def test_a_run_that_loses_the_address_while_it_trains_does_not_take_it_back(addr
     assert [note.startswith("uploaded") for note in uploads.notes] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("here", "resumes", "elsewhere", "expected"),
+    [("a", True, "", "a"), ("", True, "b", "b"), ("", True, "", "new"), ("a", False, "", "new")],
+)
+def test_a_run_that_resumes_has_the_id_that_any_of_its_disks_keeps(
+    here: str, resumes: bool, elsewhere: str, expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / step_upload.ID).write_text(here)
+    groups = SimpleNamespace(run_id="new", all_gather_text=lambda name, mine, *, timeout_s: [mine, elsewhere])
+    config = SimpleNamespace(log=SimpleNamespace(dir="runs/one"))
+    job = SimpleNamespace(paths=SimpleNamespace(run=tmp_path), config=config, disk_timeout_s=1.0)
+    session: Any = SimpleNamespace(job=job, groups=groups)
+    assert step_upload._uploading_run(session, tmp_path if resumes else None).id == expected
+
+
 @pytest.mark.soak
 def test_a_run_keeps_its_id_and_another_one_of_its_name_gets_another(
     tiny_model: Callable[..., Path], tmp_path: Path, home: Path, capfd: pytest.CaptureFixture[str]
