@@ -43,7 +43,10 @@ def message_of(error: BaseException, launch: Launch, run_dir: Path | None, *, ch
 
 @contextlib.contextmanager
 def report_startup_error(launch: Launch) -> Iterator[None]:
-    """Print an error that is raised in the context; exit with code 2. For one process that no other waits for."""
+    """Print an error that is raised in the context; exit with code 2. For one process that no other waits for.
+
+    torchrun starts this process again as often as its --max-restarts says, and the same error is printed once.
+    """
     try:
         yield
     except (SystemExit, KeyboardInterrupt):
@@ -51,7 +54,8 @@ def report_startup_error(launch: Launch) -> Iterator[None]:
     except BaseException as error:  # a Rust extension that panics raises a BaseException
         text = message_of(error, launch, None, checks_input=True)
         record_error(text, launch)
-        print_error(text)
+        if not _was_printed(text, launch):
+            print_error(text)
         raise SystemExit(2) from None
 
 
@@ -80,6 +84,22 @@ def is_first_of_host(launch: Launch) -> bool:
         except OSError:  # better two messages than none
             pass
     return True
+
+
+def _was_printed(text: str, launch: Launch) -> bool:
+    """Return whether an earlier attempt of torchrun has printed an error, and record that this one does.
+
+    Error files are attempt_NUMBER/LOCAL_RANK/error.json in a directory of torchrun's.
+    """
+    attempt = Path(launch.error_file or "").absolute().parent.parent
+    if not attempt.name.startswith("attempt_"):
+        return False
+    path = attempt.parent / "acsgd-printed"
+    with contextlib.suppress(OSError, UnicodeError):  # better two messages than none
+        if path.exists() and path.read_text() == text:
+            return True
+        path.write_text(text)
+    return False
 
 
 def print_error(text: str) -> None:

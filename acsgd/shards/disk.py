@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from acsgd.errors import CorruptFileError
+from acsgd.io.files.atomic import naming
 from acsgd.io.files.checksum import file_checksum
 from acsgd.layers.description import ModelLayers
 from acsgd.shards.check import FLOATING, check_tensors, expected_tensors, first_names
@@ -338,5 +339,5 @@ def _flushed(path: Path) -> StoredFile:
 
 def flush(path: Path) -> None:
     """Wait until the content of a file is on disk."""
-    with path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         os.fsync(file.fileno())

@@ -13,6 +13,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from acsgd.io.files.atomic import naming
 from acsgd.io.files.checksum import new_file_checksum
 from acsgd.shards.files import TensorHeader, tensor_headers
 
@@ -77,6 +78,7 @@ class TensorWriter:
     def __init__(self, path: Path, headers: Mapping[str, TensorHeader]) -> None:
         """Write the header. Raises OSError."""
         self.header, self.offsets = layout(headers)
+        self._path = path
         self._file = path.open("wb")
         self._file.write(self.header)
 
@@ -88,11 +90,13 @@ class TensorWriter:
         for start in range(0, len(data), CHUNK):
             chunk = data[start : start + CHUNK]
             use(chunk)
-            self._file.write(chunk)
+            with naming(self._path):
+                self._file.write(chunk)
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with naming(self._path):
+            self._file.close()
 
     def __enter__(self) -> TensorWriter:
         return self

@@ -108,6 +108,20 @@ def test_a_message_that_quotes_control_characters_is_one_line(capsys: pytest.Cap
     assert capsys.readouterr().err == '\nerror: a="x\\ny\\x1b\\udcff" must be ä\n'
 
 
+def test_each_error_is_printed_once_in_all_attempts_of_torchrun(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = []
+    for attempt, text in enumerate(["no such file", "no such file", "no such key", "no such key"]):
+        error_file = tmp_path / f"attempt_{attempt}" / "0" / "error.json"
+        error_file.parent.mkdir(parents=True)
+        with pytest.raises(SystemExit), report_startup_error(Launch(error_file=str(error_file))):
+            raise ValueError(text)
+        assert text in error_file.read_text()
+        printed.append(capsys.readouterr().err)
+    assert printed == ["\nerror: no such file\n", "", "\nerror: no such key\n", ""]
+
+
 @pytest.mark.parametrize("report", [report_startup_error, lambda launch: report_failure(DictStore(), launch, refuse)])
 def test_help_is_not_a_failure(report: Callable[[Launch], AbstractContextManager[Any]]) -> None:
     with pytest.raises(SystemExit) as ended, report(Launch(3, 1)):

@@ -187,6 +187,17 @@ def fsync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError that is raised in the context the name of the file, which those of write and fsync lack."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def _tree(path: Path) -> list[Path]:
     """Return a file, or a directory after everything in it."""
     return [*path.rglob("*"), path]
