@@ -84,11 +84,11 @@ itself. In the last one, of 2 stages, process 3 keeps its state, and follows the
 LOCAL = "local"
 RUNS = (*list(SCRIPTS)[1:], *OTHER_RUNS, *UPDATE_RUNS, *UPDATE_SCRIPTS)
 SOAK = {
-    *("joins", "source ends", "only the newcomer applies a step", "another one joins", "frozen", "streamed"),
-    *("sharded_ps", "tied rows"),
-    *(mode for mode in UPDATE_RUNS if mode not in ("delta", UPDATE_RUNS[5])),
-    *("updates, newcomer ends", "updates, only the newcomer is late", "updates, returns to a step"),
-    *("one other, newcomer ends", *(f"one other, {mode}" for mode in (COCKTAIL, UPDATE_RUNS[1], *UPDATE_RUNS[5:7]))),
+    *("joins", "source ends", "only the newcomer applies a step", "another one joins"),
+    *OTHER_RUNS,
+    *(mode for mode in UPDATE_RUNS if mode != UPDATE_RUNS[5]),
+    *("updates, newcomer ends", "updates, only the newcomer is late", "updates, two join"),
+    *EQUAL_RUNS,
 }
 """Runs whose parts are in others, or in `test_handover`, too."""
 
@@ -137,7 +137,8 @@ def runs(
             scripts.setdefault(script_name, (dataclasses.replace(other, log=log), script))
     names = selected("name") | {"updates, all others end"}
     names |= {calm_of(name) for name in names}
-    return on_ranks(5, _train, path / "store", {name: each for name, each in scripts.items() if name in names})
+    processes = 5 if "half a replica" in names else 4 if names & {*OTHER_RUNS, *UPDATE_RUNS, "updates, two join"} else 3
+    return on_ranks(processes, _train, path / "store", {name: each for name, each in scripts.items() if name in names})
 
 
 def _train(rank: int, world_size: int, path: Path, runs: dict[str, tuple[Config, Script]]) -> dict[str, Trained]:
