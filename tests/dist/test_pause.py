@@ -9,22 +9,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from lib.forks import checkpoints_of, finish, make_config, save_model, started
 
 from acsgd import train
 from acsgd.config.options import CheckpointConfig, Config
 from acsgd.elastic.control import Control
-from acsgd.elastic.hooks import STOPS, BackgroundJoin, Pause
+from acsgd.elastic.hooks import JOINS, PAUSE, STOPS, BackgroundJoin, Pause, needs_checkpoint
 from acsgd.failures.signals import StopSignals
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.layers.batch import Batch
 from acsgd.run.lock.lock import RunLock
+from acsgd.run.report import LOSS, StepSummary
 from acsgd.run.session import Session, StepResult
 from acsgd.run.setup.inputs import RunInputs
 from acsgd.run.setup.resume import Start
 from acsgd.run.step.checkpointing import Checkpointing
 from acsgd.run.step.hooks import StepHook
-from acsgd.run.step.run import TrainingRun
+from acsgd.run.step.run import STOP, TrainingRun
+from acsgd.topology import Topology
 
 STEPS, PAUSED = 6, 4
 """Steps of the run; steps before the pause."""
@@ -68,12 +71,30 @@ def paused(directory: Path, processes: int, leaving: Sequence[int]) -> tuple[Con
         return config, run.notes()
 
 
+@pytest.mark.parametrize(
+    ("leaving", "pauses", "expected"),
+    [([0, 3], True, False), ([0, 2], True, True), ([0, 2], False, False), ([1, 2, 3], True, True), ([], True, False)],
+)
+def test_a_checkpoint_is_needed_if_only_those_who_leave_hold_a_stage(
+    leaving: Sequence[int], pauses: bool, expected: bool
+) -> None:
+    """2 stages x 2 replicas: ranks 0 and 2 have the first stage. Who joins has none of it yet."""
+    for field, other in ((STOP, JOINS), (JOINS, STOP)):
+        reports = [
+            {LOSS: 0.0, field: float(rank in leaving), other: 0.0, PAUSE: float(pauses and rank == 1)}
+            for rank in range(4)
+        ]
+        assert needs_checkpoint(StepSummary.of(reports, Topology.of(0, 4, 2))) == expected
+
+
+@pytest.mark.soak
 def test_a_pause_saves_nothing_if_some_who_stay_hold_each_stage(tmp_path: Path) -> None:
     """Ranks 0 and 2 have the first stage."""
     config, _ = paused(tmp_path, 4, leaving=(0, 3))
     assert checkpoints_of(config).steps() == []
 
 
+@pytest.mark.soak
 def test_no_step_is_lost_if_all_holders_of_a_stage_leave(tmp_path: Path) -> None:
     config, notes = paused(tmp_path / "paused", 2, leaving=(0,))
     assert notes[-1].startswith("saved "), "the pause has not waited for the save"

@@ -69,11 +69,11 @@ CASES = [
 """An orthogonal array (Rao 1947): each pair of levels of any two factors is in one case."""
 FEW = [
     CASES[LEVELS * topology + second]
-    for topology, of_topology in enumerate([(1, 4), (0, 1), (1, 2), (1, 3), (1, 3)])
+    for topology, of_topology in enumerate([(0,), (2,), (1, 4), (1,), (3,)])
     for second in of_topology
 ]
-"""Cases that have each level, and what depends on the topology on more than one: masked labels, uneven dealing and
-modes with replicas; dropout, tied weights and interleaved schedules with stages. `make soak` runs the others."""
+"""Cases that have each level of what depends on the topology: masked labels, uneven dealing and modes with replicas;
+dropout, tied weights and interleaved schedules with stages. `make soak` runs the others."""
 
 
 class Table:
@@ -168,27 +168,34 @@ def test_each_pair_of_levels_is_in_one_case() -> None:
     for first in range(len(Case._fields)):
         for second in range(first):
             assert len({(case[first], case[second]) for case in CASES}) == LEVELS**2 == len(CASES)
-    assert all(len({case[factor] for case in FEW}) == LEVELS for factor in range(len(Case._fields)))
+    for field in ("topology", "schedule", "rows", "feature"):
+        assert len({getattr(case, field) for case in FEW}) == LEVELS
+    assert WITH_DROPOUT in {case.model for case in FEW}
 
 
-def test_lossy_gradients_do_not_depend_on_how_micro_batches_are_dealt(tiny_model: TinyModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_lossy_gradients_do_not_depend_on_how_micro_batches_are_dealt(
+    stages: int, tiny_model: TinyModel, tmp_path: Path
+) -> None:
     """With dropout, masked labels, tied weights on two ranks, and replicas without any micro-batch."""
-    model = tiny_model("gpt2", n_layer=6, **dropout_of("gpt2"))
-    config = make_config(model, tmp_path, stages=2, micro=1, forward="none:dtype=fp32")
+    model = tiny_model("gpt2", n_layer=3 * stages, **dropout_of("gpt2"))
+    config = make_config(model, tmp_path, stages=stages, micro=1, forward="none:dtype=fp32")
     config = dataclasses.replace(config, dp=ReplicaConfig("powersgd:rank=1"))
-    even, uneven = on_ranks(4, losses_of_rank, tmp_path / "store", [config] * 2, True, {1: SPEEDS[2]})[0]
+    even, uneven = on_ranks(2 * stages, losses_of_rank, tmp_path / "store", [config] * 2, True, {1: SPEEDS[2]})[0]
     assert uneven == pytest.approx(even, rel=RELATIVE)
 
 
-def test_bf16_is_the_same_training_up_to_its_rounding(tiny_model: TinyModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_bf16_is_the_same_training_up_to_its_rounding(ranks: int, tiny_model: TinyModel, tmp_path: Path) -> None:
     alone = make_config(tiny_model("llama", num_hidden_layers=4), tmp_path, steps=5)
     alone = dataclasses.replace(alone, model=ModelConfig(alone.model.name, dtype="bf16"))
     piped = dataclasses.replace(alone, pp=PipelineConfig(stages=2))
     one = on_ranks(1, losses_of_rank, tmp_path / "one", [alone])[0]
-    two = on_ranks(2, losses_of_rank, tmp_path / "two", [piped])[0]
-    four = on_ranks(4, losses_of_rank, tmp_path / "four", [piped])[0]
     # two stages do the same sums in the same order, bit for bit; replicas sum in another, which may round otherwise
-    assert two == one
-    assert four[0] == pytest.approx(one[0], rel=2.0**-8)
+    if ranks == 2:
+        assert on_ranks(2, losses_of_rank, tmp_path / "two", [piped])[0] == one
+    else:
+        four = on_ranks(4, losses_of_rank, tmp_path / "four", [piped])[0]
+        assert four[0] == pytest.approx(one[0], rel=2.0**-8)
     exact = oracle_losses(dataclasses.replace(alone, log=LogConfig(dir=str(tmp_path / "oracle" / "run"))))
     assert one[0] == pytest.approx(exact, rel=2.0**-8)
