@@ -33,12 +33,12 @@ def runs(
     tmp_path_factory: pytest.TempPathFactory,
     selected: Callable[[str], set[str]],
 ) -> dict[str, Trained]:
-    """What rank 0 has done, by script, but for one that is not selected."""
+    """What rank 0 has done, by script, but for those that are not selected."""
     path = tmp_path_factory.mktemp("views")
     (path / "little.txt").write_text(TEXT)
     config = make_config(tiny_model(n_layer=2), path, steps=STEPS, stages=2, micro=1, forward="delta:bits=4")
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, sources=str(path / "little.txt")))
-    left_out = {"joined"} - selected("script")
+    left_out = {"in a step", "one replica", "other pairs", "joined"} - selected("script")
     scripts = {name: (config, script) for name, script in SCRIPTS.items() if name not in left_out}
     return on_ranks(4, train_in_views, path / "store", scripts)[0]
 
@@ -48,14 +48,19 @@ def test_caches_of_links_that_are_connected_again_are_used_on(runs: dict[str, Tr
     assert runs["same processes"].losses == pytest.approx(runs["calm"].losses, rel=RELATIVE)
 
 
-def test_a_repeated_step_sends_differences_to_what_its_first_attempt_has_sent(runs: dict[str, Trained]) -> None:
-    calm, repeated = runs["calm"], runs["in a step"]
+@pytest.mark.soak
+@pytest.mark.parametrize("script", ["in a step"])
+def test_a_repeated_step_sends_differences_to_what_its_first_attempt_has_sent(
+    script: str, runs: dict[str, Trained]
+) -> None:
+    calm, repeated = runs["calm"], runs[script]
     assert [repeated.losses[step] for step in range(1, 6)] == [calm.losses[step] for step in range(1, 6)]
     assert repeated.forward_bytes[6] <= calm.forward_bytes[6]  # as many hits, or more
     assert repeated.losses[STEPS] == pytest.approx(calm.losses[STEPS], rel=QUANTIZED)
 
 
-@pytest.mark.parametrize("script", ["one replica", "other pairs", pytest.param("joined", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("script", ["one replica", "other pairs", "joined"])
 def test_caches_of_links_between_other_processes_agree_before_they_are_used(
     script: str, runs: dict[str, Trained]
 ) -> None:
@@ -64,6 +69,7 @@ def test_caches_of_links_between_other_processes_agree_before_they_are_used(
     assert changed.losses[STEPS] == pytest.approx(calm.losses[STEPS], rel=QUANTIZED)
 
 
+@pytest.mark.soak
 def test_only_links_between_other_processes_begin_with_cache_misses(runs: dict[str, Trained]) -> None:
     hits, misses = runs["one replica"].forward_bytes, runs["other pairs"].forward_bytes
     assert sum(hits[step] for step in (6, 7, 8)) < sum(misses[step] for step in (6, 7, 8))

@@ -129,10 +129,10 @@ def test_every_mode_is_tested() -> None:
     assert {spec.partition(":")[0] for spec in [*SPECS, *LOCAL_SPECS]} == MODES.keys()
 
 
-def changes_before_commit(rank: int, peers: Peers) -> list[str]:
+def changes_before_commit(rank: int, peers: Peers, specs: Sequence[str]) -> list[str]:
     """Run some steps of each mode; return those in which weights or states changed before they may."""
     changed: list[str] = []
-    for spec in [*SPECS, *LOCAL_SPECS]:
+    for spec in specs:
         final = []
         for is_watched in (True, False):
             weights = make_weights()
@@ -178,9 +178,15 @@ def exchange_twice(changed: list[str], sync: GradSync, weights: Sequence[Weight]
     sync.exchange = watched  # type: ignore[method-assign]
 
 
-def test_communication_changes_gradients_alone(tmp_path: Path) -> None:
+FEW = [next(spec for spec in [*SPECS[::-1], *LOCAL_SPECS[::-1]] if spec.partition(":")[0] == mode) for mode in MODES]
+"""One spec of each mode."""
+OTHERS = [spec for spec in [*SPECS, *LOCAL_SPECS] if spec not in FEW]
+
+
+@pytest.mark.parametrize("specs", [FEW, pytest.param(OTHERS, marks=pytest.mark.soak)], ids=["few", "others"])
+def test_communication_changes_gradients_alone(specs: Sequence[str], tmp_path: Path) -> None:
     """Until a step is committed, and in the exchange after it, so that both can be run again if a rank fails."""
-    assert on_replicas(2, changes_before_commit, tmp_path / "store") == [[], []]
+    assert on_replicas(2, changes_before_commit, tmp_path / "store", specs) == [[], []]
 
 
 ByReplica = list[dict[str, list[Reduced]]]

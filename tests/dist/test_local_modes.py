@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,10 +98,18 @@ def train_all(rank: int, peers: Peers) -> dict[str, Trained]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Trained]]]:
-    """Return the results of each replica, by number of replicas: of two with SPECS, of three with CONSERVING."""
+def trained_on(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[int, list[dict[str, Trained]]]]:
+    """Return a function that trains on a number of replicas, once: on two with SPECS, on three with CONSERVING."""
     directory = tmp_path_factory.mktemp("trained")
-    return {replicas: on_replicas(replicas, train_all, directory / f"store-{replicas}") for replicas in (2, 3)}
+    return cache(lambda replicas: {replicas: on_replicas(replicas, train_all, directory / f"store-{replicas}")})
+
+
+@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.soak)])
+def trained(
+    request: pytest.FixtureRequest, trained_on: Callable[[int], dict[int, list[dict[str, Trained]]]]
+) -> dict[int, list[dict[str, Trained]]]:
+    """The results of each replica, by number of replicas."""
+    return trained_on(request.param)
 
 
 def test_global_weights_change_and_are_equal_on_all_replicas(trained: dict[int, list[dict[str, Trained]]]) -> None:
@@ -145,11 +154,11 @@ def carried(model: dict[str, Tensor], states: Sequence[WeightState], name: str, 
 
 
 def test_state_is_conserved_when_the_number_of_replicas_changes(
-    trained: dict[int, list[dict[str, Trained]]], tmp_path: Path
+    trained_on: Callable[[int], dict[int, list[dict[str, Trained]]]], tmp_path: Path
 ) -> None:
     """From 2 to 3; tests/unit/test_carry_over.py and test_gradient_runs.py have other numbers."""
     specs = [spec for spec in LOCAL_SPECS if spec != "local"]
-    results, replicas = trained[2], 3
+    results, replicas = trained_on(2)[2], 3
     saved = {spec: (results[0][spec].models[-1], [result[spec].state for result in results]) for spec in specs}
     restored = on_replicas(replicas, restore_all, tmp_path / "store", saved)
     for spec, (model, states) in saved.items():

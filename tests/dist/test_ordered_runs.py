@@ -76,16 +76,22 @@ def run_both(world_size: int, tmp_path: Path, configs: Sequence[Config]) -> None
             assert over_gloo[-2] < over_gloo[0]
 
 
-def test_stages(tiny_model: TinyModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "schedules",
+    [
+        [("1f1b:lead=2", "lloyd:bits=4")],
+        pytest.param(
+            [("gpipe", "none"), ("1f1b", "fixpoint:bits=4"), ("interleaved:chunks=2", "none:dtype=bf16")],
+            marks=pytest.mark.soak,
+        ),
+    ],
+    ids=["few", "others"],
+)
+def test_stages(schedules: Sequence[tuple[str, str]], tiny_model: TinyModel, tmp_path: Path) -> None:
     model = tiny_model("gpt2", n_layer=4, **dropout_of("gpt2"))
     configs = [
         make_config(model, tmp_path, stages=2, schedule=schedule, forward=forward, backward=forward, micro=1)
-        for schedule, forward in [
-            ("gpipe", "none"),
-            ("1f1b", "fixpoint:bits=4"),
-            ("1f1b:lead=2", "lloyd:bits=4"),
-            ("interleaved:chunks=2", "none:dtype=bf16"),
-        ]
+        for schedule, forward in schedules
     ]
     run_both(2, tmp_path, configs)
 
@@ -99,10 +105,17 @@ def test_stages_that_read_no_rows_know_their_lengths(tiny_model: TinyModel, tmp_
     run_both(4, tmp_path, [dataclasses.replace(config, data=data)])
 
 
-def test_stages_and_replicas(tiny_model: TinyModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "modes",
+    [
+        ["cocktail:exact_steps=2,random=.5"],
+        pytest.param(["allreduce:dtype=bf16,bucket_mb=0.01", "powersgd:rank=2"], marks=pytest.mark.soak),
+    ],
+    ids=["few", "others"],
+)
+def test_stages_and_replicas(modes: Sequence[str], tiny_model: TinyModel, tmp_path: Path) -> None:
     """Rows of a tied table stay on gloo; exact sums of gradients and compressed updates do not."""
     config = make_config(tiny_model("gpt2", n_layer=4), tmp_path, stages=2, micro=1)
-    modes = ["allreduce:dtype=bf16,bucket_mb=0.01", "powersgd:rank=2", "cocktail:exact_steps=2,random=.5"]
     run_both(4, tmp_path, [dataclasses.replace(config, dp=ReplicaConfig(mode)) for mode in modes])
 
 

@@ -27,21 +27,24 @@ LOST_STAGE = [ScriptedView(ALL, 5), ScriptedView((0, 2), 6), ScriptedView((1, 0,
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Trained]]:
-    """What each process has done, by name of the run."""
+def runs(
+    tiny_model: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    selected: Callable[[str], set[str]],
+) -> list[dict[str, Trained]]:
+    """What each process has done, by name of the run; of modes, those that are selected."""
     path = tmp_path_factory.mktemp("views")
     elastic = ElasticConfig(replan=True, snapshot="2")
     four = dataclasses.replace(
         make_config(tiny_model(n_layer=2), path, steps=STEPS, stages=4, micro=1), elastic=elastic
     )
     two = dataclasses.replace(four, pp=dataclasses.replace(four.pp, stages=2))
-    local = dataclasses.replace(two, dp=ReplicaConfig("diloco:inner=3"))
     scripts = {
         "calm": (four, CALM),
         "fewer and more stages": (four, FEWER_AND_MORE),
-        "lost stage": (two, LOST_STAGE),
-        "lost stage, diloco": (local, LOST_STAGE),
     }
+    for mode in selected("mode"):
+        scripts[f"lost stage, {mode}"] = dataclasses.replace(two, dp=ReplicaConfig(mode)), LOST_STAGE
     return on_ranks(4, train_in_views, path / "store", scripts)
 
 
@@ -60,16 +63,20 @@ def test_the_number_of_stages_does_not_change_the_losses(runs: list[dict[str, Tr
     assert losses_of(runs, "fewer and more stages") == pytest.approx(losses_of(runs, "calm"), rel=RELATIVE)
 
 
-def test_a_stage_that_no_replica_holds_any_more_comes_from_the_snapshot(runs: list[dict[str, Trained]]) -> None:
-    """Processes 1 and 3 held the second stage of two replicas; each had half of the copies of each stage."""
-    assert runs[0]["lost stage"].origins == ["disk", "snapshot", "memory"]
-    assert losses_of(runs, "lost stage") == pytest.approx(losses_of(runs, "calm"), rel=RELATIVE)
-
-
-def test_replicas_with_local_weights_return_to_the_global_weights_of_the_snapshot(
-    runs: list[dict[str, Trained]],
+@pytest.mark.parametrize("mode", [pytest.param("allreduce", marks=pytest.mark.soak)])
+def test_a_stage_that_no_replica_holds_any_more_comes_from_the_snapshot(
+    mode: str, runs: list[dict[str, Trained]]
 ) -> None:
-    run = [process["lost stage, diloco"] for process in runs]
+    """Processes 1 and 3 held the second stage of two replicas; each had half of the copies of each stage."""
+    assert runs[0][f"lost stage, {mode}"].origins == ["disk", "snapshot", "memory"]
+    assert losses_of(runs, f"lost stage, {mode}") == pytest.approx(losses_of(runs, "calm"), rel=RELATIVE)
+
+
+@pytest.mark.parametrize("mode", [pytest.param("diloco:inner=3", marks=pytest.mark.soak)])
+def test_replicas_with_local_weights_return_to_the_global_weights_of_the_snapshot(
+    mode: str, runs: list[dict[str, Trained]]
+) -> None:
+    run = [process[f"lost stage, {mode}"] for process in runs]
     assert run[0].origins == ["disk", "snapshot", "memory"]
     assert run[0].losses[STEPS] < run[0].losses[1]
     for step in range(1, STEPS + 1):

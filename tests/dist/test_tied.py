@@ -245,10 +245,11 @@ def test_a_rank_without_weights_of_its_own_only_looks_up_rows(tiny_model: TinyMo
         assert trained[0].losses == pytest.approx(oracle_losses(config), rel=RELATIVE)
 
 
+@pytest.mark.parametrize("names", [("joined",), pytest.param(("calm", "interrupted"), marks=pytest.mark.soak)])
 def test_a_view_of_other_replicas_continues_with_the_table_of_the_last_stage(
-    tiny_model: TinyModel, tmp_path: Path
+    names: tuple[str, ...], tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    """2 stages with local weights: an exchange is run again, and a replica joins."""
+    """2 stages with local weights: a replica joins, or an exchange is run again."""
     config = make_config(tiny_model(n_layer=1), tmp_path, steps=6, stages=2)
     config = dataclasses.replace(config, dp=ReplicaConfig("cocktail_grad:topk=.25"))
     every, last = (0, 1, 2, 3), 6
@@ -258,9 +259,10 @@ def test_a_view_of_other_replicas_continues_with_the_table_of_the_last_stage(
         "joined": [ScriptedView((0, 1), 3), ScriptedView(every, last)],
     }
     scripts["interrupted"].append(ScriptedView(every, last))
-    runs = on_ranks(4, train_in_views, tmp_path / "store", {name: (config, each) for name, each in scripts.items()})
-    assert runs[0]["interrupted"].losses == pytest.approx(runs[0]["calm"].losses, rel=RELATIVE)
-    for name in scripts:
+    runs = on_ranks(4, train_in_views, tmp_path / "store", {name: (config, scripts[name]) for name in names})
+    if "interrupted" in names:
+        assert runs[0]["interrupted"].losses == pytest.approx(runs[0]["calm"].losses, rel=RELATIVE)
+    for name in names:
         for step in range(4, last + 1):
             digests = {run[name].digests[step] for run in runs}
             assert len(digests) == 2, f"{name}: the replicas of a stage have different weights after step {step}"
