@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import importlib
 import os
+import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -19,6 +22,7 @@ from lib.shared import DIRECTORY, share_caches, use_own_caches
 from lib.stores import STORES, open_store, s3_server
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from tyro import _unsafe_cache
 
 torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and a process that is forked would wait for them
 
@@ -40,6 +44,21 @@ SLOW = _listed("slow.txt")
 SOAK = _listed("soak.txt")
 UNKNOWN = pytest.StashKey[list[str]]()
 """Names of the lists that no collected test has."""
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Let each worker of pytest-xdist begin with other files: in a new clone each is rewritten and compiled by one.
+
+    All workers collect all files. In the same order, they would all rewrite the same ones at the same time.
+    """
+    if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is None:
+        return
+    files = [file for arg in session.config.args if Path(arg).is_dir() for file in sorted(Path(arg).rglob("test_*.py"))]
+    for file in files[int(worker.removeprefix("gw")) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]:
+        if str(file.parent.resolve()) not in sys.path:
+            sys.path.insert(0, str(file.parent.resolve()))
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # is raised again where pytest imports the file
+            importlib.import_module(file.stem)
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are not selected are removed
@@ -111,6 +130,12 @@ def _shared_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
     base = tmp_path_factory.getbasetemp()
     os.environ[DIRECTORY] = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared")
     share_caches()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kept_options() -> None:
+    """Let tyro look at each dataclass once, not in each call, of which that takes half. A command calls it once."""
+    _unsafe_cache.clear_cache = lambda: None
 
 
 @pytest.fixture(scope="module")

@@ -96,6 +96,11 @@ def use_own_caches(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     """
     _examine(*_own_examinations, patch)
     patch(rows, "open_tokens", _own_tokens)
+    use_own_layers_cache(patch)
+
+
+def use_own_layers_cache(patch: Callable[[Any, str, Any], None]) -> None:
+    """Let the runs of this process use the cache of layers beside each run, but examine no config again."""
     for module in _modules_with(_shared_cache):
         patch(module, "layers_cache", _own_cache)
 

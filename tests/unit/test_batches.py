@@ -173,13 +173,13 @@ def test_the_time_that_training_waits_for_a_batch_is_measured(monkeypatch: pytes
 
 def test_the_memory_for_reading_is_bounded() -> None:
     """The bound that a start compares with the memory of the host holds, and is not far above."""
-    sequence, batch = 64, 2**14
+    sequence, batch = 64, 2**13
     rows = windows_of([one_document(np.zeros(batch * sequence + 1, dtype=np.uint16))], sequence, 1)
     sampler = Sampler(seed=0, batch=batch, counts=(1,), sizes=(batch,))
     bound = reading_bytes(batch, batch // 2, sequence)
     tracemalloc.start()
     try:
-        for _ in Dataset(BatchReader(rows, sampler, range(batch // 2)), range(8)):
+        for _ in Dataset(BatchReader(rows, sampler, range(batch // 2)), range(4)):
             pass
         peak = tracemalloc.get_traced_memory()[1]
     finally:

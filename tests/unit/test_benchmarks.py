@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -31,7 +32,13 @@ def has(module: str, name: str) -> bool:
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     if (path / name).is_dir() or (path / f"{name}.py").exists():
         return True
-    return file.exists() and name in names_of(ast.parse(file.read_text()).body)
+    return file.exists() and name in names_in(file)
+
+
+@functools.cache
+def names_in(file: Path) -> frozenset[str]:
+    """Return the names that the module of a file binds."""
+    return frozenset(names_of(ast.parse(file.read_text()).body))
 
 
 def test_every_name_that_a_benchmark_imports_exists() -> None:

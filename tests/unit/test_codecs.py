@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -20,24 +20,49 @@ from acsgd.codecs.topk import TopK
 SPECS = [
     *codecs.CODECS,
     *(f"none:dtype={dtype}" for dtype in ("fp32", "bf16", "fp16")),
-    *(f"fixpoint:bits={bits}" for bits in range(1, 8)),
-    *(f"fixpoint:bits={bits},rounding=stochastic,dims=token" for bits in (1, 2, 4, 8)),
-    *(f"fixpoint:bits={bits},scale=l2,dims=tensor" for bits in (1, 2, 4, 8)),
-    *(f"fixpoint:bits={bits},dims=group,group=12" for bits in (1, 3, 8)),
-    *(f"fixpoint:bits={bits},scale=l2,clip={clip},entropy_coding=true" for bits, clip in ((2, 4), (4, 20), (8, 64))),
-    *(f"fixpoint:bits={bits},centroids=true,dims={d}" for bits, d in ((2, "channel"), (3, "token"), (4, "tensor"))),
-    *(f"lloyd:bits={bits}" for bits in (1, 2, 3, 5, 6, 7, 8)),
-    *("lloyd:dims=token", "lloyd:dims=tensor", "lloyd:dims=group,group=12"),
-    *("hadamard:bits=8,low=1,fraction=0.3,group=2", "hadamard:fraction=0"),
-    *("hadamard:fraction=1,bits=2,low=2,group=1024", "hadamard:bits=7,low=5", "hadamard:bits=6,low=6"),
+    *(f"fixpoint:bits={bits}" for bits in (1, 3, 7)),
+    "fixpoint:bits=2,rounding=stochastic,dims=token",
+    "fixpoint:bits=1,scale=l2,dims=tensor",
+    "fixpoint:bits=3,dims=group,group=12",
+    "fixpoint:bits=4,scale=l2,clip=20,entropy_coding=true",
+    *(f"fixpoint:bits={bits},centroids=true,dims={d}" for bits, d in ((2, "channel"), (3, "token"))),
+    *("lloyd:bits=1", "lloyd:bits=5", "lloyd:dims=token", "lloyd:dims=group,group=12"),
+    *("hadamard:bits=8,low=1,fraction=0.3,group=2", "hadamard:fraction=0", "hadamard:bits=6,low=6"),
 ]
+MORE = [
+    *(f"fixpoint:bits={bits}" for bits in (2, 4, 5, 6)),
+    *(f"fixpoint:bits={bits},rounding=stochastic,dims=token" for bits in (1, 4, 8)),
+    *(f"fixpoint:bits={bits},scale=l2,dims=tensor" for bits in (2, 4, 8)),
+    *(f"fixpoint:bits={bits},dims=group,group=12" for bits in (1, 8)),
+    *(f"fixpoint:bits={bits},scale=l2,clip={clip},entropy_coding=true" for bits, clip in ((2, 4), (8, 64))),
+    "fixpoint:bits=4,centroids=true,dims=tensor",
+    *(f"lloyd:bits={bits}" for bits in (2, 3, 6, 7, 8)),
+    "lloyd:dims=tensor",
+    *("hadamard:fraction=1,bits=2,low=2,group=1024", "hadamard:bits=7,low=5"),
+]
+"""Other values of the same options, for `make soak`."""
 MESSAGE_CODECS: list[MessageCodec] = [
     *(PackedCodec(codecs.parse(spec)) for spec in SPECS),
-    *(TopK(fraction, bits) for fraction in (0.02, 0.3, 1.0) for bits in range(1, 9)),
+    *(TopK(fraction, bits, 64) for fraction, bits in ((0.02, 1), (0.3, 4), (1.0, 8))),
     TopK(0.1, chunk=50, group=3),
     LogLevels(),
 ]
+MORE_MESSAGE_CODECS: list[MessageCodec] = [
+    *(PackedCodec(codecs.parse(spec)) for spec in MORE),
+    *(TopK(fraction, bits) for fraction in (0.02, 0.3, 1.0) for bits in range(1, 9)),
+]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def rows(values: Sequence[object], more: Sequence[object]) -> list[object]:
+    """Return rows of a table, of which `make soak` runs those of `more`."""
+    return [*values, *(pytest.param(each, marks=pytest.mark.soak) for each in more)]
+
+
+def specs(*, without: str = "nothing") -> pytest.MarkDecorator:
+    """Return the mark of a test of every codec but those with a text in their spec."""
+    some, more = ([spec for spec in each if without not in spec] for each in (SPECS, MORE))
+    return pytest.mark.parametrize("spec", rows(some, more))
 
 
 def generator() -> torch.Generator:
@@ -78,7 +103,7 @@ def over_the_wire(codec: Codec, x: Tensor, dtype: torch.dtype | None = None) -> 
     return codec.decode(unpack(buffer, wire), tuple(x.shape), dtype or x.dtype), sum(f.nbytes for f in fields)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@specs()
 def test_fields_are_as_declared_and_errors_within_the_bound(spec: str) -> None:
     codec = codecs.parse(spec)
     for case, x in cases():
@@ -96,7 +121,7 @@ def test_fields_are_as_declared_and_errors_within_the_bound(spec: str) -> None:
         assert in_range.all() or x.abs().max() > 1e4, case
 
 
-@pytest.mark.parametrize("codec", MESSAGE_CODECS, ids=str)
+@pytest.mark.parametrize("codec", rows(MESSAGE_CODECS, MORE_MESSAGE_CODECS), ids=str)
 def test_messages_are_short_enough_and_errors_within_the_bound(codec: MessageCodec) -> None:
     for case, tensor in inputs().items():
         x = tensor.reshape(-1)
@@ -152,7 +177,7 @@ def test_scales_are_rounded_to_fp16_precision() -> None:
     assert (2 * decode_scales(*encode_scales(limit_of_fp32))).isfinite().all()
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@specs()
 def test_decoding_is_repeatable_and_rounds_to_the_requested_dtype(spec: str) -> None:
     codec, x = codecs.parse(spec), inputs()["gaussian"]
     exact, _ = over_the_wire(codec, x, torch.float32)
@@ -165,7 +190,7 @@ def test_decoding_is_repeatable_and_rounds_to_the_requested_dtype(spec: str) -> 
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@specs()
 def test_zeros_decode_to_zeros(spec: str) -> None:
     x = torch.zeros(5, 30)
     assert torch.equal(over_the_wire(codecs.parse(spec), x)[0], x)
@@ -184,7 +209,7 @@ def test_messages_depend_only_on_the_tensor() -> None:
             assert torch.equal(first, second), (spec, case)
 
 
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if "stochastic" not in spec])  # blocks share random numbers
+@specs(without="stochastic")  # blocks share random numbers
 def test_results_do_not_depend_on_the_block_size(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     codec, x = codecs.parse(spec), torch.randn(50, 7, 9, generator=generator())
     whole, _ = over_the_wire(codec, x)
@@ -194,7 +219,7 @@ def test_results_do_not_depend_on_the_block_size(spec: str, monkeypatch: pytest.
     assert torch.allclose(whole, in_blocks, rtol=2.0**-10, atol=float(whole.abs().max()) * 2.0**-10)
 
 
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if not spec.startswith("none")])
+@specs(without="none")
 def test_non_finite_elements_are_refused_with_their_index(spec: str) -> None:
     for value in (float("nan"), float("inf"), float("-inf")):
         x = torch.randn(3, 5, 7)

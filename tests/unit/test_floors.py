@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from itertools import zip_longest
@@ -117,6 +118,18 @@ def _files() -> dict[str, Path]:
 FILES = _files()
 
 
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_trees() -> Iterator[None]:
+    """Keep no tree beyond the tests here: each collection of garbage would visit its nodes."""
+    yield
+    _tree.cache_clear()
+
+
 def _within(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
@@ -136,7 +149,7 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 @functools.cache
 def _names(path: Path) -> tuple[str, ...]:
     """Return every dotted name and import of a file, e.g. torch.cuda.Stream."""
-    tree = ast.parse(path.read_text())
+    tree = _tree(path)
     return (*_imports(tree), *(_dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)))
 
 
@@ -159,10 +172,7 @@ def _package(module: str) -> str:
 def _edges() -> list[tuple[str, str]]:
     """Return every import of one module of the project by another."""
     return [
-        (module, name)
-        for module, path in FILES.items()
-        for name in _imports(ast.parse(path.read_text()))
-        if _within(name, "acsgd")
+        (module, name) for module, path in FILES.items() for name in _imports(_tree(path)) if _within(name, "acsgd")
     ]
 
 
@@ -219,7 +229,7 @@ BLOCKING = {"send", "recv", "barrier", "broadcast", "reduce", "gather", "scatter
 def test_all_waits_for_other_ranks_are_those_of_acsgd_waits() -> None:
     """So that they can be interrupted: no file waits for an operation itself, or calls a blocking one."""
     for module, path in FILES.items():
-        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+        for call in (node for node in ast.walk(_tree(path)) if isinstance(node, ast.Call)):
             if not isinstance(call.func, ast.Attribute):
                 continue
             owner, name = ast.unparse(call.func.value), call.func.attr
@@ -232,7 +242,7 @@ def test_all_waits_for_other_ranks_are_those_of_acsgd_waits() -> None:
 
 @pytest.mark.parametrize("module", TORCH_FREE)
 def test_pure_files_need_no_torch(module: str) -> None:
-    assert not [name for name in _imports(ast.parse(FILES[module].read_text())) if _within(name, "torch")]
+    assert not [name for name in _imports(_tree(FILES[module])) if _within(name, "torch")]
 
 
 def _executed_on_import(node: ast.AST) -> Iterator[ast.AST]:
@@ -245,7 +255,7 @@ def _executed_on_import(node: ast.AST) -> Iterator[ast.AST]:
 
 def test_optional_packages_are_not_imported_by_the_core() -> None:
     for module, path in FILES.items():
-        nodes = _executed_on_import(ast.parse(path.read_text()))
+        nodes = _executed_on_import(_tree(path))
         imports = ast.Module([node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)], [])
         imported = [name for name in _imports(imports) if name.partition(".")[0] in NEVER_AT_MODULE_LEVEL]
         assert not imported, f"{module} imports {imported[0]}"
@@ -259,10 +269,12 @@ def test_nothing_is_pickled_by_hand() -> None:
     """No object collective and no unpickling but of tensors alone, in tests and benchmarks either."""
     for folder in ("acsgd", "benchmarks", "examples", "tests"):
         for path in sorted((ROOT / folder).rglob("*.py")):
+            if not re.search("_object|pickle|torch.load", path.read_text()):
+                continue
             used = [n for n in _names(path) if n.endswith(("_object", "_object_list")) or _within(n, "pickle")]
             assert not used, path
             if loads := _names(path).count("torch.load"):
-                nodes = ast.walk(ast.parse(path.read_text()))
+                nodes = ast.walk(_tree(path))
                 assert loads == sum(_loads_only_tensors(node) for node in nodes), path
 
 

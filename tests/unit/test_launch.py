@@ -209,7 +209,7 @@ def test_a_host_of_an_elastic_run_that_is_back_gets_its_job_again(
     again = tmp_path / "again"
     waits = 'while read line; do case "$line" in *SIGTERM*) exit 1;; esac; done'
     first = f"if [ ! -e {again} ]; then touch {again}; {ANSWER}; exit 255; fi"
-    ends = f"while [ ! -e {tmp_path}/joined ]; do read line; done; exit 0"
+    ends = f"until [ -e {tmp_path}/joined ]; do read line || exit 1; done; exit 0"  # its input ends with the test
     second = f'{ANSWER}; echo "$job"; touch {tmp_path}/joined; {waits}'
     with launched(tmp_path, ssh(a=f"{ANSWER}; {ends}", b=f"{first}; {second}"), "a", "b", may_lack=True) as launch:
         launch.connect()

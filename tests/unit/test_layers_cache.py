@@ -5,25 +5,28 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from lib.model_types import small_config
 from lib.saved import SMALL, small_run
-from lib.shared import DIRECTORY, LAYERS, use_own_caches
+from lib.shared import DIRECTORY, LAYERS, use_own_layers_cache
 from lib.training import plain_config
 
 from acsgd.config.options import PipelineConfig
 from acsgd.launch import Launch
+from acsgd.layers import verify
 from acsgd.layers.description import LayersError
+from acsgd.layers.small_config import small_configs
 from acsgd.model_classes import MODEL_CLASSES
-from acsgd.run.plan import layout, model
+from acsgd.run.plan import layers_cache, layout, model
 from acsgd.run.plan.job import prepare
 from acsgd.run.plan.layers_cache import LayersCache
 from acsgd.run.setup.inputs import open_inputs
-from acsgd.shards.plan import layer_costs
 
 LM = MODEL_CLASSES["lm"]
 SIZES = {"batch": 2, "sequence": 16}
@@ -58,25 +61,35 @@ def test_a_damaged_entry_is_made_again(content: bytes, tmp_path: Path) -> None:
     assert cache.find(config) == layers
 
 
-def test_layers_that_differ_from_the_model_are_not_kept(tmp_path: Path) -> None:
+def test_layers_that_differ_from_the_model_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kinds of layers of the small model that is compared are those of the model."""
+    monkeypatch.setattr(verify, "small_configs", lambda config, model: [*small_configs(config, model)][-1:])
     cache, config = LayersCache(tmp_path, LM), small_config("gpt2")
     layers = LM.layers(config)
     changed = dataclasses.replace(layers, layers=(*layers.layers[:-2], layers.layers[-1]))
     odd = dataclasses.replace(changed.layers[1], outputs=("tensor", "tensor"), returns="tuple")
     changed = dataclasses.replace(changed, layers=(changed.layers[0], odd, *changed.layers[2:]))
-    with pytest.raises(LayersError):
+    with pytest.raises(LayersError, match="it has other kinds of layers"):
         cache.verify(config, changed, reports_wait=False)
     assert cache.find(config) is None
     assert not list(tmp_path.glob("*.json"))
 
 
-def test_costs_are_found_for_the_same_model_batch_and_device_alone(tmp_path: Path) -> None:
+def estimated(*args: Any, device: str) -> list[float]:
+    """Return other costs for other arguments, in place of an estimate, which takes half a second."""
+    draw = random.Random(repr((args, device)))
+    return [draw.random() for _ in args[2].layers]
+
+
+def test_costs_are_found_for_the_same_model_batch_and_device_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kept costs are no estimate, so that they are told from one."""
+    monkeypatch.setattr(layers_cache, "layer_costs", estimated)
     cache, config = LayersCache(tmp_path, LM), small_config("gpt2")
     layers = LM.layers(config)
     kept = tuple(range(1, len(layers.layers) + 1))
-    assert cache.costs(config, layers, SIZES, device="cpu") == (*layer_costs(LM, config, layers, SIZES, device="cpu"),)
+    assert cache.costs(config, layers, SIZES, device="cpu") == (*estimated(LM, config, layers, SIZES, device="cpu"),)
     assert not list(tmp_path.iterdir())
     cache.keep_costs(config, layers, SIZES, kept, device="cpu")
     assert cache.costs(config, layers, dict(reversed(SIZES.items())), device="cpu") == kept
@@ -85,12 +98,13 @@ def test_costs_are_found_for_the_same_model_batch_and_device_alone(tmp_path: Pat
     others = [(wide, LM.layers(wide), SIZES, "cpu"), (config, frozen, SIZES, "cpu")]
     others += [(config, layers, longer, "cpu"), (config, layers, SIZES, "cuda")]
     for other, its_layers, sizes, device in others:
-        estimated = tuple(layer_costs(LM, other, its_layers, sizes, device=device))
-        assert cache.costs(other, its_layers, sizes, device=device) == estimated
+        expected = tuple(estimated(LM, other, its_layers, sizes, device=device))
+        assert cache.costs(other, its_layers, sizes, device=device) == expected
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b'{"costs": [1.0]}', b'{"costs": [1, 1, 1, 1, NaN]}'])
-def test_damaged_costs_are_estimated_again(content: bytes, tmp_path: Path) -> None:
+def test_damaged_costs_are_estimated_again(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers_cache, "layer_costs", estimated)
     cache, config = LayersCache(tmp_path, LM), small_config("gpt2")
     layers = LM.layers(config)
     costs = cache.costs(config, layers, SIZES, device="cpu")
@@ -107,7 +121,7 @@ def test_a_run_keeps_the_costs_of_its_layers_and_balances_stages_by_them(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It keeps them when it opens its inputs: a run that is refused before writes nothing."""
-    use_own_caches(monkeypatch.setattr)
+    use_own_layers_cache(monkeypatch.setattr)
     config = small_run(tiny_model("gpt2", **SMALL), tmp_path / "runs" / "a")
     config = dataclasses.replace(config, pp=PipelineConfig(stages=2, micro=2))
     launch = Launch(world_size=2, local_world_size=2)

@@ -6,10 +6,12 @@ import dataclasses
 import itertools
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
 from lib.models import TINY, tiny_config
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
@@ -17,7 +19,8 @@ from transformers.pytorch_utils import Conv1D
 
 from acsgd.layers import recorders as known_values
 from acsgd.model_classes import MODEL_CLASSES, ModelClass
-from acsgd.shards.plan import StageSpec, blocks_of, layer_costs, plan, plan_blocks, plan_unequal, token_flops
+from acsgd.shards import plan as shards_plan
+from acsgd.shards.plan import LayerWork, StageSpec, blocks_of, layer_costs, plan, plan_blocks, plan_unequal, token_flops
 
 
 def costs_of(config: PreTrainedConfig, sequence: int, task: ModelClass = MODEL_CLASSES["lm"]) -> list[float]:
@@ -67,6 +70,22 @@ def test_no_other_split_over_unequal_stages_has_a_faster_slowest_one(seed: int) 
         assert plan_blocks(blocks_of(specs), layers - 2, stages) == specs
 
 
+def test_costs_are_those_of_shorter_sequences_if_longer_ones_cannot_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, task, run = tiny_config("gpt2"), MODEL_CLASSES["lm"], list[dict[str, int]]()
+
+    def layer_work(task: ModelClass, config: PreTrainedConfig, layers: object, sizes: Any) -> list[LayerWork]:
+        run.append(sizes)
+        if sizes["sequence"] > 16:
+            raise DynamicOutputShapeException(None)
+        return [LayerWork(sizes["sequence"], 0)]
+
+    monkeypatch.setattr(shards_plan, "layer_work", layer_work)
+    assert layer_costs(task, config, task.layers(config), {"batch": 3, "sequence": 64}, device="cpu") == [16]
+    assert run == [{"batch": 3, "sequence": length} for length in (64, 32, 16)]
+    assert token_flops(task, config, task.layers(config), {"batch": 3, "sequence": 64}) == 0
+
+
+@pytest.mark.soak
 def test_costs_are_those_of_shorter_sequences_if_values_of_large_masks_are_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -111,7 +130,7 @@ def test_pp_layers_counts_blocks() -> None:
 
 @pytest.mark.parametrize("family", TINY)
 def test_the_head_of_a_small_model_with_a_large_vocabulary_costs_many_blocks(family: str) -> None:
-    shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "vocab_size": 32000}
+    shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "vocab_size": 32000}
     config = AutoConfig.for_model(family, num_attention_heads=4, num_key_value_heads=4, **shape)
     costs = costs_of(config, 64)
     embed, *blocks, head = costs
@@ -133,7 +152,7 @@ def test_costs_count_the_operations_of_matrix_products() -> None:
 
 
 def test_a_block_unlike_the_others_gets_its_own_cost() -> None:
-    config = AutoConfig.for_model("gpt2", n_embd=64, n_layer=4, n_head=2, vocab_size=100)
+    config = AutoConfig.for_model("gpt2", n_embd=64, n_layer=3, n_head=2, vocab_size=100)
     alike = costs_of(config, 16)
 
     class WithAWideBlock(ModelClass):
