@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate, chain
@@ -164,25 +164,47 @@ class RankWeights:
         )
 
 
-def plan_memory(partition: Partition, traced: TracedModel, sequences: int | None = None) -> list[RankMemory]:
-    """Return the memory of each rank of a pipeline, first to last.
+class PlanCache:
+    """What plans of runs of one model have in common: the weights of ranks, and the memory of their updates."""
 
-    traced: of the partition's model; sequences: number in the data, None if it is not known.
+    def __init__(self) -> None:
+        self._weights: dict[object, RankWeights] = {}
+        self._updates: dict[object, UpdateMemory] = {}
+
+    def weights(self, partition: Partition, built: PreTrainedModel) -> RankWeights:
+        """Return the weights of a rank. built: see `TracedModel`."""
+        cut, rank, config = partition.layout.cut, partition.topology.rank, partition.config
+        key = cut, partition.layout.placement, rank % partition.topology.stages, config.pp.tied, config.optim.offload
+        if key not in self._weights:
+            self._weights[key] = RankWeights(partition, built)
+        return self._weights[key]
+
+    def update(self, key: object, run: Callable[[], UpdateMemory]) -> UpdateMemory:
+        """Return the memory of an update. key: all that it depends on; run: plans it."""
+        if key not in self._updates:
+            self._updates[key] = run()
+        return self._updates[key]
+
+
+def plan_memory(
+    partition: Partition, traced: TracedModel, sequences: int | None = None, cache: PlanCache | None = None
+) -> Iterator[RankMemory]:
+    """Yield the memory of each rank of a pipeline, first to last.
+
+    traced: of the partition's model; sequences: number in the data, None if it is not known; cache: of the same model.
     """
-    updates: dict[object, UpdateMemory] = {}
-    return [
-        _RankPlan(partition.seen_from(rank), traced, updates).memory(sequences)
-        for rank in partition.topology.ranks_along("pipeline")
-    ]
+    cache = cache or PlanCache()
+    for rank in partition.topology.ranks_along("pipeline"):
+        yield _RankPlan(partition.seen_from(rank), traced, cache).memory(sequences)
 
 
-def least_memory(partition: Partition, built: PreTrainedModel) -> int:
+def least_memory(partition: Partition, built: PreTrainedModel, cache: PlanCache) -> int:
     """Return the memory of weights, masters and moments of the rank that has most, on its device.
 
-    built: see `TracedModel`.
+    built: see `TracedModel`; cache: of the same model.
     """
     return max(
-        _RankPlan(partition.seen_from(rank), TracedModel(built, (), {}), {}).state_bytes
+        _RankPlan(partition.seen_from(rank), TracedModel(built, (), {}), cache).state_bytes
         for rank in partition.topology.ranks_along("pipeline")
     )
 
@@ -242,12 +264,11 @@ def gradients_in_flight(buckets: Sequence[int], made: int) -> int:
 class _RankPlan:
     """The memory of one rank."""
 
-    def __init__(self, partition: Partition, traced: TracedModel, updates: dict[object, UpdateMemory]) -> None:
-        """updates: of ranks with weights of the same shapes; added to."""
+    def __init__(self, partition: Partition, traced: TracedModel, cache: PlanCache) -> None:
         self._partition = partition
         self._traced = traced
-        self._updates = updates
-        self._weights = RankWeights(partition, traced.built)
+        self._cache = cache
+        self._weights = cache.weights(partition, traced.built)
         self._last = len(partition.model.layers) - 1
         self._ownership = partition.ownership(self._weights.stages.values())
         owned = OwnedWeights([*chain.from_iterable(self._weights.stages.values())], self._ownership)
@@ -290,21 +311,24 @@ class _RankPlan:
     def _update(self) -> UpdateMemory:
         """Return the memory of the update, that of another rank with weights of the same shapes."""
         partition, stages = self._partition, [*self._weights.stages.values()]
+        config, plugins, domains = partition.config, partition.plugins, partition.domains
         shapes = [[(each.master.shape, each.has_remote_lookups, each.is_hidden_matrix) for each in s] for s in stages]
-        if (key := repr(shapes)) not in self._updates:
-            plugins, domains = partition.plugins, partition.domains
-            members = next(len(domain) for domain in domains if partition.topology.replica in domain)
-            self._updates[key] = dry_run(
+        members = next(len(domain) for domain in domains if partition.topology.replica in domain)
+        parts = partition.topology.replica if self._ownership.parts else None
+        key = shapes, plugins.mode, plugins.optimizer, config.optim, len(domains), members, parts, config.dp.shard
+        return self._cache.update(
+            repr(key),
+            lambda: dry_run(
                 plugins.mode,
                 plugins.optimizer,
-                partition.config.optim,
+                config.optim,
                 stages,
                 len(domains),
                 members,
                 self._ownership,
-                partition.config.dp.shard,
-            )
-        return self._updates[key]
+                config.dp.shard,
+            ),
+        )
 
     def memory(self, sequences: int | None) -> RankMemory:
         partition = self._partition

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from acsgd.launch import Launch
 from acsgd.pp.schedules.schedules import CANDIDATES
 from acsgd.run.plan.layout import sizes_of
 from acsgd.run.plan.measure import layers_key
-from acsgd.run.plan.memory import RankMemory, TracedModel, least_memory, plan_memory, trace_model
+from acsgd.run.plan.memory import PlanCache, RankMemory, TracedModel, least_memory, plan_memory, trace_model
 from acsgd.run.plan.model import RunModel, layers_cache
 from acsgd.run.plan.partition import Partition, divide_model, open_grid
 from acsgd.run.plan.rates import LinkRate, Rates
@@ -75,6 +76,7 @@ class RunPlanner:
         self.host_limit: int | None = None
         """Host memory for each process whose device is a GPU, bytes; None = not compared."""
         self._traced: dict[tuple[int, str, bool], TracedModel] = {}
+        self._cache = PlanCache()
 
     def describe(self) -> str:
         """Return the model and the ranks in words."""
@@ -110,22 +112,23 @@ class RunPlanner:
 
     def memory(self, config: Config) -> list[RankMemory]:
         """Return the memory of the ranks of a pipeline, first to last. Raises ValueError if the run is not possible."""
-        partition = self.partition(config)
+        return [*self._memory(config, self.partition(config))]
+
+    def _memory(self, config: Config, partition: Partition) -> Iterator[RankMemory]:
         key = config.pp.micro, config.model.recompute, partition.programs.splits_backward
         if key not in self._traced:
             self._traced[key] = trace_model(partition)
-        return plan_memory(partition, self._traced[key], self.sequences)
+        return plan_memory(partition, self._traced[key], self.sequences, self._cache)
 
     def fits(self, config: Config, limit: int | None) -> bool:
         """Return whether each process needs at most `limit` bytes. Raises ValueError if the run is not possible."""
         if limit is None:
             return True
-        least = least_memory(self.partition(config), self._built) + PROCESS_BYTES
-        if least > limit:
+        partition, host_limit = self.partition(config), self.host_limit or math.inf
+        if least_memory(partition, self._built, self._cache) + PROCESS_BYTES > limit:
             return False
-        ranks = self.memory(config)
-        on_host = max(map(self.needed_on_host, ranks))
-        return max(map(self.needed, ranks)) <= limit and on_host <= (self.host_limit or on_host)
+        ranks = self._memory(config, partition)
+        return all(self.needed(each) <= limit and self.needed_on_host(each) <= host_limit for each in ranks)
 
     @cached_property
     def _built(self) -> PreTrainedModel:
