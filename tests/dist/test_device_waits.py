@@ -96,8 +96,13 @@ def _on_device(session: Session) -> Iterator[str]:
             yield "host parameter"
 
 
-def test_a_step_of_one_stage_waits_once(tmp_path: Path) -> None:
-    configs = [config_of(tmp_path, blocks=blocks, micro=micro) for blocks, micro in ((2, 3), (4, 1))]
+SHAPES = [(2, 3), pytest.param((4, 1), marks=pytest.mark.soak)]
+"""Blocks, and sequences of a micro-batch, of which the number of waits does not depend."""
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_step_of_one_stage_waits_once(shape: tuple[int, int], tmp_path: Path) -> None:
+    configs = [config_of(tmp_path, blocks=shape[0], micro=shape[1])]
     (by_config,) = on_ranks(1, observe, tmp_path / "store", configs)
     expected = on_ranks(1, losses_of_rank, tmp_path / "cpu", configs)[0]
     for observed, losses in zip(by_config, expected, strict=True):
@@ -125,14 +130,19 @@ def test_offloaded_state_is_on_the_host_and_a_backward_waits_for_some_of_its_gra
     ("codec", "of_message"),
     [
         ("none", {"event": 1}),
-        ("fixpoint:bits=4", {"event": 1, "_local_scalar_dense": 1}),  # whether all numbers are finite
+        pytest.param(
+            "fixpoint:bits=4",
+            {"event": 1, "_local_scalar_dense": 1},  # whether all numbers are finite
+            marks=pytest.mark.soak,
+        ),
     ],
 )
-def test_two_stages_wait_for_each_message(codec: str, of_message: dict[str, int], tmp_path: Path) -> None:
-    configs = [
-        config_of(tmp_path, blocks=blocks, micro=micro, stages=2, forward=codec, backward=codec)
-        for blocks, micro in ((2, 3), (4, 1))
-    ]
+@pytest.mark.parametrize("shape", SHAPES)
+def test_two_stages_wait_for_each_message(
+    shape: tuple[int, int], codec: str, of_message: dict[str, int], tmp_path: Path
+) -> None:
+    blocks, micro = shape
+    configs = [config_of(tmp_path, blocks=blocks, micro=micro, stages=2, forward=codec, backward=codec)]
     by_rank = on_ranks(2, observe, tmp_path / "store", configs)
     expected = on_ranks(2, losses_of_rank, tmp_path / "cpu", configs)[0]
     for by_config in by_rank:

@@ -122,12 +122,18 @@ class Prompted(nn.Module):
         return self.model(**cut, **options)
 
 
-def test_each_task_trains_in_stages(special: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    configs = [run_on_table(tmp_path, special, task, stages=2) for task in TABLES]
-    adapter = AdapterConfig("lora:r=4,alpha=8")
-    adapted = [dataclasses.replace(configs[at], adapter=adapter) for at in (0, 2)]  # a classifier is as a regression
-    prompted = dataclasses.replace(configs[2], adapter=AdapterConfig(PROMPT))
-    assert_same_training([*configs, *adapted, prompted], 2, tmp_path, losses_of_whole)
+LORA = "lora:r=4,alpha=8"
+FEW = [("classification", None), ("seq2seq", LORA)]
+OTHERS = [("regression", None), ("seq2seq", None), ("classification", LORA), ("seq2seq", PROMPT)]
+
+
+@pytest.mark.parametrize("runs", [FEW, pytest.param(OTHERS, marks=pytest.mark.soak)], ids=["few", "others"])
+def test_each_task_trains_in_stages(
+    runs: list[tuple[str, str | None]], special: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    plain = {task: run_on_table(tmp_path, special, task, stages=2) for task in {task for task, _ in runs}}
+    configs = [dataclasses.replace(plain[task], adapter=AdapterConfig(adapter)) for task, adapter in runs]
+    assert_same_training(configs, 2, tmp_path, losses_of_whole)
 
 
 @pytest.mark.parametrize(("task", "family", "spec"), EXPORTED)
