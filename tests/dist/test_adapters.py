@@ -132,7 +132,30 @@ def virtual_oracle_losses(config: Config) -> list[float]:
     return train_whole(Prompted(model), config.optim, batches)  # type: ignore[arg-type]  # called alike
 
 
+def test_adapters_on_two_stages_are_peft_in_one_process(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """One of each kind: LoRA, with dropout, and virtual tokens."""
+    family, shape, spec, options = SAME["llama"]
+    plain = make_config(tiny_model(family, **shape), tmp_path, stages=2, layers=(1, 1), micro=3)
+    lora = with_adapter(plain, str(spec["spec"]))
+    dropout, virtual = with_adapter(plain, "lora:r=4,dropout=0.3", steps=3), with_adapter(plain, VIRTUAL[1], steps=5)
+    configs = [lora, dropout, virtual]
+    by_rank = on_ranks(2, train_rank, tmp_path / "store", configs)
+    assert all(outcome.moved == [] and outcome.tied_bytes == 0 for outcomes in by_rank for outcome in outcomes)
+    for config, *outcomes in zip(configs, *by_rank, strict=True):
+        updated = set[str]().union(*(outcome.updated for outcome in outcomes))
+        assert updated - {"lm_head.weight"} == initial_adapter(config).keys() - SAVED_WHOLE
+    losses = [outcome.losses for outcome in by_rank[0]]
+    assert losses[0] == pytest.approx(oracle_losses(lora, options), rel=BOUND)
+    assert losses[0][-1] < losses[0][0]
+    whole = dataclasses.replace(dropout, pp=dataclasses.replace(dropout.pp, stages=1, layers=None))
+    (one,) = train_rank(0, 1, tmp_path / "store-whole", [whole])
+    assert losses[1] == pytest.approx(one.losses, rel=RELATIVE)
+    assert losses[2] == pytest.approx(virtual_oracle_losses(virtual), rel=BOUND)
+
+
+@pytest.mark.soak
 def test_adapters_on_stages_and_replicas_are_peft_in_one_process(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """All of SAME, also with lossy updates."""
     configs = [
         with_adapter(make_config(tiny_model(family, **shape), tmp_path, stages=2, layers=(1, 1), micro=3), **spec)
         for family, shape, spec, _ in SAME.values()
@@ -167,6 +190,7 @@ def test_adapters_on_stages_and_replicas_are_peft_in_one_process(tiny_model: Tin
     assert one.losses != pytest.approx(by_rank[0][2].losses[:3], rel=10 * RELATIVE)
 
 
+@pytest.mark.soak
 def test_a_checkpoint_resumes_and_loads_in_peft(tiny_model: TinyModel, tmp_path: Path) -> None:
     model = tiny_model("llama", num_hidden_layers=2)
     spec = "lora:r=4,dropout=0.1,dora=true,targets=q_proj+down_proj,modules_to_save=lm_head"
@@ -267,6 +291,8 @@ def test_virtual_tokens_resume_generate_and_load_in_peft(
     train_ranks(0, 1, tmp_path / "store-same", [same])
     assert losses_of(same) == losses_of(whole)
     checkpoint, peft = checkpoint_of(whole), tmp_path / "peft"
+    with pytest.raises(ValueError, match="it trains other parameters"):
+        open_inputs(prepare(with_adapter(whole, "lora:r=8", steps=SAVED_STEPS), Launch()))
     assert inspect(checkpoint)[0].errors == []
     assert_describes_its_model(checkpoint)
     peft.mkdir()
