@@ -111,7 +111,9 @@ def evaluated(
     return runs
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("stages", "replicas"), [(1, 2), *(pytest.param(*each, marks=pytest.mark.soak) for each in ((1, 1), (2, 2)))]
+)
 def test_metrics_are_those_of_scikit_learn_on_the_whole_set(
     stages: int, replicas: int, evaluated: dict[str, tuple[Config, dict[str, float]]], tmp_path: Path
 ) -> None:

@@ -119,10 +119,10 @@ class _Results(TorchFunctionMode):
         return result
 
 
-def test_fp16_is_the_same_training_up_to_its_rounding(tiny_model: TinyModel, tmp_path: Path) -> None:
-    models = [tiny_model(family, **blocks_of(family, 2)) for family in ("gpt2", "qwen2")]
-    configs = [make_config(model, tmp_path, stages=2, dtype="fp16") for model in models]
-    for config, *shares in zip(configs, *on_ranks(4, train_on_rank, tmp_path / "store", configs), strict=True):
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("qwen2", marks=pytest.mark.soak)])
+def test_fp16_is_the_same_training_up_to_its_rounding(family: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    configs = [make_config(tiny_model(family, **blocks_of(family, 2)), tmp_path, stages=2, dtype="fp16")]
+    for config, *shares in zip(configs, *on_ranks(2, train_on_rank, tmp_path / "store", configs), strict=True):
         losses = [sum(of_step) for of_step in zip(*shares, strict=True)]
         exact, bounds = oracle_losses(config)
         assert all(abs(loss - oracle) <= bound for loss, oracle, bound in zip(losses, exact, bounds, strict=True))

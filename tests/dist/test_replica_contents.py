@@ -39,15 +39,18 @@ SPECS = [
     "sparseloco:inner=2",
 ]
 ON_STAGES = ("powersgd:rank=1", "diloco:inner=4,delay=2")
+FEW = ("allreduce", *ON_STAGES)
 STEPS = 2
 
 
-@pytest.fixture(scope="module")
-def runs(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Config]:
+@pytest.fixture(scope="module", params=[FEW, pytest.param(SPECS, marks=pytest.mark.soak)], ids=["few", "all"])
+def runs(
+    request: pytest.FixtureRequest, tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Config]:
     """Return a run of each mode on 1 or 2 stages x 2 replicas, of a model with a tied weight, saved after each step."""
     directory, model = tmp_path_factory.mktemp("contents"), tiny_model("gpt2", **SMALL | {"n_layer": 2})
     configs = {}
-    for number, spec in enumerate(SPECS):
+    for number, spec in enumerate(request.param):
         config = small_run(model, directory / f"run-{number}" / "run", steps=STEPS)
         share_cache(model, Path(config.log.dir))
         configs[spec] = dataclasses.replace(
@@ -151,23 +154,23 @@ def test_a_replica_whose_state_is_not_listed_is_named(runs: dict[str, Config], t
             assert error_of(contents, checkpoint, layer) == f"{checkpoint}/{expected}", spec
 
 
+@pytest.mark.parametrize("spec", [ON_STAGES[0], pytest.param(ON_STAGES[1], marks=pytest.mark.soak)])
 def test_all_ranks_resume_from_an_older_checkpoint_if_a_residual_does_not_fit(
-    runs: dict[str, Config], tmp_path: Path
+    spec: str, runs: dict[str, Config], tmp_path: Path
 ) -> None:
     """Only the ranks of one stage read it. The resumed run saves the same again."""
-    for spec in ("diloco:inner=4,delay=2", "powersgd:rank=1"):
-        config = runs[spec]
-        run = Path(shutil.copytree(config.log.dir, tmp_path / spec.partition(":")[0], symlinks=True))
-        resumed = dataclasses.replace(config, log=dataclasses.replace(config.log, dir=str(run)))
-        share_cache(Path(config.model.name), run)
-        checkpoint = directory_of(resumed).of(STEPS)
-        expected = Manifest.read(checkpoint)
-        file = checkpoint / "block-00001.replica-00001.safetensors"
-        name = next(name for name in load_file(file) if not name.startswith(LOCAL_OPTIMIZER))
-        rewrite_tensors(file, lambda tensors, name=name: tensors.update({name: with_inf(tensors[name])}))
-        on_ranks(4, train_ranks, tmp_path / f"store-{run.name}", [resumed])
-        assert Manifest.read(checkpoint) == expected, spec
-        assert (checkpoint.parent / f"corrupt-{checkpoint.name}").is_dir(), spec
+    config = runs[spec]
+    run = Path(shutil.copytree(config.log.dir, tmp_path / "run", symlinks=True))
+    resumed = dataclasses.replace(config, log=dataclasses.replace(config.log, dir=str(run)))
+    share_cache(Path(config.model.name), run)
+    checkpoint = directory_of(resumed).of(STEPS)
+    expected = Manifest.read(checkpoint)
+    file = checkpoint / "block-00001.replica-00001.safetensors"
+    name = next(name for name in load_file(file) if not name.startswith(LOCAL_OPTIMIZER))
+    rewrite_tensors(file, lambda tensors: tensors.update({name: with_inf(tensors[name])}))
+    on_ranks(4, train_ranks, tmp_path / "store", [resumed])
+    assert Manifest.read(checkpoint) == expected
+    assert (checkpoint.parent / f"corrupt-{checkpoint.name}").is_dir()
 
 
 def test_a_run_resumes_in_every_other_mode_after_one_without_state(runs: dict[str, Config], tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ FACTOR = 1.2
 SPIKES = (18, 19, 21)
 RUN = [*range(19), *range(10, 20), *range(10, 22), *range(20, STEPS)]
 """Steps in the order in which they run with these spikes and checkpoints after 10 and 20 steps."""
+AGAIN = [*range(19), *range(10, 20), *range(10, 22), *range(10, STEPS)]
+"""The same if the checkpoint after 20 steps is not valid."""
 SHORT = 8
 """Number of steps of the runs with NaN."""
 NAN_STEP = 5
@@ -63,26 +65,20 @@ def runs_of(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
     @cache
     def run_all(topology: tuple[int, int]) -> Runs:
         (stages, replicas), directory = topology, tmp_path_factory.mktemp("rollback")
-        dtype = "bf16" if replicas == 2 else "fp32"
-        spikes, last = frozenset(SPIKES), stages * replicas - 1
+        last = stages * replicas - 1
 
         def config(name: str, **options: Any) -> Config:
             return make_config(model, directory / name, stages=stages, **options)
 
         plans = {
-            "spiking": Plan(config("spiking", dtype=dtype, spike=FACTOR), garbled=spikes),
-            "skipping": Plan(config("skipping", dtype=dtype), garbled=spikes, skipped=spikes),
             "whole": Plan(config("whole", steps=SHORT, every="2")),
             "nan": Plan(config("nan", steps=SHORT, every="2"), nan=(NAN_STEP, last, MODULE)),
             "nan skipped": Plan(config("nan-skipped", steps=SHORT, on_nan="skip"), nan=(NAN_STEP, last, MODULE)),
             "step skipped": Plan(config("step-skipped", steps=SHORT), skipped=frozenset({NAN_STEP})),
             "overflowing": Plan(config("overflowing", dtype="fp16", steps=SCALED, loss_scale=TOO_LARGE)),
-            "scaled down": Plan(config("scaled-down", dtype="fp16", steps=SCALED, loss_scale=1.0), skip_overflows_of=6),
-            "interrupted": Plan(config("interrupted", dtype=dtype, spike=FACTOR), garbled=spikes, interrupted=spikes),
+            "scaled down": Plan(config("scaled-down", dtype="fp16", steps=SCALED, loss_scale=1.0), skip_overflows_of=4),
         }
-        by_rank = on_ranks(stages * replicas, run_ranks, directory / "store", list(plans.values()))
-        outcomes = {name: list(each) for name, each in zip(plans, zip(*by_rank, strict=True), strict=True)}
-        return Runs({name: plan.config for name, plan in plans.items()}, outcomes)
+        return runs_on(stages * replicas, plans, directory)
 
     return run_all
 
@@ -97,7 +93,13 @@ def runs(request: pytest.FixtureRequest, runs_of: Callable[[tuple[int, int]], Ru
     return runs_of(request.param)
 
 
-def test_a_spike_restores_the_checkpoint_and_skips_the_batch(runs: Runs) -> None:
+@pytest.mark.parametrize(
+    "topology", [(1, 1), *(pytest.param(each, marks=pytest.mark.soak) for each in ((2, 1), (1, 2)))]
+)
+def test_a_spike_restores_the_checkpoint_and_skips_the_batch(
+    topology: tuple[int, int], alone: Runs, model: Path, tmp_path: Path
+) -> None:
+    runs = alone if topology == (1, 1) else spiking_runs(topology, model, tmp_path)
     spiking, skipping = runs.configs["spiking"], runs.configs["skipping"]
     for outcome in runs.outcomes["spiking"]:
         assert [step.step for step in outcome.steps] == RUN
@@ -111,12 +113,68 @@ def test_a_spike_restores_the_checkpoint_and_skips_the_batch(runs: Runs) -> None
         assert f"restored {checkpoints_of(spiking).of(restored)}" in note
 
 
-def test_a_view_that_ends_before_the_checkpoint_is_restored_learns_nothing_from_the_spike(runs: Runs) -> None:
-    for outcome in runs.outcomes["interrupted"]:
-        assert [step.step for step in outcome.steps] == RUN
-    assert_same_end(runs.configs["interrupted"], runs.configs["spiking"])
+def spiking_runs(topology: tuple[int, int], model: Path, tmp_path: Path) -> Runs:
+    """Run with spikes on some stages and replicas, and with their steps skipped."""
+    (stages, replicas), spikes = topology, frozenset(SPIKES)
+    options: dict[str, Any] = {"stages": stages, "dtype": "bf16" if replicas == 2 else "fp32"}
+    plans = {
+        "spiking": Plan(make_config(model, tmp_path / "runs" / "spiking", spike=FACTOR, **options), garbled=spikes),
+        "skipping": Plan(make_config(model, tmp_path / "runs" / "skipping", **options), garbled=spikes, skipped=spikes),
+    }
+    return runs_on(stages * replicas, plans, tmp_path)
 
 
+def runs_on(world_size: int, plans: dict[str, Plan], directory: Path) -> Runs:
+    """Run plans in the same processes."""
+    by_rank = on_ranks(world_size, run_ranks, directory / "store", list(plans.values()))
+    outcomes = {name: list(each) for name, each in zip(plans, zip(*by_rank, strict=True), strict=True)}
+    return Runs({name: plan.config for name, plan in plans.items()}, outcomes)
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs of one process."""
+    directory, spikes, first = tmp_path_factory.mktemp("rollback"), frozenset(SPIKES), frozenset({18})
+
+    def config(name: str, **options: Any) -> Config:
+        return make_config(model, directory / name, **{"spike": FACTOR} | options)
+
+    plans = {
+        "spiking": Plan(config("spiking"), garbled=spikes),
+        "skipping": Plan(config("skipping", spike=None), garbled=spikes, skipped=spikes),
+        "interrupted": Plan(config("interrupted"), garbled=spikes, interrupted=spikes),
+        "invalid": Plan(config("invalid"), garbled=spikes, invalid=frozenset({20})),
+        "early": Plan(config("early"), garbled=frozenset({RECENT - 1})),
+        "gone": Plan(config("gone"), garbled=first, gone=frozenset({10})),
+    }
+    return runs_on(1, plans, directory)
+
+
+def test_a_view_that_ends_before_the_checkpoint_is_restored_learns_nothing_from_the_spike(alone: Runs) -> None:
+    assert [step.step for step in alone.outcomes["interrupted"][0].steps] == RUN
+    assert_same_end(alone.configs["interrupted"], alone.configs["spiking"])
+
+
+def test_a_spike_that_is_too_early_or_has_no_checkpoint_before_it_is_learned(alone: Runs) -> None:
+    for name in ("early", "gone"):
+        (outcome,) = alone.outcomes[name]
+        assert [step.step for step in outcome.steps] == list(range(STEPS))
+        assert all(step.updated for step in outcome.steps)
+    assert any(
+        note.startswith("step 19: ") and note.endswith("no valid checkpoint to restore: training continues")
+        for note in outcome.notes
+    )
+
+
+def test_a_rollback_passes_over_a_checkpoint_that_is_not_valid(alone: Runs) -> None:
+    (outcome,), directory = alone.outcomes["invalid"], checkpoints_of(alone.configs["invalid"])
+    assert [step.step for step in outcome.steps] == AGAIN
+    (passed_over,) = [note for note in outcome.notes if note.startswith("passed over a checkpoint: ")]
+    assert f"{directory.of(20) / 'head.safetensors'} is invalid: " in passed_over
+    assert f"; restored {directory.of(10)}, will skip this batch" in outcome.notes[outcome.notes.index(passed_over) + 1]
+
+
+@pytest.mark.soak
 def test_learning_from_the_spike_would_have_mattered_and_false_alarms_do_nothing(model: Path, tmp_path: Path) -> None:
     """The runs that are compared above do not agree for lack of a spike."""
     plans = [
@@ -144,6 +202,7 @@ def test_learning_from_the_spike_would_have_mattered_and_false_alarms_do_nothing
     )
 
 
+@pytest.mark.soak
 def test_a_rollback_takes_the_newest_valid_checkpoint(model: Path, tmp_path: Path) -> None:
     """Of two stages only one reads the layer that is invalid; both take the same checkpoint."""
     spikes, runs = frozenset(SPIKES), tmp_path / "runs"
@@ -154,8 +213,7 @@ def test_a_rollback_takes_the_newest_valid_checkpoint(model: Path, tmp_path: Pat
     by_rank = on_ranks(2, run_ranks, tmp_path / "store", plans)
     invalid = plans[1].config
     for outcomes in by_rank:
-        again = [*range(19), *range(10, 20), *range(10, 22), *range(10, STEPS)]
-        assert [step.step for step in outcomes[1].steps] == again
+        assert [step.step for step in outcomes[1].steps] == AGAIN
     assert_same_end(invalid, plans[0].config)
     notes = by_rank[0][1].notes
     (passed_over,) = [note for note in notes if note.startswith("passed over a checkpoint: ")]

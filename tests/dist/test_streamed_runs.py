@@ -16,7 +16,12 @@ from acsgd.config.options import DataConfig
 from acsgd.io.checkpoint.resume import Checkpoint
 
 
-def test_a_streamed_run_trains_alike_at_every_size_and_after_a_kill(tiny_model: TinyModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stages", "replicas"), [(2, 1), *(pytest.param(*each, marks=pytest.mark.soak) for each in ((2, 2), (4, 1)))]
+)
+def test_a_streamed_run_trains_alike_at_every_size_and_after_a_kill(
+    stages: int, replicas: int, tiny_model: TinyModel, tmp_path: Path
+) -> None:
     write_records(tmp_path / "a.jsonl")
     model = tiny_model("gpt2", **DROPOUT, n_layer=4)
     data = DataConfig(sources=f"stream:{tmp_path / 'a.jsonl'}:0.6,demo:0.4", sequence=32, batch=6, seed=3, window=8)
@@ -28,13 +33,9 @@ def test_a_streamed_run_trains_alike_at_every_size_and_after_a_kill(tiny_model: 
     assert state.segment == 1  # half of the sequences are streamed: 12 of 24, in windows of 8
     assert state.position.offset
 
-    grid = stopped_half_way(whole, tmp_path / "grid", stages=2)
-    line = stopped_half_way(whole, tmp_path / "line", stages=4)
-    by_rank = on_ranks(4, train_ranks, tmp_path / "store-4", [grid, line])
-    for number, (config, pipelines) in enumerate([(grid, [0, 2]), (line, [0])]):
-        parts = [by_rank[rank][number] for rank in pipelines]
-        together = [
-            (step, [sample for part in parts for sample in part[at][1]]) for at, (step, _) in enumerate(parts[0])
-        ]
-        assert together == trained[0][HALF:]
-        assert losses_of(config) == pytest.approx(losses_of(whole), rel=RELATIVE)
+    config = stopped_half_way(whole, tmp_path / "resumed", stages=stages)
+    by_rank = on_ranks(stages * replicas, train_ranks, tmp_path / "store", [config])
+    parts = [by_rank[replica * stages][0] for replica in range(replicas)]
+    together = [(step, [sample for part in parts for sample in part[at][1]]) for at, (step, _) in enumerate(parts[0])]
+    assert together == trained[0][HALF:]
+    assert losses_of(config) == pytest.approx(losses_of(whole), rel=RELATIVE)
