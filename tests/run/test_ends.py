@@ -268,8 +268,8 @@ def stall_the_stream(rank: int, notice: Path) -> None:
     rows.read_segments, NextBatch.before_step = stalling, noticed  # type: ignore[attr-defined, method-assign]
 
 
-def test_a_stop_signal_while_ranks_wait_for_streamed_data_is_saved(tmp_path: Path) -> None:
-    processes = 4
+@pytest.mark.parametrize("processes", [1, pytest.param(4, marks=pytest.mark.soak)])
+def test_a_stop_signal_while_ranks_wait_for_streamed_data_is_saved(processes: int, tmp_path: Path) -> None:
     write_records(tmp_path / "a.jsonl")
 
     def config_in(name: str) -> Config:
