@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -58,9 +58,15 @@ Uninterrupted = tuple[dict[str, Config], dict[str, Trained]]
 """Runs of one process by name, and the batches that each trained on."""
 
 
+NAMES = ("dropout", "fp16")
+"""Runs of which `make test` resumes all; `make soak` resumes the others, too."""
+
+
 @pytest.fixture(scope="module")
-def uninterrupted(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
-    """Return finished runs of one process."""
+def uninterrupted(
+    tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory, selected: Callable[[str], set[Any]]
+) -> Uninterrupted:
+    """Return finished runs of one process, those that the selected tests resume."""
     runs = tmp_path_factory.mktemp("uninterrupted")
     configs = {
         "dropout": make_config(tiny_model("gpt2", **DROPOUT, n_layer=4), runs / "dropout", "fp32", "none"),
@@ -68,12 +74,17 @@ def uninterrupted(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactor
         "bf16": make_config(tiny_model("llama", num_hidden_layers=4), runs / "bf16", "bf16", "none", "pack"),
         "fp16": make_config(tiny_model("gpt2", **DROPOUT, n_layer=4), runs / "fp16", "fp16", "layers", "single"),
     }
+    wanted = set(NAMES).union(*selected("names"))
+    configs = {name: config for name, config in configs.items() if name in wanted}
     trained = on_ranks(1, train_ranks, runs / "store", list(configs.values()))[0]
     return configs, dict(zip(configs, trained, strict=True))
 
 
-def test_a_run_resumed_at_the_same_size_is_bit_identical(uninterrupted: Uninterrupted, tmp_path: Path) -> None:
-    configs, _ = uninterrupted
+@pytest.mark.parametrize("names", [NAMES, pytest.param(("recompute", "bf16"), marks=pytest.mark.soak)])
+def test_a_run_resumed_at_the_same_size_is_bit_identical(
+    names: tuple[str, ...], uninterrupted: Uninterrupted, tmp_path: Path
+) -> None:
+    configs = {name: uninterrupted[0][name] for name in names}
     resumed = {name: stopped_half_way(config, tmp_path) for name, config in configs.items()}
     on_ranks(1, train_ranks, tmp_path / "store", list(resumed.values()))
     for name, config in configs.items():
@@ -88,14 +99,14 @@ def test_a_run_resumed_at_the_same_size_is_bit_identical(uninterrupted: Uninterr
     ("stages", "replicas", "names"),
     # pairwise: each dtype, recompute, and each kind of rows, with several stages and with several replicas
     [
-        (1, 2, ["dropout", "fp16"]),
-        (2, 1, ["recompute", "bf16"]),
-        (2, 2, ["bf16", "fp16"]),
-        (4, 1, ["dropout", "bf16", "fp16"]),
+        (1, 2, ("dropout", "fp16")),
+        (2, 1, ("recompute", "bf16")),
+        (2, 2, ("bf16", "fp16")),
+        (4, 1, ("dropout", "bf16", "fp16")),
     ],
 )
 def test_a_run_resumed_at_another_size_is_equal_up_to_rounding(
-    stages: int, replicas: int, names: list[str], uninterrupted: Uninterrupted, tmp_path: Path
+    stages: int, replicas: int, names: tuple[str, ...], uninterrupted: Uninterrupted, tmp_path: Path
 ) -> None:
     configs, all_trained = uninterrupted
     schedule = "interleaved" if stages == 2 else "1f1b"
@@ -125,26 +136,28 @@ class Run(NamedTuple):
 
 
 RUNS = [
+    Run("central_ps", "lion", "bf16", stages=1, options={"recompute": "layers"}),
+    Run("local", "adafactor", stages=1),
+    Run("diloco:inner=4,fragments=2,delay=1,moment_correction=true", "adamw", "bf16", stages=1),
+    Run("cocktail:random=0.5,topk=0.2,exact_steps=3", stages=1),
+]
+"""Modes that keep no state, weights of their own, an outer optimizer, and what was not sent."""
+OTHER_RUNS = [
     Run("allreduce:bucket_mb=0.01", "sgd", "fp16"),
     Run("sharded_ps", "muon", tied="dense"),
-    Run("central_ps", "lion", "bf16", stages=1, options={"recompute": "layers"}),
     Run("powersgd:rank=1", "adamw8bit", "bf16", stages=1),
-    Run("local", "adafactor", stages=1),
     Run("diloco:inner=4,fragments=2,delay=1,moment_correction=true", "adamw", "bf16"),
-    Run("cocktail:random=0.5,topk=0.2,exact_steps=3", stages=1),
     Run("sparseloco:inner=3,chunk=256,moment_correction=true", dtype="bf16", tied="dense"),
     Run("cocktail_grad:topk=0.1,exact_steps=1", dtype="bf16", stages=1),
     Run("quantized:exact_steps=2", stages=1),
-]
-"""Each mode, and each optimizer."""
-OTHER_RUNS = [
     Run("allreduce", options={"dropout_mask": "sample", "recompute": "layers"}),
     Run("powersgd:rank=2,exact_steps=3", "adafactor", "bf16", tied="dense"),
     Run("local"),
     Run("diloco:inner=3", "muon", tied="dense"),
     Run("sparseloco:inner=2", "lion"),
 ]
-"""With RUNS, each optimizer with modes that reduce gradients and with modes with local weights, if it can."""
+"""With RUNS, each mode, and each optimizer with modes that reduce gradients and with modes with local weights, if it
+can."""
 
 
 def config_of(run: Run, model: Path, directory: Path) -> Config:
@@ -165,7 +178,7 @@ def train_on_2_replicas(store: Path, configs: list[Config]) -> None:
         on_ranks(2 * stages, train_ranks, store.with_name(f"{store.name}-{stages}"), ours)
 
 
-@pytest.mark.parametrize("table", [RUNS, pytest.param(OTHER_RUNS, marks=pytest.mark.soak)], ids=["all", "others"])
+@pytest.mark.parametrize("table", [RUNS, pytest.param(OTHER_RUNS, marks=pytest.mark.soak)], ids=["few", "others"])
 def test_a_resumed_run_equals_an_uninterrupted_one_in_each_mode_and_with_each_optimizer(
     table: list[Run], tiny_model: TinyModel, tmp_path: Path
 ) -> None:
@@ -185,8 +198,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one_in_each_mode_and_with_each_op
 
 
 def test_the_table_has_every_mode_and_every_optimizer() -> None:
-    assert {run.mode.partition(":")[0] for run in RUNS} == {*MODES}
-    assert {run.optimizer for run in RUNS} == {*OPTIMIZERS}
+    assert {run.mode.partition(":")[0] for run in (*RUNS, *OTHER_RUNS)} == {*MODES}
+    assert {run.optimizer for run in (*RUNS, *OTHER_RUNS)} == {*OPTIMIZERS}
 
 
 def test_a_run_resumes_from_a_checkpoint_whose_table_is_stored_with_its_layer(
