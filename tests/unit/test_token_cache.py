@@ -36,7 +36,7 @@ def test_damaged_tokens_are_found_and_tokenized_again(
 ) -> None:
     """At the start if a file has another length or the damage is in the sample, else when training reads it."""
     text = tmp_path / "a.txt"
-    text.write_text(" ".join(map(str, range(10_000))))
+    text.write_text(" ".join(map(str, range(20_000))))
     monkeypatch.setattr(entry_module, "BLOCK_BYTES", 64)  # so that the sample leaves most blocks unread
     monkeypatch.setattr(arrays, "NEAR_BYTES", 64)
 
