@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 import typing
 from pathlib import Path
@@ -14,7 +15,7 @@ from acsgd.config import options as config_module
 from acsgd.config import run_file as run_file_module
 from acsgd.config.checks import check
 from acsgd.config.options import FORMER_SWITCHES, REMOVED, RENAMED, Config
-from acsgd.config.ranges import ranges_of
+from acsgd.config.ranges import Range, ranges_of
 from acsgd.config.run_file import parse, to_toml
 from acsgd.tasks import check_options
 
@@ -206,6 +207,11 @@ def test_every_numeric_option_declares_a_range_and_refuses_what_is_outside() -> 
             refusal = refusal_of(config)
             assert refusal is None or (key in refusal and "\n" not in refusal), (key, odd, refusal)
             assert refusal or all(each in ranges[name] for each in values), (key, odd)
+
+
+def test_a_range_has_its_limits_unless_it_excludes_them_and_nothing_beyond() -> None:
+    assert [each in Range(1, 3) for each in (0.9, 1, 3, 3.1, math.nan)] == [False, True, True, False, False]
+    assert [each in Range(1, 3, above=True, below=True) for each in (1, 1.1, 2.9, 3)] == [False, True, True, False]
 
 
 def refusal_of(config: Config) -> str | None:
