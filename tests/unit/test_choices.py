@@ -174,6 +174,7 @@ UNUSED: dict[str, Any] = {
     "dp.local": "none",
     "dp.domain": "rack-1",
     "dp.shard": "optimizer",
+    "optim.offload": "cpu",
     "optim.loss_scale": 1024.0,
     "checkpoint.keep": 3,
     "checkpoint.keep_every": 2,
