@@ -89,7 +89,12 @@ WRONG: list[tuple[dict[str, dict[str, Any]], float, str]] = [
     ({"dp": {"replicas": 2, "mode": "powersgd:exact_steps=100"}}, 2, "which are all of the 100 steps; give fewer"),
     ({"optim": {"offload": "cpu"}}, 2, "optim.offload=cpu has no effect: the device is the CPU, whose memory holds"),
     ({"data": {"sources": "demo,demo"}}, 2, "data.sources=demo,demo lists a source more than once, and its records"),
-    ({"adapter": {"spec": "lora:r=64"}}, 2, "adapter.spec=lora:r=64: r is not below the hidden size of the model"),
+    ({"adapter": {"spec": "lora:r=64"}}, 2, "of rank 64 have more parameters than 8 of the 8 matrices"),
+    (
+        {"adapter": {"spec": "lora:r=16,targets=c_attn+c_fc"}, "model": {"name": {"n_inner": 16}}},
+        2,
+        "2 of the 4 matrices that they adapt, such as transformer.h.0.mlp.c_fc with 32 inputs and 16 outputs; give r=8",
+    ),
     ({"dp": {"replicas": 2, "mode": "diloco:inner=101"}}, 2, "replicas are never the same model; give a smaller inner"),
 ]
 """Options of a run, its number of epochs, and a part of the sentence. dp.replicas: number of replicas."""
@@ -104,6 +109,8 @@ GOOD: list[tuple[dict[str, dict[str, Any]], float]] = [
     ({"checkpoint": {"every": "5", "keep_every": 10}}, 3),
     ({"data": {"batch": 3, "deal": "speed"}, "dp": {"replicas": 2}, "optim": {"warmup": 99}}, 3),
     ({"dp": {"replicas": 2, "mode": "diloco:inner=100"}, "log": {"trace": "100:105"}}, 3),
+    ({"adapter": {"spec": "lora:r=31"}}, 3),
+    ({"adapter": {"spec": "lora:r=16,targets=c_attn"}, "model": {"name": {"n_inner": 16}}}, 3),
     ({"optim": {"steps": 17, "spike": 2.0}, "checkpoint": {"best": "eval_loss"}, "eval": {"every": 16}}, 3),
 ]
 
@@ -130,6 +137,12 @@ def test_a_good_run_has_none(
     sections: dict[str, dict[str, Any]], epochs: float, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     assert sentences(sections, epochs, tiny_model, tmp_path) == []
+
+
+def test_a_best_value_of_a_checkpoint_is_one_to_compare_with(tiny_model: TinyModel, tmp_path: Path) -> None:
+    job = prepare(config_of(tiny_model("gpt2", n_layer=2), tmp_path, {"checkpoint": {"best": "eval_loss"}}), Launch())
+    counts = [len(describe_choices(job, [2.0], best)) for best in ((), ["perplexity"], ["eval_loss"])]
+    assert counts == [1, 1, 0]
 
 
 EFFECTIVE = {

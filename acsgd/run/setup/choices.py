@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from typing import NamedTuple
@@ -230,11 +230,6 @@ CHOICES = (
         "data.sources={config.data.sources} lists a source more than once, and its records are trained on as often; "
         "list it once and, to train on it more than on others, write SOURCE:WEIGHT",
     ),
-    Choice(
-        lambda job, _: isinstance(job.model.adapter, LoRA) and job.model.adapter.r >= _hidden_size(job),
-        "adapter.spec={config.adapter.spec}: r is not below the hidden size of the model, so that the factors have "
-        "more parameters than the matrices that they adapt; give a smaller r, or train without an adapter",
-    ),
     without_effect(
         "data.split_special_tokens",
         lambda job: job.config.model.task == "seq2seq",
@@ -255,14 +250,6 @@ CHOICES = (
         "checkpoint.every",
         lambda job: (job.config.checkpoint.every_steps or 0) >= job.config.optim.num_steps,
         "the run has {config.optim.steps} steps, and the last one is always saved",
-    ),
-    Choice(
-        lambda job, _: (
-            job.config.checkpoint.best is not None
-            and (job.config.eval.every or job.config.optim.num_steps) >= job.config.optim.num_steps
-        ),
-        "checkpoint.best={config.checkpoint.best} has nothing to compare: only the last step is evaluated; give a "
-        "smaller --eval.every, or remove it",
     ),
     without_effect(
         "optim.spike",
@@ -336,13 +323,45 @@ CHOICES = (
 )
 
 
-def describe_choices(job: Job, epochs: Sequence[float]) -> list[str]:
+def describe_choices(job: Job, epochs: Sequence[float], best: Collection[str] = ()) -> list[str]:
     """Return the sentences that apply to a run whose number of steps is known.
 
-    epochs: of each source, or of all of them; 0 if streamed.
+    epochs: of each source, or of all of them; 0 if streamed. best: metrics whose best value the run resumes with.
     """
     most = max(epochs)
-    return [each.text.format(config=job.config, epochs=most) for each in CHOICES if each.applies(job, most)]
+    found = [each.text.format(config=job.config, epochs=most) for each in CHOICES if each.applies(job, most)]
+    return [*found, *_describe_best(job, best), *_describe_rank(job)]
+
+
+def _describe_best(job: Job, known: Collection[str]) -> Iterator[str]:
+    """Yield a sentence if checkpoint.best chooses among one value. known: see `describe_choices`."""
+    metric, steps = job.config.checkpoint.best, job.config.optim.num_steps
+    if metric is not None and metric not in known and (job.config.eval.every or steps) >= steps:
+        yield (
+            f"checkpoint.best={metric} has nothing to compare: only the last step is evaluated; give a smaller "
+            "--eval.every, or remove it"
+        )
+
+
+def _describe_rank(job: Job) -> Iterator[str]:
+    """Yield a sentence if the rank of LoRA is not below the number of inputs or of outputs of what it adapts."""
+    if not isinstance(adapter := job.model.adapter, LoRA):
+        return
+    shapes = {name: weight.shape for name, weight in job.model.build(torch.float32).named_parameters()}
+    # A is [r, inputs], B is [outputs, r]
+    sides = {
+        name.partition(".lora_A.")[0]: (shape[1], shapes[name.replace(".lora_A.", ".lora_B.")][0])
+        for name, shape in shapes.items()
+        if ".lora_A." in name
+    }
+    full = {name: size for name, size in sides.items() if adapter.r >= min(size)}
+    if full:
+        name, (inputs, outputs) = min(full.items(), key=lambda each: min(each[1]))
+        yield (
+            f"adapter.spec={job.config.adapter.spec}: factors of rank {adapter.r} have more parameters than "
+            f"{len(full)} of the {len(sides)} matrices that they adapt, such as {name} with {inputs} inputs and "
+            f"{outputs} outputs; give r={max(1, min(inputs, outputs) // 2)} or less, or name other targets"
+        )
 
 
 def _sends_codes(job: Job) -> bool:
@@ -369,11 +388,6 @@ def _repeats_source(job: Job) -> bool:
     """Return whether a source of training is listed twice, to be read in the same way."""
     read = [(source.name, source.options) for source, _ in job.sources]  # fingerprints may need the network
     return any(each in read[:index] for index, each in enumerate(read))
-
-
-def _hidden_size(job: Job) -> float:
-    """Return the number of features between the layers of the model; infinite if its config does not have it."""
-    return getattr(job.model.config.get_text_config(), "hidden_size", math.inf)
 
 
 def _evaluates(data: DataConfig) -> bool:

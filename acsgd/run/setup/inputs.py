@@ -106,7 +106,8 @@ def open_inputs(
     identity = replace(identity, weights=checksum_of(job, source) if source else saved)
     held_out_notes, plan_notes = data.held_out.notes if data.held_out else (), (plan.note,) if plan else ()
     of_data = (_describe_tokens(job, data.spec), *reader.notes, *held_out_notes, *data.notes)
-    choices = describe_choices(known_length, reader.sampler.epochs(data.steps))
+    best = next((each.run.progress.best for each in candidates.checkpoints), {})
+    choices = describe_choices(known_length, reader.sampler.epochs(data.steps), best)
     notes = (*of_data, *describe_padding(job), *plan_notes, *choices)
     return RunInputs(reader, data.held_out, identity, candidates, source, plan, data.steps, notes, disks)
 
