@@ -231,11 +231,11 @@ BAD: list[tuple[dict[str, Any], dict[str, str], str]] = [
     (
         {"messages": ["a"]},
         {"format": "messages"},
-        'has no known "role" in message 1 (None); use one of "system", "user"',
+        'has no known "role" or "from" in message 1 (None); use one of "system", "user"',
     ),
-    ({"messages": [{"role": "boss", "content": "a"}]}, {}, "has no known \"role\" in message 1 ('boss')"),
-    ({"messages": [{"role": "user"}]}, {}, 'has no string under "content" in message 1'),
-    ({"messages": [{"role": "a(b", "content": "a"}]}, {}, "has no known \"role\" in message 1 ('a(b')"),
+    ({"messages": [{"role": "boss", "content": "a"}]}, {}, 'has no known "role" or "from" in message 1 (\'boss\')'),
+    ({"messages": [{"role": "user"}]}, {}, 'has no string under "content", "value" or "text" in message 1'),
+    ({"messages": [{"role": "a(b", "content": "a"}]}, {}, 'has no known "role" or "from" in message 1 (\'a(b\')'),
     ({"messages": CHAT[:1]}, {}, "has no message of the assistant"),
     (
         {"dialog": CHAT},
@@ -706,6 +706,17 @@ CHATS: list[tuple[str, dict[str, Any], list[dict[str, Any]], dict[str, Any]]] = 
     (OBJECTS, {"conversations": CHAT}, CHAT, {}),
     (OBJECTS, {"messages": json.dumps(CHAT)}, CHAT, {}),
     (OBJECTS, {"messages": [{"from": "human", "value": CHAT[0]["content"]}, CHAT[1]]}, CHAT, {}),
+    (
+        OBJECTS,
+        {
+            "conversations": [
+                {"role": "human", "value": CHAT[0]["content"], "content": None},
+                {"from": "gpt", "text": CHAT[1]["content"], "value": None},
+            ]
+        },
+        CHAT,
+        {},
+    ),
     (OBJECTS, {"messages": legacy(), "functions": [FUNCTION["function"]]}, calling(ARGUMENTS), {"tools": [FUNCTION]}),
     (by_role("user", "function"), {"messages": legacy()}, legacy(), {}),
     *(

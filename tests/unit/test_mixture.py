@@ -134,6 +134,19 @@ def test_a_source_without_targets_is_refused(rows: str, option: str, tiny_model:
             open_data(job)
 
 
+def test_a_source_whose_answers_are_not_learned_is_not_told_to_use_longer_rows(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two", "weight": 0}]
+    (tmp_path / "a.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 40)
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for each in messages %}{{ each.role + ' ' + each.content + ' ' }}{% endfor %}")
+    for rows in ("concat", "single"):
+        options = ["--data.rows", rows, "--data.sequence", "8", "--data.chat_template", str(template)]
+        with pytest.raises(ValueError, match=r"no target tokens: none of its answers is learned, .*data\.targets=all"):
+            open_data(job_of(tiny_model(), tmp_path, str(tmp_path / "a.jsonl"), *options))
+
+
 def test_a_step_without_targets_has_no_loss_and_changes_nothing(tiny_model: TinyModel, tmp_path: Path) -> None:
     """Three of four rows have no targets: the loss of the others is no spike, and the held-out loss is theirs."""
     long, short = ({"input": "one two " * count, "output": "a"} for count in (40, 1))

@@ -220,7 +220,9 @@ class Messages(Format):
         speaker = turn.get("role") if isinstance(turn, Mapping) else None
         if not isinstance(speaker, str) or not (speaker in SPEAKERS or _quotes(template, speaker)):
             known = ", ".join(f'"{role}"' for role in ROLES)
-            raise FormatError(f'has no known "role" in {place} ({excerpt(repr(speaker))})', f"use one of {known}")
+            raise FormatError(
+                f'has no known "role" or "from" in {place} ({excerpt(repr(speaker))})', f"use one of {known}"
+            )
         assert isinstance(turn, Mapping)
         role = SPEAKERS.get(speaker, speaker)
         if _quotes(template, speaker) and not _quotes(template, role):
@@ -250,7 +252,7 @@ class Messages(Format):
         if is_list(content):
             content = content if ITERATES_CONTENT.search(template) else "".join(texts_of(content, place))
         elif not isinstance(content, str) and not (has_calls and is_null(content)):
-            raise FormatError(f'has no string under "content" in {place}', 'write "content": "..."')
+            raise FormatError(f'has no string under "content", "value" or "text" in {place}', 'write "content": "..."')
         if is_answer(role) and is_learned and not has_calls and isinstance(content, str) and not content.strip():
             raise FormatError(f"has an empty answer in {place}", "write an answer, or remove the record")
         if content is None and not TESTS_CONTENT.search(template):

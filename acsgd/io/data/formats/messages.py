@@ -25,8 +25,8 @@ SPEAKERS = {
     "function_call": ASSISTANT,
 }
 """Roles and the speakers of ShareGPT, and what they are for chat templates."""
-NAMES = {"from": "role", "value": "content"}
-"""Fields of a message of ShareGPT, and what chat templates call them."""
+NAMES = {"from": "role", "value": "content", "text": "content"}
+"""Fields of a message of ShareGPT and its variants, and what chat templates call them."""
 FUNCTION_CALL = "function_call"
 """Speaker of ShareGPT whose text is a tool call, or a list of them: {"name": ..., "arguments": {...}}."""
 FUNCTIONS = "functions"
@@ -81,12 +81,16 @@ def messages_in(value: Any) -> list[Any] | None:
             value = json.loads(value)
     if not is_list(value):
         return None
-    return [
-        {NAMES.get(name, name): field for name, field in each.items()}
-        if isinstance(each, Mapping) and "from" in each and "role" not in each
-        else each
-        for each in value
-    ]
+    return [_named(each) if isinstance(each, Mapping) else each for each in value]
+
+
+def _named(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with the names of chat templates, where it has none of them for the same."""
+    named = dict(message)
+    for name, new in NAMES.items():
+        if not is_null(named.get(name)) and is_null(named.get(new)):  # tables of rows add nulls
+            named[new] = named.pop(name)
+    return named
 
 
 def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
