@@ -170,7 +170,7 @@ def _open_or_receive_rows(
         known = split(len(each), maker.spec.eval_fraction, job.model.task.rows_per_example) if is_divided else len(each)
         for part, where in ((range(known), "any row"), (range(known, len(each)), "the rows of data.eval_fraction")):
             if part and each.num_empty(part) == len(part):
-                raise ValueError(no_targets(source, each, where))
+                raise ValueError(no_targets(source, where, is_learned=each.ends.documents > 0))
     if groups is not None and job.topology.rank == 0:
         groups.publish_text(ROWS, describe(rows))
     return [*rows]

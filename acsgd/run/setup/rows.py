@@ -23,10 +23,13 @@ from acsgd.tasks import find_task
 from acsgd.tasks.base import RowContext, Task
 
 
-def no_targets(source: Source, rows: Rows, where: str) -> str:
-    """Return why a source cannot be used. where: some of its rows, none of which has a target."""
+def no_targets(source: Source, where: str, *, is_learned: bool = True) -> str:
+    """Return why a source cannot be used.
+
+    where: some of its rows, none of which has a target; is_learned: whether it has targets before it is cut into rows.
+    """
     problem = f"{source.key}: {source.name} has no target tokens"
-    if not rows.ends.documents:  # not even before texts are put into rows
+    if not is_learned:
         return (
             f"{problem}: none of its answers is learned, by their weights or flags, or the marks of the chat template; "
             "set them for answers to learn, or give data.targets=all to learn all texts"
@@ -90,7 +93,7 @@ class RowMaker(RowContext):
             corpus = corpus._replace(ends=finder.find_in_part(corpus.tokens, corpus.targets, corpus.offsets[1:]))
             rows = task.rows(corpus, self, layout_of(segment.layout, corpus) if segment.layout else None)
             if rows.num_empty(range(len(rows))) == len(rows) and not segment.about.start.tokens:
-                raise ValueError(no_targets(source, rows, f"the {len(rows):,} rows of its first window"))
+                raise ValueError(no_targets(source, f"the {len(rows):,} rows of its first window"))
             return rows
 
         span = -(-spec.batch // window)
