@@ -181,7 +181,13 @@ def commands() -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replace the markers of generated parts, <!-- generated: NAME ARGUMENTS -->; names: PARTS."""
+    """Replace the markers of generated parts, <!-- generated: NAME ARGUMENTS -->; names: PARTS.
+
+    Pages of other tools come first among those that the search finds by their texts, since options of theirs are parts
+    of many texts.
+    """
+    if page.file.src_uri.startswith("migrate/"):
+        page.meta["search"] = {"boost": 4}
 
     def generated(marker: re.Match[str]) -> str:
         build, *arguments = marker[1].split()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
+from test_docs import generate
 from test_docs_blocks import REQUIRED, ROOT, check_shell
 
 from acsgd import cli
@@ -82,15 +85,36 @@ def test_the_table_has_what_the_readmes_name(tool: str) -> None:
     assert not {*READMES[tool].split()} - names
 
 
+(SEARCH,) = (each["search"] for each in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["plugins"][:1])
+ASK = """
+class Worker { postMessage({data}) { console.log(data) } }
+eval(require("fs").readFileSync(process.argv[1], "utf8"))
+for (const data of process.argv.slice(2)) new Worker().postMessage({type: 2, data})
+"""
+"""What the page of the site sends to its search for each word of the command line, in JavaScript."""
+
+
+def test_the_search_of_the_site_finds_each_option_on_the_page_of_its_tool() -> None:
+    """Law, by the separator of mkdocs.yml and docs/search.js: the page has all parts of each old word."""
+    node = shutil.which("node") or pytest.skip("no node, which runs docs/search.js")
+    pages = {tool: {*re.split(f"`|{SEARCH['separator']}", generate.other_tool(tool).lower())} for tool in TITLES}
+    olds = [(each.tool, row.old) for each in programs() for rows in each.rows.values() for row in rows]
+    command = [node, "-e", ASK, ROOT / "docs/search.js", *(old for _, old in olds)]
+    queries = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    for (tool, old), query in zip(olds, queries, strict=True):
+        assert query[0] != "-", old
+        words = [word.lstrip("+").removeprefix("text:").rstrip("*") for word in query.lower().split()]
+        assert {part for word in words for part in re.split(SEARCH["separator"], word)} <= pages[tool], old
+
+
 def test_the_search_of_the_site_finds_the_last_part_of_a_name() -> None:
     """Of names such as parallelism.pipeline_parallel_degree, the part that users remember."""
-    (search,) = (each["search"] for each in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["plugins"][:1])
     dotted = [row.old for program in programs() for rows in program.rows.values() for row in rows if "." in row.old]
     assert len(dotted) > 50
     for old in dotted:
         name = old.split()[0]
         if not name.endswith((".py", ".sh")):
-            assert name.rpartition(".")[2] in re.split(search["separator"], name), old
+            assert name.rpartition(".")[2] in re.split(SEARCH["separator"], name), old
 
 
 def test_no_mode_is_said_to_divide_the_optimizer_state() -> None:
