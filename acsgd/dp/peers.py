@@ -278,12 +278,14 @@ class Peers:
             meter.sent_bytes += _HEADER.size + len(message)
         checked = [self._header(len(each), each.cpu()) for each in outgoing.values()] if self._followers else []
         forwarding = self._compare_in_domain(checked, since)
-        for peer, work in (*receiving.items(), *sending.items()):
+        for peer, header in headers.items():
+            with self._errors_of(self._ranks[peer], since):
+                self.waits.wait(receiving[peer])
+            length = self._length(peer, header, longest[peer])  # as in `exchange`, before waiting for an aborted peer
+            received[peer] = torch.empty(length, dtype=torch.uint8, device=self.device)
+        for peer, work in sending.items():
             with self._errors_of(self._ranks[peer], since):
                 self.waits.wait(work)
-        for peer, header in headers.items():
-            length = self._length(peer, header, longest[peer])
-            received[peer] = torch.empty(length, dtype=torch.uint8, device=self.device)
         receive, send = (
             {self._ranks[peer]: each for peer, each in tensors.items()} for tensors in (received, outgoing)
         )

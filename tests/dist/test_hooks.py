@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from lib.hooked import LR, SMALL_MB, Run, batch, net, on_plain_ranks
+from lib.ordered import register_ordered_transport
+from lib.replicas import count_sent
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -253,6 +255,7 @@ def check_many(rank: int, folder: Path) -> dict[str, Any]:
         "images": [train_images(rank, last) for last in (False, True)],
         "resumed": [train_and_resume(rank, form, folder) for form in ("few", "preconditioned")],
         "two models": train_two(rank),
+        "transports": [trained_over(each, rank) for each in ("auto", register_ordered_transport(rank))],
     }
 
 
@@ -331,3 +334,30 @@ def train_two(rank: int) -> bool:
 
 def test_messages_of_two_models_do_not_mix(checked: list[dict[str, Any]]) -> None:
     assert all(each["two models"] for each in checked)
+
+
+def trained_over(transport: str, rank: int) -> tuple[list[Any], int]:
+    """Return the weights, the state and the sent bytes of two models that are trained together over a transport, and
+    the size of the longest message over gloo."""
+    runs = [Run(form, transport=transport, find_unused_parameters=True) for form in ("few", "corrected")]
+    with pytest.MonkeyPatch.context() as patch:
+        over_gloo = count_sent(patch)
+        for step in range(STEPS):
+            for run in runs:
+                run.optimizer.zero_grad()
+            used = [1] if rank and step % 2 else [0, 1]
+            torch.stack([run.model(batch(rank, step), used) for run in runs]).sum().backward()
+            for run in runs:
+                run.optimizer.step()
+    return [(run.weights(), run.state.state_dict(), run.state.meter.sent_bytes) for run in runs], max(over_gloo)
+
+
+def test_an_ordered_transport_trains_as_gloo(checked: list[dict[str, Any]]) -> None:
+    """Bit for bit, and with as many bytes, of which only headers travel over gloo."""
+    for each in checked:
+        (over_gloo, longest), (over_ordered, longest_header) = each["transports"]
+        for (weights, saved, sent), (others, theirs, sent_by_others) in zip(over_gloo, over_ordered, strict=True):
+            assert all(torch.equal(weights[name], x) for name, x in others.items())
+            assert all(torch.equal(saved[name], x) for name, x in theirs.items())
+            assert sent == sent_by_others > 0
+        assert longest > longest_header == 16

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lib.hooked import TIMEOUT, Run, batch, net, on_plain_ranks
+from lib.ordered import register_ordered_transport
 from lib.patience import stretched
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +22,8 @@ from acsgd.dp.hooks.hooks import CocktailState, MeanState
 
 def fail(rank: int, how: str) -> str:
     """Train until replica 1 ends, hangs or has a gradient that is not finite; return the error of backward."""
-    run = Run("few", timeout=TIMEOUT if how == "ends" else timedelta(seconds=stretched(2.0)))
+    timeout = TIMEOUT if how == "ends" else timedelta(seconds=stretched(2.0))
+    run = Run("few", timeout=timeout, transport=register_ordered_transport(rank) if how == "nan" else "gloo")
     dist.barrier()
     for step in range(2):
         run.step(rank, step)
@@ -109,6 +111,7 @@ def refuse(rank: int) -> list[str]:
         *(partial(CocktailState, model, **{key: value}) for key, value in (("topk", 0), ("topk", 1.5), ("bits", 9))),
         *(partial(CocktailState, model, precondition=value) for value in (0.0, 1.0)),
         partial(MeanState, model, bits=12),
+        partial(MeanState, model, transport="nccl"),
         partial(MeanState, DistributedDataParallel(nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2)))),
         partial(state.load_state_dict, {**good, "replica": torch.tensor([0, 2])}),
         partial(state.load_state_dict, {**good, "residual/other": torch.zeros(1)}),
@@ -123,6 +126,7 @@ def refuse(rank: int) -> list[str]:
 def test_bad_input_is_named(tmp_path: Path) -> None:
     messages = on_plain_ranks(1, refuse, tmp_path / "store")[0]
     expected = ["must lie in (0, 1]"] * 2 + ["bits=9 ", "precondition=0.0 ", "precondition=1.0 ", "bits=12 "]
+    expected += ["transport='nccl' cannot carry gradients on cpu: 'nccl' takes a model on one GPU per process; leave"]
     expected += [
         "0.weight has sparse gradients, which the hook does not exchange; build it with sparse=False",
         "the state of replica 0 of 2 cannot be loaded by replica 0 of 1",

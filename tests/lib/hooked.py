@@ -64,11 +64,16 @@ class Run:
     """Training of a model with a hook on one replica."""
 
     def __init__(
-        self, form: str, module: nn.Module | None = None, timeout: timedelta = TIMEOUT, **of_model: Any
+        self,
+        form: str,
+        module: nn.Module | None = None,
+        timeout: timedelta = TIMEOUT,
+        transport: str = "auto",
+        **of_model: Any,
     ) -> None:
         make, hook = FORMS[form]
         self.model = DistributedDataParallel(module or net(), **{"bucket_cap_mb": SMALL_MB, **of_model})
-        self.state = make(self.model, timeout=timeout)
+        self.state = make(self.model, timeout=timeout, transport=transport)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, weight_decay=0.1)
         self.buckets: list[list[int]] = []
         """Parameters of each call of the hook, by id."""

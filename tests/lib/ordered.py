@@ -162,6 +162,28 @@ def ordered_transport(seed: int = 0) -> OrderedTransport:
     return OrderedTransport("ordered", open_backend)
 
 
+class OrderedProcessGroup(dist.ProcessGroup):
+    """A group of torch.distributed whose backend is a communicator."""
+
+    def __init__(self, backend: OrderedBackend, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._backend = backend
+
+    def _get_backend(self, device: torch.device) -> OrderedBackend:  # type: ignore[override]
+        return self._backend
+
+
+def register_ordered_transport(seed: int = 0) -> str:
+    """Make the transport of this rank a backend of torch.distributed; return its name."""
+    transport = ordered_transport(seed)
+
+    def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> OrderedProcessGroup:
+        return OrderedProcessGroup(transport.open(store, rank, size, timeout), rank, size)
+
+    dist.Backend.register_backend(transport.name, create, devices=["cpu"])
+    return transport.name
+
+
 def _values(tensor: Tensor) -> Tensor:
     """Return a tensor, or the values of one of the stand-in device, which share its memory."""
     held: Tensor = getattr(tensor, "held", tensor)

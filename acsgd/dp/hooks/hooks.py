@@ -14,7 +14,8 @@ R replicas; n = elements of a buffer.
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with types.
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
@@ -29,6 +30,7 @@ from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.identity import Identity
 from acsgd.codecs.message import MessageCodec, PackedCodec
 from acsgd.codecs.topk import TopK
+from acsgd.comm.communicators import NCCL, Communicator
 from acsgd.comm.process_groups import GLOO, Group
 from acsgd.comm.waits import DIRECT, Meter
 from acsgd.dp.hooks.param_buffer import SECOND_MOMENT, ParamBuffer, PendingBucket, SideStream, make_param_buffers
@@ -57,10 +59,10 @@ def mean_hook(state: "MeanState", bucket: dist.GradBucket) -> Future[Tensor]:
 class HookState:
     """State of a communication hook of one wrapped model: residuals, and second moments if it preconditions.
 
-    All replicas create it together, since it opens a gloo group of its own, whatever the backend of the model. An error
-    of an exchange is raised by backward, on all replicas; the state cannot be used afterwards. To accumulate gradients,
-    use the model's no_sync(). Not for scaled gradients (torch.amp.GradScaler): those may be infinite, and residuals
-    would be added at the scale of another step.
+    All replicas create it together, since it opens groups of its own: one of gloo, and one of NCCL if messages stay on
+    the GPU. An error of an exchange is raised by backward, on all replicas; the state cannot be used afterwards. To
+    accumulate gradients, use the model's no_sync(). Not for scaled gradients (torch.amp.GradScaler): those may be
+    infinite, and residuals would be added at the scale of another step.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class HookState:
         precondition: float | None,
         moment_correction: bool,
         timeout: timedelta,
+        transport: str,
     ) -> None:
         if precondition is not None and not 0 < precondition < 1:
             raise ValueError(f"precondition={precondition} must lie between 0 and 1, or be None; 0.999 is usual")
@@ -83,7 +86,7 @@ class HookState:
         self.meter = Meter()
         """Bytes sent by this replica since `meter.reset()`."""
         self._precondition = precondition
-        self._peers = Peers(_new_group(model, timeout), DIRECT)
+        self._peers = Peers(_open_group(model, timeout, transport), DIRECT)
         self._buffers = make_param_buffers(
             model, self._peers, codec, precondition=precondition, moment_correction=moment_correction
         )
@@ -168,6 +171,8 @@ class CocktailState(HookState):
         precondition: Decay of second moments, in (0, 1); None = no preconditioning.
         moment_correction: Whether to correct second moments; used with precondition only.
         timeout: Time to wait for another replica.
+        transport: What carries compressed gradients: "gloo", through host memory; "nccl", for a model on one GPU per
+            process; "auto" = NCCL if the model's process group uses it on that GPU, else gloo.
     """
 
     def __init__(
@@ -180,9 +185,17 @@ class CocktailState(HookState):
         precondition: float | None = None,
         moment_correction: bool = True,
         timeout: timedelta = TIMEOUT,
+        transport: str = "auto",
     ) -> None:
         codec = TopK(topk, bits, group)
-        super().__init__(model, codec, precondition=precondition, moment_correction=moment_correction, timeout=timeout)
+        super().__init__(
+            model,
+            codec,
+            precondition=precondition,
+            moment_correction=moment_correction,
+            timeout=timeout,
+            transport=transport,
+        )
 
 
 class MeanState(HookState):
@@ -190,7 +203,7 @@ class MeanState(HookState):
 
     Args:
         bits: Bits per value: 32, 16 (bf16), or 1 to 8 with a scale per 128 values.
-        precondition, moment_correction, timeout: As in CocktailState.
+        precondition, moment_correction, timeout, transport: As in CocktailState.
     """
 
     def __init__(
@@ -201,10 +214,18 @@ class MeanState(HookState):
         precondition: float | None = None,
         moment_correction: bool = True,
         timeout: timedelta = TIMEOUT,
+        transport: str = "auto",
     ) -> None:
         unquantized: dict[int, Codec] = {32: Identity("fp32"), 16: Identity("bf16")}
         codec = PackedCodec(unquantized.get(bits) or FixPoint(bits, dims="group", group=GROUP))
-        super().__init__(model, codec, precondition=precondition, moment_correction=moment_correction, timeout=timeout)
+        super().__init__(
+            model,
+            codec,
+            precondition=precondition,
+            moment_correction=moment_correction,
+            timeout=timeout,
+            transport=transport,
+        )
 
 
 def _sparse_parameter(model: DistributedDataParallel) -> str | None:
@@ -217,9 +238,41 @@ def _sparse_parameter(model: DistributedDataParallel) -> str | None:
     return next((name for name, x in tables if x.requires_grad and name not in model.parameters_to_ignore), None)
 
 
-def _new_group(model: DistributedDataParallel, timeout: timedelta) -> Group:
-    """Open a gloo group for the messages of one model: several models' must not mix, and nccl has no such messages."""
+def _open_group(model: DistributedDataParallel, timeout: timedelta, transport: str) -> Group:
+    """Open the groups for the messages of one model: several models' must not mix.
+
+    Raises ValueError if the transport cannot carry them.
+    """
+    backend = _backend(model, transport)
     if model.process_group.size() == 1:
         return Group(model.process_group, GLOO)
     ranks = dist.get_process_group_ranks(model.process_group)
-    return Group(dist.new_group(ranks, timeout, backend=GLOO.backend, use_local_synchronization=True), GLOO)
+    new_group = partial(dist.new_group, ranks, timeout, use_local_synchronization=True)
+    group = Group(new_group(backend=GLOO.backend), GLOO)
+    if backend == GLOO.backend:
+        return group
+    (device,) = _devices(model)
+    on_device = new_group(backend=backend)._get_backend(device)
+    return replace(group, updates=Communicator(on_device, ranks, group.rank(), "gradients", device))
+
+
+def _backend(model: DistributedDataParallel, transport: str) -> str:
+    """Return the backend of torch.distributed that carries the compressed gradients of a model."""
+    devices = _devices(model)
+    types = {device.type for device in devices}
+    if transport == "auto":
+        of_model = dist.get_backend_config(model.process_group).split(",")
+        is_nccl = len(devices) == 1 and f"{types.pop()}:{NCCL.name}" in of_model
+        return NCCL.name if is_nccl else GLOO.backend
+    if transport != GLOO.backend and (
+        len(devices) != 1 or not types <= {*dist.Backend.backend_capability.get(transport, ())}
+    ):
+        raise ValueError(
+            f"transport={transport!r} cannot carry gradients on {', '.join(map(str, devices))}: 'nccl' takes a model "
+            "on one GPU per process; leave transport out, or use 'gloo'"
+        )
+    return transport
+
+
+def _devices(model: DistributedDataParallel) -> Collection[torch.device]:
+    return dict.fromkeys(param.device for param in model.module.parameters() if param.requires_grad)
