@@ -11,7 +11,7 @@ import pytest
 from lib.corpora import write_records
 from lib.ranks import on_ranks
 from lib.training import RELATIVE, make_config
-from lib.views import ScriptedView, Trained, train_in_views
+from lib.views import Script, ScriptedView, Trained, train_in_views
 from transformers import AutoModelForCausalLM
 
 from acsgd.config.options import AdapterConfig, ReplicaConfig
@@ -36,6 +36,9 @@ FROZEN = "transformer.w[tp]e.*,*.h.0.attn.*"
 """Parameters that are not trained."""
 ADAPTER = "lora:r=2,dropout=.2"
 STREAMED = "streamed"
+STAGES = "two stages"
+ORDERED = "over an ordered transport"
+"""What follows the name of a run whose device tensors travel as over NCCL."""
 JOIN = [
     ScriptedView((0, 1), 4, late=(1,)),  # step 5, which 1 completes alone
     ScriptedView((0, 1, 2), 6),
@@ -86,7 +89,10 @@ def runs(
     config = make_config(tiny_model(n_layer=1), path, steps=STEPS, micro=2)
     for mode in (each for each in MODES if each in selected("mode")):
         for name, script in scripts_of(mode).items():
-            all_runs[f"{mode}, {name}"] = dataclasses.replace(config, dp=ReplicaConfig(mode)), script
+            of_mode = dataclasses.replace(config, dp=ReplicaConfig(mode))
+            all_runs[f"{mode}, {name}"] = of_mode, script
+            if name == "members change":
+                all_runs[f"{mode}, {name} {ORDERED}"] = of_mode, over_ordered(script)
     parts = {
         FROZEN: dataclasses.replace(config, model=dataclasses.replace(config.model, freeze=FROZEN)),
         ADAPTER: dataclasses.replace(config, adapter=AdapterConfig(ADAPTER)),
@@ -101,7 +107,16 @@ def runs(
     for name, script in scripts.items():
         log = dataclasses.replace(config.log, dir=str(path / name))  # without the segments of the other run
         all_runs[f"{STREAMED}, {name}"] = dataclasses.replace(streamed, log=log), script
+    if selected("stages"):
+        staged = dataclasses.replace(config, pp=dataclasses.replace(config.pp, stages=2, forward="fixpoint:bits=8"))
+        all_runs[f"{STAGES}, calm"] = staged, [ScriptedView((0, 1), STEPS)]
+        interrupted = [ScriptedView((0, 1), 2, late=(1,)), ScriptedView((0, 1), 5), ScriptedView((0, 1), STEPS)]
+        all_runs[f"{STAGES}, interrupted {ORDERED}"] = staged, over_ordered(interrupted)
     return on_ranks(3, train_in_views, path / "store", all_runs)
+
+
+def over_ordered(script: Script) -> Script:
+    return [view._replace(is_ordered=True) for view in script]
 
 
 def losses_of(runs: Runs, mode: str, script: str) -> Mapping[int, float]:
@@ -140,6 +155,21 @@ def test_replicas_that_are_left_and_that_join_have_the_same_weights(runs: Runs, 
     losses, calm = (losses_of(runs, mode, script) for script in ("members change", "calm"))
     assert losses[4] == calm[4]
     assert losses[STEPS] < losses[1]
+
+
+@pytest.mark.parametrize("mode", [ROWS[mode] for mode in IN_ALL_SCRIPTS])
+def test_views_over_an_ordered_transport_train_as_over_gloo(mode: str, runs: Runs) -> None:
+    """A view that ends aborts its communicators. gloo sums three gradients in another order."""
+    over_ordered, over_gloo = (losses_of(runs, mode, f"members change{each}") for each in (f" {ORDERED}", ""))
+    assert over_ordered == pytest.approx(over_gloo, rel=RELATIVE)
+
+
+@pytest.mark.parametrize("stages", [STAGES])
+def test_stages_over_an_ordered_transport_repeat_an_interrupted_step(stages: str, runs: Runs) -> None:
+    """Bit for bit."""
+    over_ordered, calm = (runs[0][f"{stages}, {each}"].losses for each in (f"interrupted {ORDERED}", "calm"))
+    assert over_ordered == calm
+    assert len(calm) == STEPS
 
 
 @pytest.mark.parametrize("mode", [ROWS[mode] for mode in EXCHANGES])

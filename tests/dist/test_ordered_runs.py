@@ -81,7 +81,13 @@ def run_both(world_size: int, tmp_path: Path, configs: Sequence[Config]) -> None
     [
         [("1f1b:lead=2", "lloyd:bits=4")],
         pytest.param(
-            [("gpipe", "none"), ("1f1b", "fixpoint:bits=4"), ("interleaved:chunks=2", "none:dtype=bf16")],
+            [
+                ("gpipe", "none"),
+                ("1f1b", "fixpoint:bits=4"),
+                ("interleaved:chunks=2", "none:dtype=bf16"),
+                ("zb", "fixpoint:bits=4"),
+                ("zbv", "fixpoint:bits=4"),
+            ],
             marks=pytest.mark.soak,
         ),
     ],

@@ -64,7 +64,7 @@ class OrderedBackend:
         self._to, self._from = _connect(store, rank, size, timeout)
         self._operations: queue.SimpleQueue[tuple[Callable[[], None], OrderedWork] | None] = queue.SimpleQueue()
         self._issued: list[OrderedWork] = []
-        self._is_aborted = self._has_failed = False
+        self.is_aborted = self._has_failed = False
         threading.Thread(target=self._run, name="ordered transport", daemon=True).start()
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> OrderedWork:  # noqa: N803
@@ -83,7 +83,7 @@ class OrderedBackend:
         return ErrorType.COMM_ERROR if self._has_failed else ErrorType.SUCCESS
 
     def abort(self) -> None:
-        self._is_aborted = True
+        self.is_aborted = True
         for work in self._issued:
             work.end("the communicator was aborted")
         self.shutdown()
@@ -97,7 +97,7 @@ class OrderedBackend:
     def _issue(self, run: Callable[[], None]) -> OrderedWork:
         work = OrderedWork()
         self._issued = [*(each for each in self._issued if not each.is_completed()), work]
-        if self._is_aborted:
+        if self.is_aborted:
             work.end("the communicator was aborted")
         self._operations.put((run, work))
         return work

@@ -61,6 +61,7 @@ from acsgd.run.step.hooks import LoopState, StepHook, StepHooks
 from acsgd.run.step.pace import Pace
 from acsgd.run.step.spikes import SKIP
 from acsgd.shards.load import Constants, WeightSource
+from lib.ordered import OrderedBackend, ordered_transport
 from lib.training import TIMEOUT
 
 SAMPLES = 100
@@ -97,6 +98,8 @@ class ScriptedView(NamedTuple):
     """See `BackgroundJoin`."""
     skipped: int | None = None
     """Step, counted from 1, that leaves the weights as they are, as if its gradients were not finite."""
+    is_ordered: bool = False
+    """Whether tensors of the device travel over an ordered transport, as over NCCL."""
 
 
 class Trained(NamedTuple):
@@ -197,6 +200,7 @@ class _Process:
         self.streams: dict[int, StreamState | None] = {}
         self.received_bytes: list[int] = []
         self.joining: dict[int, list[int]] = {}
+        self._communicators: list[OrderedBackend] = []
 
     def run_view(self, number: int, view: ScriptedView) -> None:
         """Take part in a view, or drop the state."""
@@ -221,6 +225,7 @@ class _Process:
         store, waits = dist.PrefixStore(f"view {number}", self._store), InterruptibleWaits()
         domain = (config.dp.domain or "")[self._number : self._number + 1]  # a letter per process
         with connect(job.topology, timeout=TIMEOUT, store=store, waits=waits, background=True, domain=domain) as groups:
+            groups = self._over_ordered(groups) if view.is_ordered else groups
             if plan.from_disk:
                 self._session = build_session(job, self._models.weights(job), groups, caches)
             else:
@@ -261,6 +266,20 @@ class _Process:
             self._session = end_transfers(self._session, self._state, self._transfers)
             self._transfers = None
             groups.abort("the view has ended")
+            assert all(communicator.is_aborted for communicator in self._communicators)
+            assert self._communicators or len(view.members) == 1 or not view.is_ordered
+
+    def _over_ordered(self, groups: Groups) -> Groups:
+        delayed = ordered_transport(self._number)
+
+        def open_backend(*args: Any) -> OrderedBackend:
+            backend = delayed.open(*args)
+            assert isinstance(backend, OrderedBackend)
+            self._communicators.append(backend)
+            return backend
+
+        transport = delayed._replace(open=open_backend)
+        return groups.with_transport(transport, torch.device("cpu"), lambda axis, ranks: True)
 
     def _fail_to_form(self, hand_over: Callable[[], object]) -> None:
         with pytest.MonkeyPatch.context() as patch:

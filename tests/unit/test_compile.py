@@ -36,10 +36,16 @@ def step(family: str, *, compiles: bool) -> list[Tensor]:
     return losses + [grad for grad in grads if grad is not None]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize(
-    ("arguments", "tolerance"), [({"backend": "aot_eager"}, 0.0), (INDUCTOR, 2e-5)], ids=["traced", "inductor"]
+    ("family", "arguments", "tolerance"),
+    [
+        pytest.param("gpt2", {"backend": "eager"}, 0.0, id="gpt2, captured"),  # has dropout
+        *(
+            pytest.param(family, arguments, tolerance, id=f"{family}, {name}", marks=pytest.mark.soak)
+            for family in ("gpt2", "llama")
+            for name, arguments, tolerance in (("traced", {"backend": "aot_eager"}, 0.0), ("inductor", INDUCTOR, 2e-5))
+        ),
+    ],
 )
 def test_compiled_blocks_equal_the_others(
     family: str, arguments: dict[str, Any], tolerance: float, monkeypatch: pytest.MonkeyPatch
