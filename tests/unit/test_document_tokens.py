@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lib.commands import acsgd
-from lib.corpora import tokenize_all
+from lib.corpora import examples_of, tokenize_all
 from lib.saved import SMALL, small_run, train_alone
 from tokenizers import processors
 from transformers import (
@@ -26,21 +26,26 @@ from transformers import (
 
 from acsgd.commands.generation.adapter import PEFTAdapter
 from acsgd.commands.generation.model import load
-from acsgd.commands.generation.prompts import PromptEncoder
+from acsgd.commands.generation.options import GenerateOptions
+from acsgd.commands.generation.prompts import Prompt, PromptEncoder
+from acsgd.commands.generation.records import PromptReader, read_records
 from acsgd.commands.recorded import RecordedModel
 from acsgd.config.options import AdapterConfig, DataConfig
+from acsgd.config.run_file import parse_flags
 from acsgd.io.checkpoint.progress import RunState
+from acsgd.io.data.formats.base import Example
 from acsgd.io.data.formats.formats import read_options
 from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.data.tokens import pipeline
 from acsgd.io.data.tokens.corpus import TOKENS
 from acsgd.io.data.tokens.encode import DocumentEncoder
-from acsgd.io.data.tokens.ends import TextEnds
+from acsgd.io.data.tokens.ends import EndFinder, TextEnds
 from acsgd.io.data.tokens.tokens import tokenize
 from acsgd.launch import Launch
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.inputs import open_inputs
 from acsgd.shards.disk import FORMATS, ShardDirectory
+from acsgd.shards.generation import ends_of, known_ends, write_ends
 from acsgd.shards.tokenizer import DocumentTokens, SpecialTokens, load_tokenizer
 
 TEXTS = ["one two", "", "three " * 9]
@@ -295,3 +300,65 @@ def test_exports_of_an_adapter_keep_what_the_run_has_learned_of_texts(
     for directory in (peft, merged, hf, again):
         assert AutoTokenizer.from_pretrained(directory).chat_template == template
         assert GenerationConfig.from_pretrained(directory).eos_token_id == ends
+
+
+SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "models"
+TOKENIZERS = ("gpt2", "gpt-neo-125m", "gpt-neox-20b", "opt-125m")
+"""Models there with a tokenizer."""
+QUESTIONS: list[tuple[str, dict[str, object]]] = [
+    ("", {"prompt": "one plus one is ", "completion": "two"}),
+    ("", {"inputs": "in the year 20", "targets": "24"}),
+    ("--input-format=Q:__input__A:", {"input": "(", "output": " é"}),
+    ("--input-format=__input__", {"input": "def f():\n    ", "output": "return 1"}),
+    ("", {"instruction": "Add.", "input": "1 {x} 1", "output": "\n2"}),
+    ("", {"instruction": "Add.", "context": "", "response": "2"}),
+]
+"""Options of `acsgd generate`, and a record."""
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"no {SHARED}")
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_generation_begins_and_stops_where_documents_of_known_tokenizers_do(name: str, tmp_path: Path) -> None:
+    """The ids of a prompt are the first of its document; the last one is learned, and ends what is generated."""
+    config = AutoConfig.from_pretrained(SHARED / name)
+    tokenizer = load_tokenizer(SHARED / name, config)
+    before = SpecialTokens.of(tokenizer).before
+    encoder = PromptEncoder(tokenizer, before, [], [], 0, None, is_encoder_decoder=False)
+    documents, finder = DocumentEncoder(tokenizer), EndFinder(tokenizer)
+    known = known_ends(SHARED / name, SHARED / name, tokenizer)
+
+    def check(example: Example, prompt: Prompt, end: int) -> None:
+        found = documents.encode([example], documents.tokenize([example]))
+        start = encoder.encode(prompt)
+        assert not found.refused
+        assert found.tokens[: len(start)].tolist() == start
+        assert found.targets[: len(start)].tolist() == [False] * len(start)
+        assert found.targets[len(start)]
+        ends = finder.find(found.tokens, found.targets, found.ends)
+        assert (ends.ids, ends.num_open) == ((end,), 0)
+        shutil.copy(SHARED / name / "config.json", tmp_path)
+        write_ends(tmp_path, [*known, *(id_ for id_ in ends.ids if id_ not in known)])
+        assert end in known_ends(tmp_path, tmp_path, tokenizer)
+        assert end in ends_of(GenerationConfig.from_pretrained(tmp_path), tokenizer)
+
+    for flags, record in QUESTIONS:
+        given = parse_flags(GenerateOptions, ["m", "--file=f", *filter(None, [flags])], prog="acsgd generate")
+        used = {} if given.input_format is None else {"input_format": given.input_format}
+        [reading] = read_options(DataConfig(sources="", sequence=1, batch=1, **used))
+        (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
+        [source] = parse_sources(str(tmp_path / "a.jsonl"), options=[reading])
+        [example] = examples_of(source.source, tokenizer=tokenizer)
+        [asked] = read_records(str(tmp_path / "a.jsonl"))
+        prompt = PromptReader(reading, tokenizer, field=None, is_chat=False).of_record(asked)
+        check(example, prompt, tokenizer.eos_token_id)
+
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b "}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
+    documents, finder = DocumentEncoder(tokenizer), EndFinder(tokenizer)
+    [source] = parse_sources(str(tmp_path / "a.jsonl"))
+    for ending in ("special", "eos", "both"):
+        tokenizer.chat_template, ends, _ = ENDINGS[ending]
+        assert ends is not None
+        [example] = examples_of(source.source, tokenizer=tokenizer)
+        check(example, chat[:1], tokenizer.convert_tokens_to_ids(ends[0].replace("</s>", tokenizer.eos_token)))
