@@ -15,7 +15,14 @@ from transformers import PreTrainedConfig
 
 from acsgd.config.options import ModelConfig
 from acsgd.errors import missing, nearest_path
-from acsgd.io.files.remote import RemoteDirectory, check_address, explain_remote, fetch_directory, is_address
+from acsgd.io.files.remote import (
+    RemoteDirectory,
+    check_address,
+    explain_remote,
+    fetch_directory,
+    hub_refusal,
+    is_address,
+)
 from acsgd.layers.description import ModelLayers
 from acsgd.notes import print_note
 from acsgd.shards.config import CONFIG, parameter_count, read_config
@@ -147,6 +154,8 @@ def _opened(address: str, option: str) -> Iterator[RemoteDirectory]:
     try:
         yield RemoteDirectory.open(address)
     except Exception as error:  # packages of protocols raise errors of many classes
+        if refusal := hub_refusal(error):
+            raise ValueError(f"{option}={address} is {refusal}") from None
         raise ValueError(
             f"{option}={address} cannot be read: {explain_remote(error)}; check the address and its credentials"
         ) from None
@@ -173,6 +182,8 @@ def create_repository(address: str) -> str:
     try:
         return HfApi().create_repo(name, private=True, exist_ok=True).repo_id
     except Exception as error:  # errors of its HTTP library, too
+        if refusal := hub_refusal(error):
+            raise ValueError(f"--push={address} is {refusal}") from None
         raise ValueError(
             f"--push={address} cannot be written: {explain_remote(error)}; log in with hf auth login, or set HF_TOKEN"
         ) from None
@@ -203,6 +214,10 @@ def _download(name: str, patterns: Sequence[str], *, option: str) -> str:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         if "/" in name and Path(name).parent.is_dir():
             raise ValueError(f"{option}={name} {missing(Path(name))}; give an existing directory") from None
+        if refusal := hub_refusal(error):
+            raise ValueError(
+                f"{option}={name} is no local directory{nearest_path(Path(name))}, and {refusal}"
+            ) from None
         cause = str(error).strip().split("\n")[0].rstrip(".")
         raise ValueError(
             f"{option}={name} is neither a local directory{nearest_path(Path(name))} nor a model on the Hugging Face "

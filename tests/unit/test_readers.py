@@ -22,6 +22,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets.exceptions import DatasetNotFoundError
 from lib.corpora import examples_of, tokenize_all
 from transformers import PreTrainedTokenizerFast
 
@@ -408,6 +409,17 @@ def test_what_is_wrong_with_a_dataset_is_named(hub: Path) -> None:
                 read(source_of(name))
             assert str(refused.value).startswith(f"data.sources: {name} cannot be loaded: {problem}")
             assert "without a network, hf:DIRECTORY with a copy (hf download NAME" in str(refused.value)
+
+
+def test_a_dataset_that_the_hub_does_not_show_is_named_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: object) -> None:
+        raise DatasetNotFoundError("Dataset 'nobody/nothing' doesn't exist on the Hub or cannot be accessed.")
+
+    monkeypatch.setattr("acsgd.io.data.sources.hub.load_dataset", absent)
+    with pytest.raises(
+        ValueError, match=r"or cannot be accessed; check the name, and if it is private type hf auth login"
+    ):
+        texts(source_of("hf:nobody/nothing"))
 
 
 def test_without_a_network_a_local_copy_is_suggested(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

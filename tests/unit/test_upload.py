@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 from lib.commands import acsgd
 from lib.models import NO_LAYERS
 from lib.saved import SMALL, small_run, train_alone
@@ -32,7 +33,7 @@ from acsgd.run.plan.job import with_local_checkpoint
 from acsgd.run.plan.limits import check_directories
 from acsgd.run.step import upload as step_upload
 from acsgd.shards.disk import ShardDirectory
-from acsgd.shards.hub import find_model
+from acsgd.shards.hub import create_repository, find_model
 from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
 
 LIMIT_S = 30.0
@@ -394,6 +395,49 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_no_message_holds_the_signature_of_an_address() -> None:
     error = OSError("403 for https://host/key?X-Amz-Credential=AKIA&X-Amz-Signature=abc\nand more")
     assert explain_remote(error) == "403 for https://host/key and more"
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (
+            RepositoryNotFoundError,
+            "not on the Hugging Face Hub, or private; check the name, and if it is private type hf",
+        ),
+        (GatedRepoError, "gated on the Hugging Face Hub; ask for access on its page there, and type hf auth login"),
+        (HfHubHTTPError, "closed without a valid login to the Hugging Face Hub; type hf auth login"),
+    ],
+)
+def test_a_repository_that_the_hub_does_not_show_is_named_with_what_to_type(
+    kind: type[HfHubHTTPError], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a model by its id or address, as the target of an upload or a push; else it is 5 lines of the Hub's own."""
+    response: Any = SimpleNamespace(status_code=401, headers={}, request=None)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise kind("401 Client Error. (Request ID: 1)\n\nRepository Not Found for url: ...", response=response)
+
+    def list_nothing(*_: object, **__: object) -> None:
+        try:
+            refuse()
+        except HfHubHTTPError as error:  # as HfFileSystem does
+            raise FileNotFoundError("nobody/nothing (repository not found)") from error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", refuse)
+    monkeypatch.setattr("huggingface_hub.HfFileSystem.ls", list_nothing)
+    for refused in (
+        lambda: find_model("nobody/nothing", option="model.name", config_only=True),
+        lambda: find_model("hf://nobody/nothing", option="model.name"),
+        lambda: create_repository("hf://nobody/nothing"),
+    ):
+        with pytest.raises(ValueError) as error:
+            refused()
+        assert says in str(error.value)
+        assert len(str(error.value)) < 200
+    with pytest.raises(FileNotFoundError) as absent:
+        RemoteDirectory.open("hf://nobody/nothing").list()
+    assert says in explain_remote(absent.value)
 
 
 @pytest.mark.parametrize("address", ["file", *STORES[1:]], indirect=True)

@@ -75,8 +75,26 @@ def check_address(address: str, option: str | None = None) -> None:
         raise ValueError(f"{given} has a protocol that fsspec does not know; use {known}") from None
 
 
+def hub_refusal(error: BaseException) -> str:
+    """Return why the Hugging Face Hub refuses a repository, and what to type; empty for errors of other kinds."""
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, HfHubHTTPError):
+        cause = cause.__cause__
+    if isinstance(cause, GatedRepoError):
+        return "gated on the Hugging Face Hub; ask for access on its page there, and type hf auth login"
+    if isinstance(cause, RepositoryNotFoundError):
+        return "not on the Hugging Face Hub, or private; check the name, and if it is private type hf auth login"
+    if cause is not None and cause.response.status_code == 401:
+        return "closed without a valid login to the Hugging Face Hub; type hf auth login"
+    return ""
+
+
 def explain_remote(error: BaseException) -> str:
     """Return one line on an error of a remote file system, without the signature of an address."""
+    if refusal := hub_refusal(error):
+        return f"its repository is {refusal}"
     text = " ".join(str(error).split()) or type(error).__name__
     text = re.sub(r"(https?://[^\s?'\"]+)\?[^\s'\"]*", r"\1", text)
     return text[:300] if isinstance(error, OSError) else f"{type(error).__name__}: {text[:300]}"
@@ -104,11 +122,16 @@ class RemoteDirectory:
         return RemoteDirectory(f"{self.address}/{name}", self.files, f"{self.path}/{name}")
 
     def list(self) -> dict[str, dict[str, Any]]:
-        """Return fsspec's info of each file and directory in this one, by name; empty if it does not exist."""
+        """Return fsspec's info of each file and directory in this one, by name; empty if it does not exist.
+
+        Raises FileNotFoundError if its repository of the Hugging Face Hub does not.
+        """
         self.files.invalidate_cache()
         try:
             entries = self.files.ls(self.path, detail=True)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if hub_refusal(error):
+                raise
             return {}
         return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in entries}
 

@@ -20,7 +20,7 @@ from acsgd.io.data.sources.files import NO_RECORDS, SPLITS, read_files, readable
 from acsgd.io.data.sources.files import version_of as version_of_content
 from acsgd.io.data.sources.remote import ConnectionLostError
 from acsgd.io.data.sources.text import reading
-from acsgd.io.files.remote import LOCAL, check_address, explain_remote, version_of
+from acsgd.io.files.remote import LOCAL, check_address, explain_remote, hub_refusal, version_of
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -163,7 +163,8 @@ class FsspecFiles(NamedSource):
             raise self._refused(error) from None
 
     def _refused(self, error: Exception) -> ValueError:
-        problem = "it does not exist" if isinstance(error, FileNotFoundError) else explain_remote(error)
+        is_absent = isinstance(error, FileNotFoundError) and not hub_refusal(error)
+        problem = "it does not exist" if is_absent else explain_remote(error)
         return ValueError(
             f"{self.key}: {self.name} cannot be read ({problem}); check the address, its credentials and the network"
         )

@@ -65,7 +65,13 @@ def loading(name: str, key: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # datasets and the libraries of file formats raise errors of every class
+        from datasets.exceptions import DatasetNotFoundError  # takes most of a second
+
         problem = first_line(error)
+        if isinstance(error, DatasetNotFoundError):
+            raise ValueError(
+                f"{key}: {name} cannot be loaded: {problem}; check the name, and if it is private type hf auth login"
+            ) from None
         raise ValueError(
             f"{key}: {name} cannot be loaded: {problem}; give {PREFIX}NAME:CONFIG:SPLIT or, without a "
             f"network, {PREFIX}DIRECTORY with a copy (hf download NAME --repo-type dataset --local-dir DIRECTORY)"
