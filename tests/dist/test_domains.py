@@ -213,6 +213,7 @@ VIEWS: dict[str, Script] = {
         ScriptedView((0, 2), 5),
         ScriptedView((1, 0, 2, 3), VIEW_STEPS),
     ],
+    "a domain joins": [ScriptedView((0, 1), 2), ScriptedView(range(4), VIEW_STEPS)],
     "joins in the background": [ScriptedView((0, 1), 2), ScriptedView(range(4), VIEW_STEPS)],
     "one of a domain joins in the background": [ScriptedView((0, 1, 2), 2), ScriptedView(range(4), VIEW_STEPS)],
 }
@@ -253,5 +254,9 @@ def test_domains_of_an_elastic_run_have_equal_state_in_every_view(
             assert len(digests) == 1, (run, step)
             (of_run[step],) = {process[run].losses[step] for process in processes if step in process[run].losses}
         assert of_run[VIEW_STEPS] < of_run[1], run
+    received = [process["a domain joins"].received_bytes for process in processes]
+    sent = sum(process["a domain joins"].sent_between_hosts for process in processes)
+    assert received == [[0], [0], [sent], [sent]], "the state reaches the host once, and both of its replicas"
+    assert sent > 0
     if mode != EXCHANGING:
         assert losses["one of a domain is late"] == pytest.approx(losses["calm"], rel=RELATIVE)

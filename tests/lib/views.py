@@ -25,6 +25,7 @@ from acsgd.elastic.hooks import BackgroundJoin
 from acsgd.elastic.membership.assignment import StoredCut
 from acsgd.elastic.membership.plan import Plan, WorkerState, make_plan
 from acsgd.elastic.requirements import possible_cuts, with_stages
+from acsgd.elastic.state import transfer
 from acsgd.elastic.state.channel import StateReceiver
 from acsgd.elastic.state.handover import (
     complete_step,
@@ -119,6 +120,8 @@ class Trained(NamedTuple):
     """Size of the state that other processes sent before each view that does not start from disk."""
     joining: dict[int, list[int]]
     """Replicas without all of their state in each step."""
+    sent_between_hosts: int = 0
+    """Size of the state that this process sent to those of other hosts before views, bytes."""
 
 
 Script = Sequence[ScriptedView]
@@ -150,6 +153,7 @@ def train_in_views(
             process.origins,
             process.received_bytes,
             process.joining,
+            process.sent_between_hosts,
         )
     return trained
 
@@ -200,6 +204,7 @@ class _Process:
         self.streams: dict[int, StreamState | None] = {}
         self.received_bytes: list[int] = []
         self.joining: dict[int, list[int]] = {}
+        self.sent_between_hosts = 0
         self._communicators: list[OrderedBackend] = []
 
     def run_view(self, number: int, view: ScriptedView) -> None:
@@ -209,15 +214,16 @@ class _Process:
             self._snapshots = SnapshotStore()
             return
         plan = self._plan(number, view)
-        rank = plan.rank_of(str(self._number))
+        name = self._name(self._number)
+        rank = plan.rank_of(name)
         assert rank is not None
-        is_holder = str(self._number) in plan.holders and not plan.from_snapshot
+        is_holder = name in plan.holders and not plan.from_snapshot
         self.origins.append(plan.origin)
         if plan.from_snapshot:
             self._snapshots.return_to(plan.step)
             self._snapshots.complete(plan.step)
         if self._session is not None and is_holder:
-            complete_step(self._session, self._state, plan, is_behind=str(self._number) in plan.behind)
+            complete_step(self._session, self._state, plan, is_behind=name in plan.behind)
             self._note_step()
         config = with_stages(self._config, plan.stages)
         job = self._models.prepare(config, rank, len(plan.ranks))
@@ -240,16 +246,17 @@ class _Process:
                     groups.abort("the view was not formed")
                     return
                 snapshot = self._snapshots.by_step.get(plan.step) if plan.from_snapshot else None
-                joined = join(
-                    self._session,
-                    job,
-                    groups,
-                    plan,
-                    constants,
-                    host="127.0.0.1",
-                    cache_plan=caches,
-                    snapshot=snapshot,
-                )
+                with self._counting(plan):
+                    joined = join(
+                        self._session,
+                        job,
+                        groups,
+                        plan,
+                        constants,
+                        host="127.0.0.1",
+                        cache_plan=caches,
+                        snapshot=snapshot,
+                    )
                 self._session, received_bytes, self._transfers, self._state.idle = joined
                 self.received_bytes.append(received_bytes)
                 self._state.progress = from_json(Progress, plan.progress)
@@ -268,6 +275,26 @@ class _Process:
             groups.abort("the view has ended")
             assert all(communicator.is_aborted for communicator in self._communicators)
             assert self._communicators or len(view.members) == 1 or not view.is_ordered
+
+    def _name(self, number: int) -> str:
+        """Return the name of a process as a worker; a domain is a host."""
+        domain = (self._config.dp.domain or "")[number : number + 1]
+        return f"{domain or number}/{number}"
+
+    @contextlib.contextmanager
+    def _counting(self, plan: Plan) -> Iterator[None]:
+        """Count what this process sends to other hosts."""
+        send_tensors, here = transfer.send_tensors, self._name(self._number).partition("/")[0]
+
+        def counted(groups: Groups, to: int, layers: Sequence[Mapping[str, torch.Tensor]]) -> None:
+            if plan.ranks[to].partition("/")[0] != here:  # those that several layers share travel once
+                sizes = {name: tensor.nbytes for tensors in layers for name, tensor in tensors.items()}
+                self.sent_between_hosts += sum(sizes.values())
+            send_tensors(groups, to, layers)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transfer, "send_tensors", counted)
+            yield
 
     def _over_ordered(self, groups: Groups) -> Groups:
         delayed = ordered_transport(self._number)
@@ -293,7 +320,7 @@ class _Process:
         mine = dataclasses.replace(mine, snapshots=self._snapshots.reports())
         self._store.set(f"{number}/{self._number}", json.dumps(dataclasses.asdict(mine)))
         states = {
-            str(member): from_json(WorkerState, json.loads(self._store.get(f"{number}/{member}")))
+            self._name(member): from_json(WorkerState, json.loads(self._store.get(f"{number}/{member}")))
             for member in view.members
         }
         return make_plan(states, staying=list(states), cuts=self._cuts)

@@ -46,7 +46,8 @@ def cases() -> Iterator[tuple[Cut, dict[str, WorkerState], list[str]]]:
 def layers_after(plan: Plan, workers: dict[str, WorkerState], cut: Cut) -> list[set[int]]:
     """Return the layers of each rank after all transfers: those it keeps, and those it receives.
 
-    Checks that each is received once, from a rank that has held it at the step from which the run continues.
+    Checks that each is received once, from a rank that has held it at the step from which the run continues, or from
+    one of the same host that has received all of its layers before.
     """
     wanted = cut * plan.replicas
     kept = [
@@ -55,11 +56,15 @@ def layers_after(plan: Plan, workers: dict[str, WorkerState], cut: Cut) -> list[
     ]
     received = Counter((each.target, layer) for each in plan.transfers for layer in each.layers)
     assert all(number == 1 for number in received.values())
-    for each in plan.transfers:
+    for number, each in enumerate(plan.transfers):
+        if plan.ranks[each.source] not in plan.holders:
+            hosts = {plan.ranks[rank].partition("/")[0] for rank in (each.source, each.target)}
+            before = {layer for got in plan.transfers[:number] if got.target == each.source for layer in got.layers}
+            assert (len(hosts), before) == (1, {*each.layers})
+            continue
         source = workers[plan.ranks[each.source]]
         assert {*each.layers} <= {*source.layers}
         assert source.step == plan.step or plan.ranks[each.source] in plan.behind
-        assert plan.ranks[each.source] in plan.holders
     return [layers | {layer for target, layer in received if target == rank} for rank, layers in enumerate(kept)]
 
 
@@ -99,7 +104,7 @@ def test_any_holders_of_any_layers_give_each_rank_its_layers_or_the_run_returns_
         cut = cut_of(choose.randint(1, 4), choose.randint(1, 2))
         layers = [layer for position in cut for layer in position]
         workers = {
-            f"h{number}/0": WorkerState(
+            f"h{number // 2}/{number}": WorkerState(
                 choose.choice((6, 7, 7, 7)),
                 tuple(sorted(choose.sample(layers, choose.randint(0, len(layers))))),
                 ready=choose.random() < 0.8,
@@ -152,6 +157,22 @@ def test_newcomers_get_state_and_the_sending_is_spread() -> None:
     for transfer in plan.transfers:
         sent[transfer.source] += len(transfer.layers)
     assert sent == {0: 4, 1: 4}
+
+
+def test_state_reaches_a_host_that_joins_once_and_is_handed_on_there() -> None:
+    cut = cut_of(2, chunks=2)
+    workers = {**states(cut, 1), **{f"new/{number}": WorkerState() for number in range(6)}}
+    plan = make_plan(workers, staying=list(workers), cuts=[cut])
+    assert layers_after(plan, workers, cut) == [set(layers) for layers in cut * 4]
+    assert plan.holders == ("h0/0", "h1/0")
+    between = [each for each in plan.transfers if each.source < 2]
+    assert between == [Transfer((0, 2), 0, 2), Transfer((1, 3), 1, 3)]
+    assert {(each.source, each.target) for each in plan.transfers} - {(0, 2), (1, 3)} == {
+        (2, 4),
+        (3, 5),
+        (2, 6),
+        (3, 7),
+    }
 
 
 def test_a_host_that_leaves_still_decides_the_step() -> None:

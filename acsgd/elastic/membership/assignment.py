@@ -60,13 +60,20 @@ def lacks_layers(ranks: Collection[str], held: Held, wanted: Wanted) -> bool:
     }
 
 
-def transfers_of(held: Wanted, wanted: Wanted) -> tuple[Transfer, ...]:
+def transfers_of(ranks: Sequence[str], held: Wanted, wanted: Wanted) -> tuple[Transfer, ...]:
     """Return the transfers that give each rank its layers, spread evenly over the ranks that hold them.
 
-    held: layers by rank. Ranks that keep a layer are preferred as its sources.
+    ranks: worker of each rank; held: layers by rank. Ranks that keep a layer are preferred as its sources. A rank that
+    holds nothing gets its layers from an earlier one of its host that gets the same: they reach the host once.
     """
     load, layers_of = Counter[int](), dict[tuple[int, int], list[int]]()
+    first = dict[tuple[str, frozenset[ReplicaLayer]], int]()
     for target, layers in enumerate(wanted):
+        if not held[target]:
+            relay = first.setdefault((ranks[target].partition("/")[0], layers), target)
+            if relay != target:
+                layers_of[relay, target] = sorted(layer for _, layer in layers)
+                continue
         for layer in sorted(set(layers) - held[target]):
             sources = (rank for rank in range(len(wanted)) if layer in held[rank])
             source = min(sources, key=lambda rank: (layer not in wanted[rank], load[rank], rank))
@@ -76,10 +83,10 @@ def transfers_of(held: Wanted, wanted: Wanted) -> tuple[Transfer, ...]:
 
 
 def holders_of(ranks: Sequence[str], held: Held, wanted: Wanted, transfers: Sequence[Transfer]) -> tuple[str, ...]:
-    """Return the workers that keep or send state."""
+    """Return the workers that keep or send state of their own."""
     senders = {transfer.source for transfer in transfers}
     return tuple(
         name
         for rank, name in enumerate(ranks)
-        if rank in senders or held.get(name, frozenset()).intersection(wanted[rank])
+        if (own := held.get(name)) and (rank in senders or own.intersection(wanted[rank]))
     )

@@ -87,7 +87,7 @@ class Plan:
     from_snapshot: bool = False
     """Whether all ranks return to the snapshot of step `step`, whose layers are kept and sent in place of their own."""
     holders: tuple[str, ...] = ()
-    """Workers that keep or send state. All others drop theirs."""
+    """Workers that keep or send state of theirs. All others drop it."""
     transfers: tuple[Transfer, ...] = ()
     """Transfers of state between memories, in this order, before training continues."""
     behind: tuple[str, ...] = ()
@@ -201,7 +201,7 @@ def _plan_of(
     if lacks_layers(ranks, held, of_ranks):
         return plan
     ids = (*complete, *new)[:replicas]
-    transfers = transfers_of([held.get(name, frozenset()) for name in ranks], of_ranks)
+    transfers = transfers_of(ranks, [held.get(name, frozenset()) for name in ranks], of_ranks)
     holders = holders_of(ranks, held, of_ranks, transfers)
     return replace(plan, from_disk=False, holders=holders, transfers=transfers, replica_ids=ids)
 

@@ -134,8 +134,10 @@ def _run_transfers(plan: Plan, groups: Groups, held: HeldLayers | Snapshot | Non
     rank, received_bytes = groups.world.rank(), 0
     with collective_errors("handing over state", groups.world):
         for transfer in plan.transfers:  # in the same order on all ranks, so that no two wait for each other
-            if transfer.source == rank and held is not None:
-                held.send(transfer.layers, groups, transfer.target)
+            if transfer.source == rank:
+                own = held if plan.ranks[rank] in plan.holders else received
+                assert own is not None
+                own.send(transfer.layers, groups, transfer.target)
             elif transfer.target == rank:
                 received_bytes += receive_layers(groups, transfer.source, received)
     return received_bytes

@@ -15,7 +15,7 @@ import math
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -211,7 +211,8 @@ def plan_joins(
     """
     if not (sources := _possible_sources(plan)):
         return BackgroundJoins({}, {}, {}, {})
-    joining_s, link_rates = _measure(session, job, groups, sources, constants)
+    direct = {transfer.target for transfer in plan.transfers if plan.ranks[transfer.source] in plan.holders}
+    joining_s, link_rates = _measure(session, job, groups, sources, direct, constants)
     if joining_s <= job.config.elastic.join_budget:
         return BackgroundJoins({}, {}, {}, {})
     with contextlib.ExitStack() as stack:
@@ -247,13 +248,19 @@ def _possible_sources(plan: Plan) -> dict[int, int]:
 
 
 def _measure(
-    session: Session | None, job: Job, groups: Groups, sources: Mapping[int, int], constants: Constants
+    session: Session | None,
+    job: Job,
+    groups: Groups,
+    sources: Mapping[int, int],
+    direct: Collection[int],
+    constants: Constants,
 ) -> tuple[float, dict[int, float]]:
     """Return the time that all other ranks would wait for ranks that join, seconds, and the rates of links.
 
-    The time, the same on all ranks, is that to send their state to one after another. Meanwhile, all read their
-    constants from disk. The rates are those to the ranks of which this rank is the source, bytes per second. The time
-    is 0 if a source has no memory for copies of its layers.
+    direct: ranks that would not get their state from one of their host. The time, the same on all ranks, is that to
+    send it to these, one after another. Meanwhile, all read their constants from disk. The rates are those to the ranks
+    of which this rank is the source, bytes per second. The time is 0 if a source has no memory for copies of its
+    layers.
     """
     rank, sending_s, reading_s, rates, has_room = job.topology.rank, 0.0, 0.0, dict[int, float](), True
     with collective_errors("measuring links", groups.world):
@@ -266,7 +273,8 @@ def _measure(
                 nbytes = state_bytes(session, job.layout.layers)
                 has_room = len(_copied_layers(session, 0)) == 1 or nbytes <= memory_for_joins(job)
                 seconds = measure_link(groups, target, nbytes)
-                sending_s, rates[target] = sending_s + seconds, nbytes / seconds or math.inf
+                sending_s += seconds if target in direct else 0.0
+                rates[target] = nbytes / seconds or math.inf
     mine = f"{sending_s} {reading_s} {float(has_room)}"
     times = groups.all_gather_text("measuring links", mine, timeout_s=groups.timeout_s)
     sending, reading, have_room = zip(*(map(float, each.split()) for each in times), strict=True)

@@ -49,9 +49,11 @@ class LayersInMemory:
         self._weights: dict[str, Tensor] = {}
         self._optimizer: WeightState = {}
         self._mode: WeightState = {}
+        self._messages: list[Mapping[str, Tensor]] = []
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Add the tensors of one message."""
+        self._messages.append(tensors)
         for name, tensor in tensors.items():
             kind, *parts = name.split(SEPARATOR)
             if kind == WEIGHT:
@@ -72,6 +74,10 @@ class LayersInMemory:
         assert self._constants is not None
         constant = self._constants.find(layer, key)
         return self._weights[key] if constant is None else constant
+
+    def send(self, layers: Sequence[int], groups: Groups, to: int) -> None:
+        """Send all messages on to a rank of this host; layers: those that they have."""
+        send_tensors(groups, to, self._messages)
 
     @torch.no_grad()
     def load_layer(self, layer: LoadedLayer, session: Session) -> None:
