@@ -17,7 +17,7 @@ from lib.patience import stretched
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from acsgd.dp.hooks.hooks import CocktailState, MeanState
+from acsgd.dp.hooks.hooks import CocktailState, MeanState, choose_backend
 
 
 def fail(rank: int, how: str) -> str:
@@ -101,6 +101,17 @@ def train_alone(rank: int) -> tuple[bool, list[str]]:
 def test_a_single_process_keeps_its_gradients(tmp_path: Path) -> None:
     alone = on_plain_ranks(1, train_alone, tmp_path / "store")[0]
     assert alone == (True, ["one process: no gradients are exchanged"])
+
+
+def choose(rank: int) -> list[str]:
+    model = DistributedDataParallel(net())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda group: "cpu:nccl,cuda:gloo")
+        return [choose_backend(model, transport) for transport in ("auto", "gloo")]
+
+
+def test_auto_is_nccl_where_the_process_group_has_it_for_the_device(tmp_path: Path) -> None:
+    assert on_plain_ranks(1, choose, tmp_path / "store") == [["nccl", "gloo"]]
 
 
 def refuse(rank: int) -> list[str]:

@@ -243,7 +243,7 @@ def _open_group(model: DistributedDataParallel, timeout: timedelta, transport: s
 
     Raises ValueError if the transport cannot carry them.
     """
-    backend = _backend(model, transport)
+    backend = choose_backend(model, transport)
     if model.process_group.size() == 1:
         return Group(model.process_group, GLOO)
     ranks = dist.get_process_group_ranks(model.process_group)
@@ -256,8 +256,11 @@ def _open_group(model: DistributedDataParallel, timeout: timedelta, transport: s
     return replace(group, updates=Communicator(on_device, ranks, group.rank(), "gradients", device))
 
 
-def _backend(model: DistributedDataParallel, transport: str) -> str:
-    """Return the backend of torch.distributed that carries the compressed gradients of a model."""
+def choose_backend(model: DistributedDataParallel, transport: str) -> str:
+    """Return the backend of torch.distributed that carries the compressed gradients of a model.
+
+    transport: as in CocktailState. Raises ValueError if it cannot carry them.
+    """
     devices = _devices(model)
     types = {device.type for device in devices}
     if transport == "auto":
