@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import PreTrainedConfig
 
 from acsgd.layers.composed import ComposedModel, State
@@ -26,6 +25,24 @@ from acsgd.model_classes import LogitsLoss, ModelClass
 FLOPS_PER_BYTE = {"cpu": 8.0, "cuda": 200.0}
 """Arithmetic operations in the time that a device takes to write one byte of output. CPU: from timings of single blocks
 on one core; GPU: ratio of bf16 arithmetic to memory bandwidth of current data-centre cards."""
+
+
+def _scores_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+    """Return the operations of both products of attention, from the shapes of fused attention's arguments."""
+    return sdpa_flop_count(query, key, value)
+
+
+def _scores_backward_flops(gradient: Sequence[int], *shapes: Any, **__: Any) -> int:
+    """Return those of the gradients of both products. Scores that a fused kernel computes again are not counted."""
+    return 2 * sdpa_flop_count(*shapes[:3])
+
+
+FUSED_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _scores_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _scores_backward_flops,
+}
+"""Operations of what torch's counter does not know, in the form of its registry. As eager attention has: also those of
+masked positions."""
 
 
 class StageSpec(NamedTuple):
@@ -116,7 +133,7 @@ class LayerWork(NamedTuple):
     """Forward and backward of a layer on one micro-batch, without recomputation."""
 
     flops: int
-    """Arithmetic operations of matrix products, by torch's counter."""
+    """Arithmetic operations of matrix products, attention's among them, by torch's counter."""
     output_bytes: int
     """Bytes of all outputs of operations."""
 
@@ -151,8 +168,6 @@ def token_flops(
     """
     if any("target" in shape for shape in model_class.inputs.values()):
         return 0.0
-    config = copy.deepcopy(config)
-    config._attn_implementation = "eager"  # torch's counter does not know the fused attention of fake CPU tensors
     try:
         work = layer_work(model_class, config, layers, sizes)
     except (DataDependentOutputException, DynamicOutputShapeException):
@@ -177,7 +192,7 @@ def layer_work(
             kind = repr(model.get_submodule(layer.block)) if layer.block and not layer.runs_forward else layer.name
             key = repr((kind, {name: x.shape for name, x in state.items()}))
             if key not in found:
-                with FlopCounterMode(display=False) as flops, _OutputBytes() as outputs:
+                with FlopCounterMode(display=False, custom_mapping=FUSED_ATTENTION) as flops, _OutputBytes() as outputs:
                     out = composed.call(layer.index, _detached(state), inputs, context)
                     _backward(model_class.loss, out)
                 found[key] = LayerWork(flops.get_total_flops(), outputs.bytes), _detached(out)

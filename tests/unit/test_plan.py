@@ -19,8 +19,19 @@ from transformers.pytorch_utils import Conv1D
 
 from acsgd.layers import recorders as known_values
 from acsgd.model_classes import MODEL_CLASSES, ModelClass
+from acsgd.run.plan.step_time import attention_share
 from acsgd.shards import plan as shards_plan
-from acsgd.shards.plan import LayerWork, StageSpec, blocks_of, layer_costs, plan, plan_blocks, plan_unequal, token_flops
+from acsgd.shards.plan import (
+    LayerWork,
+    StageSpec,
+    blocks_of,
+    layer_costs,
+    layer_work,
+    plan,
+    plan_blocks,
+    plan_unequal,
+    token_flops,
+)
 
 
 def costs_of(config: PreTrainedConfig, sequence: int, task: ModelClass = MODEL_CLASSES["lm"]) -> list[float]:
@@ -114,6 +125,22 @@ def test_the_work_per_token_is_that_of_the_whole_model(family: str, attention: s
     used = [m.weight for m in model.modules() if isinstance(m, (torch.nn.Linear, Conv1D))]
     products = 12 * config.num_hidden_layers * config.hidden_size * sequence
     assert found == 6 * sum(weight.numel() for weight in used) + products
+
+
+@pytest.mark.parametrize("sequence", [16, 512])
+def test_the_scores_of_fused_attention_count(sequence: int) -> None:
+    """They make the blocks, and attention within them, a larger part of a model with longer sequences."""
+    config, task = tiny_config("llama"), MODEL_CLASSES["lm"]
+    sizes, ids = {"batch": 1, "sequence": sequence}, torch.zeros(1, sequence, dtype=torch.long)
+    eager = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter:
+        eager(input_ids=ids, use_cache=False)
+    name = f"{type(eager).__name__}.model.layers.0"
+    block, attention = (sum(counter.get_flop_counts()[each].values()) for each in (name, f"{name}.self_attn"))
+    config._attn_implementation = "sdpa"
+    _, first, *_ = layer_work(task, config, task.layers(config), sizes)
+    assert first.flops == 3 * block
+    assert attention_share(eager.model.layers[0], config, sequence) == pytest.approx(attention / block, rel=0.01)
 
 
 def test_more_stages_than_layers_is_refused() -> None:

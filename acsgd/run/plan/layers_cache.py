@@ -22,7 +22,7 @@ from acsgd.model_classes import ModelClass
 from acsgd.notes import print_note, report_if_slow
 from acsgd.shards.plan import layer_costs
 
-FORMAT = 6
+FORMAT = 7
 """Version of the derivation and of the estimate of costs; part of every key."""
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from acsgd.dp.exchange.buckets import BUCKET_MB
 from acsgd.dp.modes import compression, overlaps_next_step
@@ -215,21 +216,31 @@ def layer_operations(
     ]
     whole = training_costs(costs, partition.model.description)
     backward = [both - ahead for both, ahead in zip(whole, forward, strict=True)]
-    again = [_recomputed_share(partition.plugins.recompute, layer, built) for layer in partition.model.layers]
+    recompute, sequence = partition.plugins.recompute, partition.shapes.sizes["sequence"]
+    again = [_recomputed_share(recompute, layer, built, sequence) for layer in layers]
     backward = [back + share * ahead * (back > 0) for back, share, ahead in zip(backward, again, forward, strict=True)]
     return forward, backward
 
 
-def _recomputed_share(recompute: Recompute, layer: LayerSpec, built: PreTrainedModel) -> float:
-    """Return the fraction of a layer's forward that its backward repeats: of attention, that of its parameters."""
+def _recomputed_share(recompute: Recompute, layer: LayerSpec, built: PreTrainedModel, sequence: int) -> float:
+    """Return the fraction of a layer's forward that its backward repeats: of attention, that of its products."""
     if not recompute.attention or layer.block is None:
         return float(recompute.layers > 0)
-    block = built.get_submodule(layer.block)
-    whole, repeated = (
-        sum(param.numel() for module in modules for param in module.parameters())
-        for modules in ([block], attention_modules(block))
+    return attention_share(built.get_submodule(layer.block), built.config, sequence)
+
+
+def attention_share(block: nn.Module, config: PreTrainedConfig, sequence: int) -> float:
+    """Return the fraction of the operations of a block's forward that its attention modules have.
+
+    A token is multiplied by all parameters, and in attention with the keys and values of `sequence` tokens.
+    """
+    config, modules = config.get_text_config(), [*attention_modules(block)]
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    scores = len(modules) * 2 * sequence * config.num_attention_heads * head
+    whole, attention = (
+        sum(param.numel() for module in each for param in module.parameters()) for each in ([block], modules)
     )
-    return repeated / whole
+    return (attention + scores) / (whole + scores)
 
 
 def _rung(spec: str, rungs: Sequence[Rung]) -> Rung:
