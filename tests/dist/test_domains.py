@@ -202,17 +202,19 @@ def resumed_losses(config: Config) -> list[float]:
     return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
 
+PARTING = [
+    ScriptedView(range(4), 2),
+    ScriptedView((2, 3), 3),  # each for itself
+    ScriptedView((3, 2, 1), 4),
+    ScriptedView((0, 2), 5),
+    ScriptedView((1, 0, 2, 3), VIEW_STEPS),
+]
 VIEWS: dict[str, Script] = {
     "calm": [ScriptedView(range(4), VIEW_STEPS)],
     "one of a domain is late": [ScriptedView(range(4), 3, late=(1,)), ScriptedView(range(4), VIEW_STEPS)],
     "the leader misses the exchange": [ScriptedView(range(4), 3, unsynced=(0,)), ScriptedView(range(4), VIEW_STEPS)],
-    "domains part and meet": [
-        ScriptedView(range(4), 2),
-        ScriptedView((2, 3), 3),  # each for itself
-        ScriptedView((3, 2, 1), 4),
-        ScriptedView((0, 2), 5),
-        ScriptedView((1, 0, 2, 3), VIEW_STEPS),
-    ],
+    "domains part and meet": PARTING,
+    "domains part and meet over an ordered transport": [view._replace(is_ordered=True) for view in PARTING],
     "a domain joins": [ScriptedView((0, 1), 2), ScriptedView(range(4), VIEW_STEPS)],
     "joins in the background": [ScriptedView((0, 1), 2), ScriptedView(range(4), VIEW_STEPS)],
     "one of a domain joins in the background": [ScriptedView((0, 1, 2), 2), ScriptedView(range(4), VIEW_STEPS)],
@@ -258,5 +260,7 @@ def test_domains_of_an_elastic_run_have_equal_state_in_every_view(
     sent = sum(process["a domain joins"].sent_between_hosts for process in processes)
     assert received == [[0], [0], [sent], [sent]], "the state reaches the host once, and both of its replicas"
     assert sent > 0
+    over_gloo, over_ordered = (losses[each] for each in losses if each.startswith("domains part and meet"))
+    assert over_ordered == pytest.approx(over_gloo, rel=RELATIVE)
     if mode != EXCHANGING:
         assert losses["one of a domain is late"] == pytest.approx(losses["calm"], rel=RELATIVE)
