@@ -311,6 +311,8 @@ def _usage_error(printed: str, argv: Sequence[str]) -> str:
             f"{unknown} belongs to no option; write commas without spaces between several values, "
             f'{option} {value.removesuffix(",")},{unknown}, or a text in quotes, {option} "{value} {unknown}"'
         )
+    if place > 0 and argv[place - 1][:1] != "-":
+        return f"{unknown} is an argument too many; write commas without spaces between several values of one argument"
     hint = next((f"; {' '.join(each)}" for each in others if each[0].startswith("Available")), "").lower()
     text = " ".join(error).partition(" Got errors: ")[0].removesuffix(".")
     text = re.sub(r"'(?:\w+\.)?(\w+)'(?=\. Expected)", lambda argument: argument[1].upper(), text)  # as in the help

@@ -160,6 +160,8 @@ WRONG = [
     ("doctor --listen 99999", "--listen=99999 must be at least 1, at most 65535"),
     ("doctor --listen 9 --announce a", "--announce a: a is not host:port; give the address at which others reach this"),
     ("data show a", "required options are missing: --model STR; all options: acsgd data show"),
+    ("data show a b --model m", "b is an argument too many; write commas without spaces between several values"),
+    ("inspect a b", "b is an argument too many"),
     ("data show a --modell m", "unrecognized option: --modell (did you mean --model?); all options: acsgd data show"),
     ("convert to-hf", "required arguments are missing: SOURCE, TARGET; all options: acsgd convert to-hf --help"),
     ("join", "required arguments are missing: INVITATION; all options: acsgd join --help"),
