@@ -38,7 +38,7 @@ from acsgd.run.plan import planner
 from acsgd.run.plan.dry_run import AbsentPeers, dry_run
 from acsgd.run.plan.job import prepare
 from acsgd.run.plan.layer_trace import MemoryTracker
-from acsgd.run.plan.memory import gradients_in_flight, plan_memory, trace_model
+from acsgd.run.plan.memory import PlanCache, gradients_in_flight, least_memory, plan_memory, trace_model
 from acsgd.run.plan.model import describe_run_model
 from acsgd.run.plan.planner import GIB, RunPlanner
 from acsgd.run.plan.rates import rates_of_gpu
@@ -103,8 +103,11 @@ def test_a_plan_predicts_the_memory_of_a_run(
         adapter=AdapterConfig(options.get("adapter")),
     )
     job = prepare(config, Launch())
-    [planned] = plan_memory(job, trace_model(job))
+    [planned] = plan_memory(job, traced := trace_model(job))
     assert planned.total == pytest.approx(measured(config), rel=0.05)
+    without, cache = replace(traced, layers=()), PlanCache()
+    least = least_memory(job, without, cache), least_memory(job, traced, cache)
+    assert planned.total / 5 < least[0] <= least[1] <= planned.on_device, "runs that fit are not rejected early"
 
 
 def test_logits_are_those_of_the_last_layer_alone(tiny_model: Any, tmp_path: Path) -> None:
@@ -195,11 +198,13 @@ def test_whole_gradients_that_are_not_summed_yet_are_counted(replicas: int) -> N
 def test_replicas_of_a_host_are_counted_as_one(tiny_model: Any, tmp_path: Path) -> None:
     config = make_config(tiny_model("llama", **WIDE), tmp_path, micro=1)
     config = replace(config, data=replace(config.data, batch=4), dp=replace(config.dp, mode="cocktail:random=0.1"))
-    [alone], [in_domain] = planner_of(config, 2).memory(config), planner_of(config, 4, per_host=2).memory(config)
+    of_two = planner_of(config, 2)
+    [alone], [in_domain] = of_two.memory(config), planner_of(config, 4, per_host=2).memory(config)
     assert in_domain.replicas == alone.replicas, "its part is that of one of two replicas"
     apart = replace(config, dp=replace(config.dp, local="none"))
     [without] = planner_of(apart, 4, per_host=2).memory(apart)
     assert [without] == planner_of(config, 4).memory(config)
+    assert [in_domain] == of_two.on(4, per_host=2).memory(config), "what it shares is not the number of processes"
     besides = [each.total - each.replicas for each in (without, in_domain)]
     assert besides[0] < besides[1], "gradients are in buckets when activations are largest"
 

@@ -198,13 +198,13 @@ def plan_memory(
         yield _RankPlan(partition.seen_from(rank), traced, cache).memory(sequences)
 
 
-def least_memory(partition: Partition, built: PreTrainedModel, cache: PlanCache) -> int:
-    """Return the memory of weights, masters and moments of the rank that has most, on its device.
+def least_memory(partition: Partition, traced: TracedModel, cache: PlanCache) -> int:
+    """Return the memory on its device of the rank that has most, without what only the update shows.
 
-    built: see `TracedModel`; cache: of the same model.
+    traced: may be without layers, whose activations are not counted then; cache: of the same model.
     """
     return max(
-        _RankPlan(partition.seen_from(rank), TracedModel(built, (), {}), cache).state_bytes
+        _RankPlan(partition.seen_from(rank), traced, cache).least_bytes
         for rank in partition.topology.ranks_along("pipeline")
     )
 
@@ -275,10 +275,12 @@ class _RankPlan:
         self._parts = owned.of(owned.weights)
 
     @property
-    def state_bytes(self) -> int:
-        """Memory of weights, buffers, masters and moments, as far as they are on the device."""
-        offloadable = self._master_bytes + self._moment_bytes
-        return self._weight_bytes + offloadable * (not self._offloads)
+    def least_bytes(self) -> int:
+        """Memory on the device without that of the update and the mode. Activations: if the layers were traced."""
+        peak = self._walk(has_buckets=False).total if self._traced.layers else 0
+        if self._offloads:
+            return self._weight_bytes + 2 * self._in_flight_bytes + peak
+        return self._weight_bytes + self._master_bytes + self._moment_bytes + max(peak, self._gradient_bytes)
 
     @property
     def _offloads(self) -> bool:
@@ -308,6 +310,11 @@ class _RankPlan:
             for state in self._partition.plugins.optimizer.states
         )
 
+    @property
+    def _gradient_bytes(self) -> int:
+        """Memory of the gradients that the optimizer steps with."""
+        return sum(part.master.nbytes for part in self._parts)
+
     def _update(self) -> UpdateMemory:
         """Return the memory of the update, that of another rank with weights of the same shapes."""
         partition, stages = self._partition, [*self._weights.stages.values()]
@@ -333,8 +340,8 @@ class _RankPlan:
     def memory(self, sequences: int | None) -> RankMemory:
         partition = self._partition
         update = self._update()
-        peak = self._walk(update)
-        gradients = sum(part.master.nbytes for part in self._parts)
+        peak = self._walk(has_buckets=update.has_buckets)
+        gradients = self._gradient_bytes
         updates = max(update.reduction_peak, update.update_peak)
         offloaded = 0
         if self._offloads:
@@ -366,10 +373,10 @@ class _RankPlan:
     def _actions(self) -> Sequence[Action]:
         return self._partition.programs.actions(len(self._partition.micro_ids)).train
 
-    def _walk(self, update: UpdateMemory) -> _Peak:
-        """Follow the program of a step."""
+    def _walk(self, *, has_buckets: bool) -> _Peak:
+        """Follow the program of a step. has_buckets: whether gradients lie in buffers that the mode keeps."""
         keeps_gradients = not self._offloads
-        in_buckets = keeps_gradients and update.has_buckets
+        in_buckets = keeps_gradients and has_buckets
         memory = _StepMemory(self._last, self._weights.count.gradient_bytes if in_buckets else 0)
         buckets = self._summed_buckets() if keeps_gradients else ()
         started = set[int]()
@@ -381,7 +388,7 @@ class _RankPlan:
                 self._run_forward(action, memory)
                 continue
             completes = action.operation.completes
-            creates = keeps_gradients and completes and action.stage not in started and not update.has_buckets
+            creates = keeps_gradients and completes and action.stage not in started and not has_buckets
             self._run_backward(action, memory, creates_gradients=creates, buckets=buckets)
             if completes:
                 started.add(action.stage)
@@ -439,7 +446,7 @@ class _RankPlan:
             if action.op in (Op.I, Op.W):
                 memory.keep(layer, trace.kept_between * (1 if action.op is Op.I else -1))
             if creates_gradients:
-                memory.gradients += self._gradient_bytes(action.stage, layer)
+                memory.gradients += self._layer_gradient_bytes(action.stage, layer)
         whole = gradients_in_flight(buckets, made)
         memory.gradients += whole
         memory.reach(span.first, 0)
@@ -472,7 +479,7 @@ class _RankPlan:
             for name, shape in self._partition.model.description.boundary(layer).items()
         }
 
-    def _gradient_bytes(self, stage: int, layer: int) -> int:
+    def _layer_gradient_bytes(self, stage: int, layer: int) -> int:
         """Return the bytes of the gradients that stay of the weights that a layer is the last of its stage to use."""
         own, replicas = self._last_used(stage, layer), self._partition.topology.replicas
         return sum(

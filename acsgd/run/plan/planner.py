@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, product
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from transformers import PreTrainedModel
@@ -68,7 +69,7 @@ class RunPlanner:
         per_host: int = 1,
     ) -> None:
         self._config = config
-        self._world = world
+        self.world = world
         self._model = model
         self._per_host = per_host
         self.on_gpu = on_gpu
@@ -78,11 +79,17 @@ class RunPlanner:
         self._traced: dict[tuple[int, str, bool], TracedModel] = {}
         self._cache = PlanCache()
 
+    def on(self, world: int, *, per_host: int) -> Self:
+        """Return a planner of the same run on other processes, which shares what is traced."""
+        other = copy.copy(self)
+        other.world, other._per_host = world, per_host
+        return other
+
     def describe(self) -> str:
         """Return the model and the ranks in words."""
         stages = self._config.pp.stages
         device = "GPU" if self.on_gpu else "CPU"
-        return f"{self._model.describe_size()}, on {stages} stages x {self._world // stages} replicas, {device}"
+        return f"{self._model.describe_size()}, on {stages} stages x {self.world // stages} replicas, {device}"
 
     def needed(self, rank: RankMemory) -> int:
         """Return the memory that a process needs where its tensors are: on its GPU, or on the host."""
@@ -99,7 +106,7 @@ class RunPlanner:
     def partition(self, config: Config) -> Partition:
         """Divide the model. Raises ValueError if the run is not possible."""
         check_options(config)
-        grid = open_grid(config, Launch(world_size=self._world, local_world_size=self._per_host))
+        grid = open_grid(config, Launch(world_size=self.world, local_world_size=self._per_host))
         streams = Streams(torch.device("cuda" if self.on_gpu else "cpu"))
         costs = self.costs if config.pp.blocks is None and config.pp.stages > 1 else None
         return divide_model(config, grid, self._model, streams, costs)
@@ -115,18 +122,23 @@ class RunPlanner:
         return [*self._memory(config, self.partition(config))]
 
     def _memory(self, config: Config, partition: Partition) -> Iterator[RankMemory]:
+        return plan_memory(partition, self._trace(config, partition), self.sequences, self._cache)
+
+    def _trace(self, config: Config, partition: Partition) -> TracedModel:
         key = config.pp.micro, config.model.recompute, partition.programs.splits_backward
         if key not in self._traced:
             self._traced[key] = trace_model(partition)
-        return plan_memory(partition, self._traced[key], self.sequences, self._cache)
+        return self._traced[key]
 
     def fits(self, config: Config, limit: int | None) -> bool:
         """Return whether each process needs at most `limit` bytes. Raises ValueError if the run is not possible."""
         if limit is None:
             return True
         partition, host_limit = self.partition(config), self.host_limit or math.inf
-        if least_memory(partition, self._built, self._cache) + PROCESS_BYTES > limit:
-            return False
+        # what exceeds the limit without a trace needs none, and what does without an update no plan of it
+        for trace in (lambda: TracedModel(self._built, (), {}), lambda: self._trace(config, partition)):
+            if least_memory(partition, trace(), self._cache) + PROCESS_BYTES > limit:
+                return False
         ranks = self._memory(config, partition)
         return all(self.needed(each) <= limit and self.needed_on_host(each) <= host_limit for each in ranks)
 
@@ -158,7 +170,7 @@ class RunPlanner:
 
     def smaller(self) -> Iterator[tuple[tuple[str, ...], Config]]:
         """Yield runs that need less memory of the device, nearest first, with the flags that make them."""
-        config, world = self._config, self._world
+        config, world = self._config, self.world
         more = [n for n in range(config.pp.stages, world + 1) if world % n == 0 and n % config.pp.stages == 0]
         micros = [config.pp.micro]
         while micros[-1] > 1:
@@ -196,7 +208,7 @@ class RunPlanner:
     def _timed(self, steps: StepPlanner) -> Iterator[tuple[float, Config]]:
         """Yield possible runs with the times of their steps: sizes of micro-batches, other schedules of the best."""
         config, batch = self._config, self._config.data.batch
-        stages_of = [n for n in range(1, self._world + 1) if self._world % n == 0]
+        stages_of = [n for n in range(1, self.world + 1) if self.world % n == 0]
         micros = [n for n in range(1, batch + 1) if batch % n == 0 and n <= 4 * config.pp.micro]
         for stages, compresses in product(stages_of, (False, True)):
             if stages == 1 and compresses:
