@@ -99,7 +99,7 @@ def test_the_search_of_the_site_finds_each_option_on_the_page_of_its_tool() -> N
     node = shutil.which("node") or pytest.skip("no node, which runs docs/search.js")
     pages = {tool: {*re.split(f"`|{SEARCH['separator']}", generate.other_tool(tool).lower())} for tool in TITLES}
     olds = [(each.tool, row.old) for each in programs() for rows in each.rows.values() for row in rows]
-    command = [node, "-e", ASK, ROOT / "docs/search.js", *(old for _, old in olds)]
+    command = [node, "-e", ASK, str(ROOT / "docs/search.js"), *(old for _, old in olds)]
     queries = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     for (tool, old), query in zip(olds, queries, strict=True):
         assert query[0] != "-", old
