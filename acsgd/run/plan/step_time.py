@@ -232,11 +232,13 @@ def _recomputed_share(recompute: Recompute, layer: LayerSpec, built: PreTrainedM
 def attention_share(block: nn.Module, config: PreTrainedConfig, sequence: int) -> float:
     """Return the fraction of the operations of a block's forward that its attention modules have.
 
-    A token is multiplied by all parameters, and in attention with the keys and values of `sequence` tokens.
+    A token is multiplied by all parameters, and in attention with the keys and values of `sequence` tokens; these are
+    left out of a model whose config names no heads.
     """
     config, modules = config.get_text_config(), [*attention_modules(block)]
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    scores = len(modules) * 2 * sequence * config.num_attention_heads * head
+    heads = getattr(config, "num_attention_heads", 0)
+    head = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    scores = len(modules) * 2 * sequence * heads * head
     whole, attention = (
         sum(param.numel() for module in each for param in module.parameters()) for each in ([block], modules)
     )
