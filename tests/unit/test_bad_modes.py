@@ -49,7 +49,7 @@ def test_invalid_options_are_refused() -> None:
 
 @pytest.mark.parametrize("name", MODES)
 def test_a_mode_declares_whether_replicas_make_steps_of_their_own(name: str) -> None:
-    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0, ranks=[0, 1], device=torch.device("cpu"))
+    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0, ranks=[0, 1], device=torch.device("cpu"), updates=None)
     mode = from_spec(name, MODES, key="dp.mode")
     master = nn.Parameter(torch.zeros(4, 4))
     sync = mode.open([Weight("weight", master, master)], Peers(group, waits=group))

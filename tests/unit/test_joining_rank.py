@@ -161,5 +161,5 @@ def test_a_source_without_memory_for_copies_of_all_layers_sends_them_before_trai
     )
     session = cast(Session, SimpleNamespace(layers=layers, job=job))
     groups = SimpleNamespace(world=None, timeout_s=1.0, all_gather_text=lambda _, text, **__: [text, "0.0 1.0 1.0"])
-    seconds, _ = joins._measure(session, cast(Job, job), cast(Groups, groups), {1: 0}, cast(joins.Constants, None))
+    seconds, _ = joins._measure(session, cast(Job, job), cast(Groups, groups), {1: 0}, {1}, cast(joins.Constants, None))
     assert seconds == (8.0 if fits else 0.0)

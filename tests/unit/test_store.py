@@ -155,7 +155,9 @@ def test_after_a_stop_signal_a_dead_rank_is_found_sooner(monkeypatch: pytest.Mon
     """An exchange waits for a rank that has ended in silence; the signal arrives in the middle of it."""
     client, now = client_of(dist.HashStore(), NO_LIMIT_S), [0.0]
     world: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 3)
-    stopped = groups.Groups({}, world, world, client, 600.0, "", DIRECT, None, cast(Any, None))
+    stopped = groups.Groups(
+        {}, world, world, client, 600.0, "", DIRECT, None, cast(Any, SimpleNamespace(is_stopping=threading.Event()))
+    )
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
@@ -189,7 +191,17 @@ def test_waiting_for_one_of_many_ranks_takes_few_requests(monkeypatch: pytest.Mo
     monkeypatch.setattr(StoreClient, "_call", counted)
     monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     world: Any = SimpleNamespace(rank=lambda: 0, size=lambda: ranks)
-    late = groups.Groups({}, world, world, client, NO_LIMIT_S, "", DIRECT, None, cast(Any, None))
+    late = groups.Groups(
+        {},
+        world,
+        world,
+        client,
+        NO_LIMIT_S,
+        "",
+        DIRECT,
+        None,
+        cast(Any, SimpleNamespace(is_stopping=threading.Event())),
+    )
     for rank in {*range(ranks)} - {0, 7}:
         client.set(f"acsgd/late/0/{rank}", str(rank))
     requests.clear()

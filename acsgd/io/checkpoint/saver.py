@@ -36,6 +36,7 @@ from acsgd.io.checkpoint.directory import (
     files_of_replicas,
     files_of_tables,
 )
+from acsgd.io.files.atomic import naming
 from acsgd.layers.description import ModelLayers
 from acsgd.shards.disk import write_layer
 from acsgd.shards.manifest import Manifest, ModelTensors, StoredFile
@@ -237,7 +238,7 @@ class Saver:
         """Write this rank's files and, on the leader of each disk, complete the checkpoint. Return errors by rank."""
         partial = self.directory.partial(step, self.groups.run_id)
         written: list[WrittenFile] = []
-        error = self._attempt(lambda: written.extend(self._write_layers(step, copies, event)))
+        error = self._attempt(lambda: written.extend(self._write_layers(step, copies, event)), partial)
         report = {"files": [asdict(file) for file in written], "layers": [copy.name for copy in copies], "error": error}
         try:
             reports = self._all_gather("writing a checkpoint", report)
@@ -272,13 +273,15 @@ class Saver:
         texts = self.groups.all_gather_text(phase, json.dumps(report), timeout_s=timeout_s)
         return [json.loads(text) for text in texts]
 
-    def _attempt(self, work: Callable[[], None]) -> str | None:
+    def _attempt(self, work: Callable[[], None], directory: Path) -> str | None:
         """Do `work`; return why it failed. Catches every error, since the other ranks wait for this rank's report.
 
-        Raises a failure of a copy between hosts: a peer waits for this rank's part of it, and not for a report.
+        directory: that is written to; it names an error of the disk that names no file. Raises a failure of a copy
+        between hosts: a peer waits for this rank's part of it, and not for a report.
         """
         try:
-            work()
+            with naming(directory):
+                work()
         except Exception as error:
             if isinstance(error, RunError) and error.awaited:
                 raise
@@ -322,7 +325,7 @@ class _Completion:
             ("completing a checkpoint", self._publish),
         )
         for phase, act in phases:
-            error = self._saver._attempt(act) if self._saver._is_leader else None
+            error = self._saver._attempt(act, self._partial) if self._saver._is_leader else None
             self._reports = self._saver._all_gather(phase, self._report | {"error": error})
             if errors := _errors(self._reports):
                 break
