@@ -9,7 +9,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -110,20 +110,22 @@ def test_a_step_of_one_stage_waits_once(shape: tuple[int, int], tmp_path: Path) 
         assert all(waits == ONCE for waits in observed.waits[1:]), observed.waits
 
 
-def test_offloaded_state_is_on_the_host_and_a_backward_waits_for_some_of_its_gradients(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.soak), "bf16"])
+def test_offloaded_state_is_on_the_host_and_a_backward_waits_for_some_of_its_gradients(
+    dtype: Any, tmp_path: Path
+) -> None:
     """Once for each MAX_IN_FLIGHT of them, and at its end. Updated weights are copied to the device without a wait."""
     plain = config_of(tmp_path, blocks=4, micro=1)
-    both = [plain, dataclasses.replace(plain, model=dataclasses.replace(plain.model, dtype="bf16"))]
-    offloading = [dataclasses.replace(each, optim=dataclasses.replace(each.optim, offload="cpu")) for each in both]
-    (observed,) = on_ranks(1, observe, tmp_path / "store", [*both, *offloading])
+    plain = dataclasses.replace(plain, model=dataclasses.replace(plain.model, dtype=dtype))
+    offloading = dataclasses.replace(plain, optim=dataclasses.replace(plain.optim, offload="cpu"))
+    ((without, offloaded),) = on_ranks(1, observe, tmp_path / "store", [plain, offloading])
     micros, weights = plain.data.batch // plain.pp.micro, 4 * 12 + 5
-    for without, offloaded in zip(observed[:2], observed[2:], strict=True):
-        assert offloaded.losses == without.losses
-        assert without.on_device >= {"master", "gradient", "exp_avg", "exp_avg_sq"}
-        assert not offloaded.on_device
-        for waits in offloaded.waits[1:]:
-            assert waits - ONCE <= Counter({"event": micros * (1 + weights // MAX_IN_FLIGHT)}), waits
-        assert offloaded.buffers[-1] == offloaded.buffers[-2], "buffers are allocated once"
+    assert offloaded.losses == without.losses
+    assert without.on_device >= {"master", "gradient", "exp_avg", "exp_avg_sq"}
+    assert not offloaded.on_device
+    for waits in offloaded.waits[1:]:
+        assert waits - ONCE <= Counter({"event": micros * (1 + weights // MAX_IN_FLIGHT)}), waits
+    assert offloaded.buffers[-1] == offloaded.buffers[-2], "buffers are allocated once"
 
 
 @pytest.mark.parametrize(
@@ -156,8 +158,8 @@ def test_two_stages_wait_for_each_message(
 @pytest.mark.parametrize(
     "rows",
     [
-        [("1f1b", 2, 1), ("1f1b", 4, 2)],
-        [(schedule, 2, 1) for schedule in (*SCHEDULES, "1f1b:lead=2") if schedule != "1f1b"],
+        [("1f1b", 2, 1)],
+        [("1f1b", 4, 2)] + [(schedule, 2, 1) for schedule in (*SCHEDULES, "1f1b:lead=2") if schedule != "1f1b"],
     ],
     ids=["1f1b", "others"],
 )

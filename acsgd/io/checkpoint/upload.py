@@ -7,6 +7,7 @@ were written on it; the first one waits for the others, and writes the manifest.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from acsgd.io.checkpoint.copies import Disks, RateLimit
-from acsgd.io.files.atomic import replace_text
+from acsgd.io.files.atomic import write_once
 from acsgd.io.files.remote import RemoteDirectory, explain_remote
 from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
 
@@ -185,8 +186,16 @@ class Uploader:
         if id_ != self._run.id:
             target.write(OWNER, f"{self._run.log_dir}\n{self._run.id}".encode())
         if not self._has_claimed:
-            replace_text(self._run.id_file, self._run.id)
+            self._keep_id()
         self._has_claimed = True
+
+    def _keep_id(self) -> None:
+        """Write the id to its file, which several disks of checkpoints may share: they write the same."""
+        with contextlib.suppress(FileNotFoundError):
+            if self._run.id_file.read_text() == self._run.id:
+                return
+        self._run.id_file.unlink(missing_ok=True)
+        write_once(self._run.id_file, self._run.id)
 
     def _continues(self, target: RemoteDirectory) -> bool:
         """Return whether this start resumes from a checkpoint at an address, or from a copy of one."""
