@@ -144,7 +144,7 @@ def measure(replicas: int, stages: int, rounds: int) -> tuple[Comparison, tuple[
         )
     result = summarise([measured for measured, _ in ranks], steps=STEPS_PER_BLOCK)
     if result.loss_error > LOSS_TOLERANCE:
-        raise RuntimeError(f"{replicas} replicas: the losses differ by {result.loss_error:.1e}, relatively")
+        raise RuntimeError(f"{replicas} x {stages} ranks: the losses differ by {result.loss_error:.1e}, relatively")
     return result, ranks[0][1]
 
 
