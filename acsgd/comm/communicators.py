@@ -64,7 +64,7 @@ def _open_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> B
 NCCL = OrderedTransport("nccl", _open_nccl)
 
 
-class Operation(NamedTuple):
+class IssuedOperation(NamedTuple):
     """An operation of a communicator that has been issued."""
 
     work: DeviceWork
@@ -93,11 +93,11 @@ class Communicator:
         self._ranks = ranks
         self._others = [rank for rank in ranks if rank != ranks[position]]
         self._subject = subject
-        self._issued: deque[Operation] = deque()
+        self._issued: deque[IssuedOperation] = deque()
         """Those that may not have ended."""
         self._lock = threading.Lock()
         """Guards the operations, which the watch reads."""
-        self._latest: Operation | None = None
+        self._latest: IssuedOperation | None = None
         """The latest that has ended."""
         self.ended = 0
         """Number of operations that have ended."""
@@ -126,7 +126,7 @@ class Communicator:
         work = self._backend.alltoall(received, sent)
         return HostWork(self._note(work, "exchanging", None, self._others), lambda: self.is_aborted)
 
-    def oldest(self) -> Operation | None:
+    def oldest(self) -> IssuedOperation | None:
         """Return the first operation that has not ended; None if all have. From any thread."""
         with self._lock:
             while self._issued and self._issued[0].work.is_completed():
@@ -134,7 +134,7 @@ class Communicator:
                 self.ended += 1
             return self._issued[0] if self._issued else None
 
-    def failed(self) -> Operation | None:
+    def failed(self) -> IssuedOperation | None:
         """Return about which operation has failed, such as by a broken connection; None if none has.
 
         torch takes operations that have failed for completed, while the device may still wait for them.
@@ -152,7 +152,7 @@ class Communicator:
 
     def _note(self, work: QueryableWork, verb: str, subject: object, others: Sequence[int]) -> DeviceWork:
         self.oldest()  # drops those that have ended
-        operation = Operation(DeviceWork(work), verb, subject or self._subject, others, time.monotonic())
+        operation = IssuedOperation(DeviceWork(work), verb, subject or self._subject, others, time.monotonic())
         with self._lock:
             self._issued.append(operation)
         return operation.work

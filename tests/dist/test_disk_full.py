@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -294,6 +295,18 @@ def test_a_disk_that_stays_full_keeps_its_checkpoints(
     assert re.search(r"checkpoints/\S+: No space left on device; .* bytes are free now", run.notes()[-1])
     assert f"the newest checkpoint is {checkpoints_of(config).of(4)}" in run.notes()[-1]
     assert valid_steps(config) == [2, 4]
+
+
+def test_an_error_of_the_disk_without_the_name_of_a_file_names_the_checkpoint(tmp_path: Path) -> None:
+    """As those of write and fsync are."""
+    rank: Any = SimpleNamespace(topology=SimpleNamespace(rank=1))
+
+    def write() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    error = Saver._attempt(rank, write, tmp_path)
+    assert error is not None
+    assert f"{tmp_path}: No space left on device" in error
 
 
 def test_a_file_size_limit_costs_one_save(calm: Runs, tmp_path: Path) -> None:

@@ -142,7 +142,8 @@ def test_ranks_that_are_alike_keep_stages_balanced_by_cost(config: Config) -> No
 
 @pytest.mark.parametrize("most", [3, 2, 1])
 def test_ranks_without_memory_get_fewer_layers(most: int, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last rank is the fastest, and holds few layers. Without room for any, all ranks end with the same reason."""
+    """The last rank is the fastest, and holds few layers. Without room for any, all ranks end with the same reason, or,
+    where the memory is an estimate, begin with the fastest run."""
     partition, times, _ = unequal(config)
     job: Any = SimpleNamespace(**vars(partition), disk_timeout_s=1)
 
@@ -151,21 +152,23 @@ def test_ranks_without_memory_get_fewer_layers(most: int, config: Config, monkey
         first, *inner, last = config.pp.layers
         return [first + 1, *inner, last + 1]
 
-    reasons = list[str]()
+    reasons, is_sure = list[str](), True
 
     def check_fit(config: Config, *_: Any) -> None:
         reasons[:] = ["", "", "", "too large" if sizes(config)[3] > most else ""]
 
     def all_gather_text(_: str, text: str, timeout_s: float) -> list[str]:
-        return [json.dumps({"reason": each, "is_refused": bool(each)}) for each in reasons]
+        return [json.dumps({"reason": each, "is_refused": is_sure and bool(each)}) for each in reasons]
 
     groups: Any = SimpleNamespace(all_gather_text=all_gather_text)
     monkeypatch.setattr(auto, "check_fit", check_fit)
     found = auto._first_fitting(timed_divisions(partition, times), times, job, Launch(0, 0, 4), groups)
     assert sizes(found.partition.config)[3] == most
-    most = 0
+    most, timed = 0, timed_divisions(partition, times)
     with pytest.raises(ValueError, match="too large"):
-        auto._first_fitting(timed_divisions(partition, times), times, job, Launch(0, 0, 4), groups)
+        auto._first_fitting(timed, times, job, Launch(0, 0, 4), groups)
+    is_sure = False
+    assert auto._first_fitting(timed, times, job, Launch(0, 0, 4), groups) == timed[0]
 
 
 RATES = [1e12, *(10.0**power for power in range(10, 2, -1))]
