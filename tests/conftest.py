@@ -1,4 +1,8 @@
-"""Fixtures of every test."""
+"""Fixtures of every test.
+
+torch and transformers are imported where they are used: the process that starts the workers of pytest-xdist needs
+neither.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +16,14 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from lib.models import save_tiny_model
 from lib.patience import TEST_S, stretched
-from lib.shared import DIRECTORY, share_caches, use_own_caches
 from lib.stores import STORES, open_store, s3_server
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
-from tyro import _unsafe_cache
 
-torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and a process that is forked would wait for them
-
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 STARTS_PROCESSES = {
     *("subprocess", "tests.soak.oracle", "tests.soak.campaign"),
@@ -127,14 +125,26 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 @pytest.fixture(scope="session", autouse=True)
 def _shared_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Let all tests share layers of models and tokens of demo texts, also those of other workers of pytest-xdist."""
+    from lib.shared import DIRECTORY, share_caches
+
     base = tmp_path_factory.getbasetemp()
     os.environ[DIRECTORY] = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared")
     share_caches()
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """OpenMP's threads do not survive a fork, and a process that is forked would wait for them."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _kept_options() -> None:
     """Let tyro look at each dataclass once, not in each call, of which that takes half. A command calls it once."""
+    from tyro import _unsafe_cache
+
     _unsafe_cache.clear_cache = lambda: None
 
 
@@ -158,6 +168,8 @@ def unknown_tests(pytestconfig: pytest.Config) -> list[str]:
 @pytest.fixture
 def own_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Examine models as outside of tests, where that is what is tested."""
+    from lib.shared import use_own_caches
+
     use_own_caches(monkeypatch.setattr)
 
 
@@ -178,6 +190,9 @@ def s3() -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of 512 tokens, trained on the text of the "demo" source."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -197,6 +212,8 @@ def tiny_model(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.Temp
 
     family: a key of TINY; options override the config.
     """
+    from lib.models import save_tiny_model
+
     made: dict[str, Path] = {}
 
     def make(family: str = "gpt2", **options: Any) -> Path:

@@ -16,8 +16,6 @@ from lib.labelled import save_model, with_special_tokens
 from lib.patience import NO_LIMIT_S
 from lib.ranks import on_ranks
 from lib.training import TIMEOUT, plain_config
-from scipy.stats import pearsonr, spearmanr
-from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from acsgd.config.options import CheckpointConfig, Config, EvalConfig, PipelineConfig, RunConfig
@@ -78,6 +76,9 @@ def scores_of_rank(rank: int, world_size: int, store: Path, configs: list[Config
 
 def scores_of_whole(model: Path, tokenizer: PreTrainedTokenizerFast, task: str) -> dict[str, float]:
     """Return the metrics of transformers' model on all examples at once, as scikit-learn and scipy compute them."""
+    from scipy.stats import pearsonr, spearmanr  # more than a second, which each worker would take to collect this file
+    from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
     whole = AutoModelForSequenceClassification.from_pretrained(model).eval()
     with torch.no_grad():
         logits = whole(**tokenizer(TEXTS, padding=True, return_tensors="pt")).logits
