@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from torch import Tensor
 from acsgd.comm.waits import DIRECT, Waits
 from acsgd.io.data.rows.base import RowReader
 from acsgd.io.data.rows.streamed import StreamedRows
-from acsgd.io.data.sampler import Ints, Sampler
+from acsgd.io.data.sampler import Ints, Sampler, Samples
 from acsgd.io.data.stream.state import StreamState
 from acsgd.io.files.read_ahead import ReadAhead
 from acsgd.layers.batch import Batch
@@ -47,9 +48,9 @@ class BatchReader:
         """
         micros = self.micros if micros is None else micros
         mine = slice(micros.start * self.rows.micro, micros.stop * self.rows.micro)
-        sources, indices, ids, epochs = (field[mine] for field in self.sampler.samples(step).dealt(self.sampler.unit))
+        sources, indices, ids, epochs = (field[mine] for field in _dealt(self.sampler, step))
         rows = self.rows.read(sources, indices, epochs)
-        upcoming = self.sampler.samples(step + 1).dealt(self.sampler.unit).ids[mine]
+        upcoming = _dealt(self.sampler, step + 1).ids[mine]
         return Batch(
             inputs=rows.inputs,
             labels=rows.labels,
@@ -101,6 +102,12 @@ class BatchReader:
 
     def _in_micros(self, ids: Ints) -> Tensor:
         return torch.from_numpy(ids.copy()).unflatten(0, (len(ids) // self.rows.micro, self.rows.micro))
+
+
+@functools.lru_cache(maxsize=2)  # each step asks for its own samples and for those of the next
+def _dealt(sampler: Sampler, step: int) -> Samples:
+    """Return the samples of a step in the order in which they are dealt, which nobody changes."""
+    return sampler.samples(step).dealt(sampler.unit)
 
 
 class Dataset:

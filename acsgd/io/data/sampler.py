@@ -156,6 +156,8 @@ class Sampler:
     def _draws(self, step: int) -> tuple[Ints, Ints]:
         """Return the source of each sample of a step, and the number of earlier samples of that source in the run."""
         size, first = sum(self.counts), step * self.batch
+        if len(self.counts) == 1:  # all slots are of this source
+            return np.zeros(self.batch, dtype=np.int64), first + np.arange(self.batch)
         blocks = np.arange(first // size, (first + self.batch - 1) // size + 1)
         sources = self._sources_of(blocks)
         draws = np.empty_like(sources)
