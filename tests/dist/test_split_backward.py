@@ -7,11 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from lib.direct import descend, digest, draw_batch, gradients, make_config, session_of
 from lib.models import DROPOUT
 from lib.ranks import on_ranks
+from torch import Tensor
 
 from acsgd.config.options import AdapterConfig, Config
+from acsgd.pp.split_backward import backward_inputs
 
 TinyModel = Callable[..., Path]
 QUANTIZED = {"forward": "fixpoint:bits=4", "backward": "fixpoint:bits=8"}
@@ -64,3 +67,33 @@ def test_training_in_two_parts_is_that_of_whole_backwards(
             assert ours == pytest.approx(others, rel=1e-5), name
         if name == "16 bits":
             assert ours == others
+
+
+class Shared(torch.nn.Module):
+    """Uses a weight once, twice, and beside the way from the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.once, self.twice, self.free = (torch.nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.twice(self.once(self.twice(x)).tanh()), self.free.weight.square()
+
+
+def test_each_gradient_is_accumulated_once_also_of_weights_with_several_uses() -> None:
+    """Codecs and optimizers count on one call of a parameter's hooks per backward."""
+    torch.manual_seed(0)
+    model, x = Shared(), torch.randn(4, 8, requires_grad=True)
+    grads = [torch.randn_like(output) for output in model(x)]
+    accumulated: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: accumulated.append(name))
+    backward_weights = backward_inputs([x], model(x), grads)
+    assert x.grad is not None
+    assert not accumulated
+    backward_weights()
+    assert sorted(accumulated) == ["free.weight", "once.weight", "twice.weight"]
+    found = [x.grad, *(parameter.grad for parameter in model.parameters())]
+    expected = torch.autograd.grad(model(x), [x, *model.parameters()], grads)
+    for mine, whole in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, whole)
