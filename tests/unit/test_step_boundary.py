@@ -8,13 +8,14 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from lib.saved import SMALL, small_run, train_alone
 
 from acsgd.comm.waits import DIRECT, Meter
+from acsgd.elastic import hooks
 from acsgd.errors import RunError
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.metrics import Metrics
@@ -259,3 +260,23 @@ def test_totals_are_of_all_ranks_and_norms_of_each_replica() -> None:
     assert summary[report.REPLICA_SQUARED_NORMS] == [300.0, 700.0]
     assert summary[report.PEAK_MEMORY_BYTES] == [9, 8]
     assert summary[report.DATA_WAIT_S] == 9 / 4, "the maximum of all ranks"
+
+
+def test_an_observer_takes_part_in_exchanges_with_the_first_step_that_was_dealt_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Batches are dealt two steps before they are trained: without micro-batches, it has no update to send."""
+    admitted: list[int] = []
+    monkeypatch.setattr(hooks, "admit_observers", lambda session: admitted.append(state.progress.step))
+    monkeypatch.setattr(hooks, "align_domain", lambda session, key: None)
+    peers: Any = SimpleNamespace(observers=(2,), state_key="")
+    join = hooks.BackgroundJoin(cast(Session, SimpleNamespace(peers=peers)), None, begun_at=5, ahead=2)
+    state, waiting = LoopState(Progress(step=5)), {hooks.JOINS: (False, False, True)}
+    for step in range(5, 12):
+        state.progress = Progress(step=step)
+        state.summary = cast(StepSummary, waiting if step < 8 else {hooks.JOINS: (False, False, False)})
+        join.after_step(state)
+        assert list(state.idle) == ([2] if 5 < step < 8 else []), step
+        if admitted:
+            break
+    assert admitted == [10], "its first step is the 11th: after the 8th, when it had all, two had been dealt"
