@@ -27,7 +27,7 @@ from transformers import (
 from acsgd.commands.generation.adapter import PEFTAdapter
 from acsgd.commands.generation.model import load
 from acsgd.commands.generation.options import GenerateOptions
-from acsgd.commands.generation.prompts import Prompt, PromptEncoder
+from acsgd.commands.generation.prompts import PromptEncoder
 from acsgd.commands.generation.records import PromptReader, read_records
 from acsgd.commands.recorded import RecordedModel
 from acsgd.config.options import AdapterConfig, DataConfig
@@ -35,10 +35,12 @@ from acsgd.config.run_file import parse_flags
 from acsgd.io.checkpoint.progress import RunState
 from acsgd.io.data.formats.base import Example
 from acsgd.io.data.formats.formats import read_options
+from acsgd.io.data.sources.base import ReadOptions
 from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.data.tokens import pipeline
 from acsgd.io.data.tokens.corpus import TOKENS
 from acsgd.io.data.tokens.encode import DocumentEncoder
+from acsgd.io.data.tokens.encode_examples import PairEncoder
 from acsgd.io.data.tokens.ends import EndFinder, TextEnds
 from acsgd.io.data.tokens.tokens import tokenize
 from acsgd.launch import Launch
@@ -179,7 +181,9 @@ def test_a_run_states_the_tokens_and_keeps_them(tiny_model: Callable[..., Path],
 
 
 CHAT = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}ANSWER{{ '\\n' }}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{{ mood }}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function | tojson }}{% endfor %}ANSWER{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 ENDINGS = {
@@ -311,9 +315,20 @@ QUESTIONS: list[tuple[str, dict[str, object]]] = [
     ("--input-format=Q:__input__A:", {"input": "(", "output": " é"}),
     ("--input-format=__input__", {"input": "def f():\n    ", "output": "return 1"}),
     ("", {"instruction": "Add.", "input": "1 {x} 1", "output": "\n2"}),
-    ("", {"instruction": "Add.", "context": "", "response": "2"}),
+    ("", {"instruction": "Add.", "context": "", "response": "2", "history": [["1", "2 "], ["3", "4"]]}),
+    ("--format=oig", {"text": "<human>: a\n<bot>: b\n<human>: c\n<bot>:  d"}),
 ]
 """Options of `acsgd generate`, and a record."""
+USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b "}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}]}
+CONVERSATIONS: list[dict[str, object]] = [
+    {"messages": [USER, ANSWER]},
+    {"messages": json.dumps([USER, CALL, {"role": "tool", "content": "1"}, ANSWER]), "tools": [{"name": "f"}]},
+    {"messages": [{"role": "user", "content": "a<|im_end|>b"}, ANSWER], "chat_template_kwargs": {"mood": "good"}},
+    {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"},
+    {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]},
+]
+"""Chats with all that changes what stands before their last answer."""
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"no {SHARED}")
@@ -324,16 +339,16 @@ def test_generation_begins_and_stops_where_documents_of_known_tokenizers_do(name
     tokenizer = load_tokenizer(SHARED / name, config)
     before = SpecialTokens.of(tokenizer).before
     encoder = PromptEncoder(tokenizer, before, [], [], 0, None, is_encoder_decoder=False)
+    of_pairs = dataclasses.replace(encoder, is_encoder_decoder=True)
     documents, finder = DocumentEncoder(tokenizer), EndFinder(tokenizer)
     known = known_ends(SHARED / name, SHARED / name, tokenizer)
 
-    def check(example: Example, prompt: Prompt, end: int) -> None:
+    def check(example: Example, prompt: Example, end: int) -> None:
         found = documents.encode([example], documents.tokenize([example]))
         start = encoder.encode(prompt)
         assert not found.refused
         assert found.tokens[: len(start)].tolist() == start
-        assert found.targets[: len(start)].tolist() == [False] * len(start)
-        assert found.targets[len(start)]
+        assert np.flatnonzero(~found.targets[: np.flatnonzero(found.targets)[-1]])[-1] == len(start) - 1
         ends = finder.find(found.tokens, found.targets, found.ends)
         assert (ends.ids, ends.num_open) == ((end,), 0)
         shutil.copy(SHARED / name / "config.json", tmp_path)
@@ -343,7 +358,7 @@ def test_generation_begins_and_stops_where_documents_of_known_tokenizers_do(name
 
     for flags, record in QUESTIONS:
         given = parse_flags(GenerateOptions, ["m", "--file=f", *filter(None, [flags])], prog="acsgd generate")
-        used = {} if given.input_format is None else {"input_format": given.input_format}
+        used = {name: value for name in ("format", "input_format") if (value := getattr(given, name)) is not None}
         [reading] = read_options(DataConfig(sources="", sequence=1, batch=1, **used))
         (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
         [source] = parse_sources(str(tmp_path / "a.jsonl"), options=[reading])
@@ -352,13 +367,17 @@ def test_generation_begins_and_stops_where_documents_of_known_tokenizers_do(name
         prompt = PromptReader(reading, tokenizer, field=None, is_chat=False).of_record(asked)
         check(example, prompt, tokenizer.eos_token_id)
 
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b "}]
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
-    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     documents, finder = DocumentEncoder(tokenizer), EndFinder(tokenizer)
-    [source] = parse_sources(str(tmp_path / "a.jsonl"))
-    for ending in ("special", "eos", "both"):
-        tokenizer.chat_template, ends, _ = ENDINGS[ending]
-        assert ends is not None
-        [example] = examples_of(source.source, tokenizer=tokenizer)
-        check(example, chat[:1], tokenizer.convert_tokens_to_ids(ends[0].replace("</s>", tokenizer.eos_token)))
+    pairs = PairEncoder(tokenizer, 512, "error")
+    for record in CONVERSATIONS:
+        (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
+        [source] = parse_sources(str(tmp_path / "a.jsonl"))
+        [asked] = read_records(str(tmp_path / "a.jsonl"))
+        for ending in ("special", "eos", "both"):
+            tokenizer.chat_template, ends, _ = ENDINGS[ending]
+            assert ends is not None
+            [example] = examples_of(source.source, tokenizer=tokenizer)
+            prompt = PromptReader(ReadOptions(), tokenizer, field=None, is_chat=False).of_record(asked)
+            check(example, prompt, tokenizer.convert_tokens_to_ids(ends[0].replace("</s>", tokenizer.eos_token)))
+            assert of_pairs.encode(prompt) == pairs.tokenize([example])[0].parts[0]

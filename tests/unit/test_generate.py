@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
@@ -299,10 +300,13 @@ ALPACA = (
     "response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n"
 )
 """The prompt of IN, as Stanford Alpaca (Taori et al. 2023) writes it."""
-PROMPTS: list[tuple[str, dict[str, object], object]] = [
+PROMPTS: list[tuple[str, dict[str, object], str]] = [
     ("", {"prompt": "a"}, "a"),
     ("", {"question": "a", "text": "b"}, "b"),
-    ("", {"messages": [{"role": "user", "content": "a"}]}, [{"role": "user", "content": "a"}]),
+    ("", {"messages": [{"role": "user", "content": "a"}]}, "user:a;assistant:"),
+    ("", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "user:a;assistant:"),
+    ("--field q", {"q": [{"role": "user", "content": "a"}], "system": "s"}, "system:s;user:a;assistant:"),
+    ("--chat", {"prompt": "a", "system": "s", "tools": [{"name": "f"}]}, "tools;system:s;user:a;assistant:"),
     ("", IN, ALPACA),
     ("", {**IN, "output": None}, ALPACA),
     ("--input-format Q:__input__A:", {"input": "a"}, "Q:aA:"),
@@ -310,23 +314,30 @@ PROMPTS: list[tuple[str, dict[str, object], object]] = [
     ("--input-format Q:__input__A: --field q", {"q": "a", "prompt": "b"}, "Q:aA:"),
     ("--input-format Q:__input__A: --format prompt", {"prompt": "a", "input": "b"}, "Q:a\nbA:"),
     ("--input-format Q:__input__A:", {"text": "a"}, "a"),
-    ("--chat", {"input": "a"}, [{"role": "user", "content": "a"}]),
+    ("--chat", {"input": "a"}, "user:a;assistant:"),
+    ("--format oig", {"text": "<human>: a\n<bot>: b"}, "<human>: a\n<bot>:"),
+    ("--input-format Q:__input__A:", {"input": "b", "history": [["a", "c"]]}, "Q:aA:c\n\nQ:bA:"),
 ]
 """Options, record, and the prompt that is made of it."""
 
 
 @pytest.mark.parametrize(("options", "record", "prompt"), PROMPTS)
 def test_a_prompt_is_that_of_training_without_the_answer(
-    options: str, record: dict[str, object], prompt: object, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    options: str, record: dict[str, object], prompt: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     """The prompts of an adapted record with its answer are those of `acsgd eval --generate`."""
     (tmp_path / "in.jsonl").write_text(f"{json.dumps(record)}\n")
     given = parse_flags(GenerateOptions, ["m", "--file", f"{tmp_path}", *options.split()], prog="acsgd generate")
     used = {name: value for name in ("format", "fields", "input_format") if (value := getattr(given, name)) is not None}
     [reading] = read_options(DataConfig(sources="", sequence=1, batch=1, **used))
-    reader = PromptReader(reading, tokenizer, field=given.field, is_chat=given.chat)
+    chat = copy.deepcopy(tokenizer)
+    chat.chat_template = (
+        "{{ 'tools;' if tools }}{% for m in messages %}{{ m.role + ':' + m.content + ';' }}{% endfor %}"
+        "{{ 'assistant:' if add_generation_prompt }}"
+    )
+    reader = PromptReader(reading, chat, field=given.field, is_chat=given.chat)
     [found] = read_records(str(given.file))
-    assert reader.of_record(found) == prompt
+    assert reader.of_record(found).text == prompt
 
 
 def test_prompts_of_several_sources_are_read_in_their_order_and_not_from_the_output(tmp_path: Path) -> None:
@@ -357,7 +368,7 @@ def test_prompts_of_several_sources_are_read_in_their_order_and_not_from_the_out
         ('{"prompt": "\\ud800"}', "line 1: the prompt is not valid UTF-8; correct it"),
         ('{"prompt": "a"}\n\n{"prompt": "' + "a b " * 64 + '"}', "line 3: the prompt has 128 tokens, the model takes"),
         ('{"prompt": "a", "generated_text": "b"}', 'line 1, has a "generated_text" already; rename or remove the'),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "line 1: messages need a chat template, which the"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "line 1: the tokenizer "),
         ("\n", " has no records; give a file with one JSON object per line"),
     ],
 )

@@ -310,8 +310,10 @@ def test_caches_and_hidden_files_are_no_data(parts: Path) -> None:
         ".a.jsonl",
         "cache-12ab.arrow",
         "dataset_info.json",
+        "node_modules/a/package.json",
+        "wandb/run-1/files/wandb-metadata.json",
     ):
-        (parts / name).parent.mkdir(exist_ok=True)
+        (parts / name).parent.mkdir(parents=True, exist_ok=True)
         (parts / name).write_text('{"text": "no data"}')
     assert texts(source_of(parts)) == expected
 
@@ -323,6 +325,8 @@ def test_caches_and_hidden_files_are_no_data(parts: Path) -> None:
         (["x-01-of-02.csv"], 'lacks 1 of 2 parts, such as {}/x-00-of-02.csv; get them, or .* it has, "{}/x-\\*.csv"'),
         (["x.jsonl", "x.jsonl.gz"], "has x.jsonl and x.jsonl.gz, which .*; give one of them: {0}/x.jsonl or {0}/x"),
         (["more/x.csv", "more/x.parquet"], "has x.csv and x.parquet, which may hold the same records"),
+        (["x (1).csv", "x.csv"], r"has {}/x \(1\).csv and {}/x.csv, which are equal; remove one of them"),
+        (["x.csv", "more/Copy of x.csv"], "has {}/more/Copy of x.csv and {}/x.csv, which are equal"),
     ],
 )
 def test_parts_that_are_missing_and_copies_of_files_are_found(files: list[str], problem: str, tmp_path: Path) -> None:
@@ -336,8 +340,9 @@ def test_parts_that_are_missing_and_copies_of_files_are_found(files: list[str], 
 def test_all_parts_are_read_and_links_beside_their_files_are_not(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / f"x-0000{number}-of-00002.csv").write_text(f"text\n{number}\n")
+        (tmp_path / f"x{number}.csv").write_text("text\n3\n")  # equal, but no copies by their names
     (tmp_path / "latest.csv").symlink_to("x-00002-of-00002.csv")
-    assert texts(source_of(tmp_path)) == ["1", "2"]
+    assert texts(source_of(tmp_path)) == ["1", "2", "3", "3"]
 
 
 def test_a_repository_with_configs_is_left_to_datasets(hub: Path) -> None:

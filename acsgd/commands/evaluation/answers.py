@@ -14,7 +14,7 @@ from acsgd.commands.generation.command import batches, open_generator
 from acsgd.commands.generation.decode import Generator, Ids
 from acsgd.commands.recorded import RecordedModel
 from acsgd.config.options import DataConfig
-from acsgd.io.data.formats.base import Example, FormatError
+from acsgd.io.data.formats.base import Example, FormatError, TextSegment
 from acsgd.io.data.formats.formats import read_each, read_options
 from acsgd.io.data.sources.base import BadRecord, RecordCounts
 from acsgd.io.data.sources.sources import parse_sources
@@ -82,7 +82,8 @@ def read_questions(data: DataConfig, generator: Generator, places: Collection[st
 def _question(example: Example, generator: Generator) -> Question:
     prompts = generator.prompts
     prompt, answer = prompt_and_answer(example)
-    ids = prompts.encode_text(prompt, has_special_tokens=example.has_special_tokens)
+    plain = tuple(span for span in example.plain if span[1] <= len(prompt))
+    ids = prompts.encode(example._replace(segments=(TextSegment(prompt, is_target=False),), plain=plain))
     # as the generated text is: without special tokens, which chat templates write
     tokens = generator.loaded.tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"]
     if not (expected := prompts.decode(tokens)).strip():

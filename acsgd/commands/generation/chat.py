@@ -7,22 +7,24 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 from acsgd.commands.generation.decode import Generator, Ids
-from acsgd.commands.generation.prompts import Conversation, Prompt
+from acsgd.commands.generation.records import PromptReader
+from acsgd.io.data.formats.messages import ASSISTANT, USER
 from acsgd.notes import print_note
 
 
 class Chat:
     """A conversation. With a chat template its messages are kept; without one each line is a separate prompt.
 
-    prompt_of: returns the prompt that a line makes without a chat template.
+    reader: makes prompts of messages, and of lines without a chat template.
     """
 
-    def __init__(self, generator: Generator, prompt_of: Callable[[str], Prompt]) -> None:
+    def __init__(self, generator: Generator, reader: PromptReader) -> None:
         self._generator = generator
-        self._prompt_of = prompt_of
-        self._messages: Conversation = []
+        self._reader = reader
+        self._messages: list[dict[str, Any]] = []
         self._turn = 0
 
     def run(self) -> None:
@@ -44,28 +46,28 @@ class Chat:
         """Print the reply to a line. Raises ValueError if the line alone is too long."""
         prompts, messages = self._generator.prompts, self._messages
         if prompts.has_chat_template:
-            messages, ids = self._newest([*messages, {"role": "user", "content": line}])
+            messages, ids = self._newest([*messages, {"role": USER, "content": line}])
         else:
-            ids = prompts.encode(self._prompt_of(line))
+            ids = prompts.encode(self._reader.of_text(line))
         with _interrupts() as is_interrupted:
             text = self._generator.stream(ids, index=self._turn, is_stopped=is_interrupted)
         self._turn += 1
         if prompts.has_chat_template:
-            self._messages = [*messages, {"role": "assistant", "content": text}]
+            self._messages = [*messages, {"role": ASSISTANT, "content": text}]
 
-    def _newest(self, messages: Conversation) -> tuple[Conversation, Ids]:
+    def _newest(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], Ids]:
         """Return the newest messages that leave room for a reply, and their ids."""
         prompts, wanted = self._generator.prompts, self._generator.decoding.max_new_tokens
         if prompts.max_positions is not None:
             wanted = min(wanted, prompts.max_positions // 4)
         while len(messages) > 1:
             with contextlib.suppress(ValueError):  # too long
-                ids = prompts.encode(messages)
+                ids = prompts.encode(self._reader.of_messages(messages))
                 if prompts.max_new_tokens(len(ids)) >= wanted:
                     return messages, ids
             messages = messages[2:]
             print_note("the conversation is too long for the model: its oldest message and reply are left out")
-        return messages, prompts.encode(messages)
+        return messages, prompts.encode(self._reader.of_messages(messages))
 
 
 def _lines() -> Iterator[str]:

@@ -19,7 +19,7 @@ from acsgd.commands.generation.chat import Chat
 from acsgd.commands.generation.decode import Generator, Ids
 from acsgd.commands.generation.model import load
 from acsgd.commands.generation.options import Decoding, GenerateOptions
-from acsgd.commands.generation.prompts import Prompt, PromptEncoder
+from acsgd.commands.generation.prompts import PromptEncoder
 from acsgd.commands.generation.ranks import SINGLE_PROCESS, Ranks, StageRanks
 from acsgd.commands.generation.records import (
     FIELDS,
@@ -40,6 +40,7 @@ from acsgd.failures.failures import report_failure
 from acsgd.failures.report import report_startup_error
 from acsgd.failures.signals import StopSignals, reporting_stop, starting
 from acsgd.groups import clone_store, connect, open_store
+from acsgd.io.data.formats.base import Example
 from acsgd.io.data.formats.formats import CHATS, read_options
 from acsgd.launch import Launch
 from acsgd.notes import print_note, report_if_slow
@@ -97,7 +98,7 @@ def generate(
             [_] = ranks.map(lambda ids: generator.stream(ids, index=0), [prompt])
         else:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            Chat(generator, reader.of_text).run()
+            Chat(generator, reader).run()
 
 
 def _open_model(options: GenerateOptions, ranks: Ranks) -> Generator:
@@ -114,7 +115,7 @@ def _prompt_reader(options: GenerateOptions, generator: Generator, records: Sequ
     """
     given = {name: getattr(options, name) for name in ("format", "fields", "input_format")}
     model = RecordedModel.of(str(generator.loaded.tokenizer_directory))
-    used = model.data_options(given, given)
+    used = model.data_options(given, (*given, "split_special_tokens"))
     if note := model.describe(given, used):
         generator.ranks.note(note)
     config = DataConfig(sources="", sequence=1, batch=1, **used)
@@ -127,6 +128,10 @@ def _prompt_reader(options: GenerateOptions, generator: Generator, records: Sequ
     learned = {*model.options.get(FORMATS, ())}
     are_texts = not records or any(name in records[0].fields for name in FIELDS)
     is_chat = options.chat
+    if is_chat and config.format not in ("auto", *CHATS):
+        raise ValueError(
+            f"--chat makes a prompt the message of a user, but --format {config.format} a plain one; remove one of them"
+        )
     if learned and learned <= {*CHATS} and are_texts and not is_chat and not any(given.values()):
         generator.ranks.note(
             "as in the run: a text is the message of a user, in the chat template; --format text for plain ones"
@@ -246,7 +251,7 @@ def _pads_exactly(generator: Generator) -> bool:
 
 
 def _check_prompts(
-    generator: Generator, records: Sequence[PromptRecord], prompts: Sequence[Prompt]
+    generator: Generator, records: Sequence[PromptRecord], prompts: Sequence[Example]
 ) -> tuple[list[int], str]:
     """Return the maximum number of new tokens of each record, and a checksum of all prompts.
 
@@ -277,7 +282,7 @@ def batches(limits: Sequence[int], size: int) -> Iterator[range]:
             start = stop
 
 
-def _generate_batch(generator: Generator, prompts: Sequence[Prompt], batch: range) -> list[str]:
+def _generate_batch(generator: Generator, prompts: Sequence[Example], batch: range) -> list[str]:
     """Return the texts of a batch."""
     ids: list[Ids] = [generator.prompts.encode(prompts[index]) for index in batch]
     return generator.generate(ids, index=batch.start)

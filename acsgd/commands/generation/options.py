@@ -69,8 +69,8 @@ class GenerateOptions:
     out: Path | None = None
     """File that gets each record of --file with its "generated_text". An interrupted start is resumed."""
     field: str | None = None
-    """Field of --file with the prompt. Default: as --format says, else the first of prompt, text, input and messages
-    that the records have."""
+    """Field of --file with the prompt, a text or messages. Default: as the format of the records says; with --chat, and
+    without messages, the first of prompt, text and input that the first record has."""
     format: str | None = None
     """Format of the records of --file, as data.format; they need no answers. Default: as in the run that saved the
     checkpoint, else that of a run, as for the options below."""

@@ -1,22 +1,18 @@
-"""Prompts as token ids: special tokens, chat templates, and the maximum length of a model."""
+"""Prompts as token ids: special tokens, and the maximum length of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
 from acsgd.commands.generation.model import LoadedModel
-from acsgd.io.data.tokens.text_tokens import prompt_tokens
+from acsgd.io.data.formats.base import Example
+from acsgd.io.data.tokens.text_tokens import PlainSpecials, plain_prompt_tokens, prompt_tokens
 from acsgd.shards.generation import ends_of
 from acsgd.shards.tokenizer import SpecialTokens, name_tokens
-
-Conversation = list[dict[str, Any]]
-"""Messages of a chat, each with "role" and "content", as chat templates take them."""
-
-Prompt = str | Conversation
 
 
 @dataclass(frozen=True)
@@ -61,29 +57,20 @@ class PromptEncoder:
         """Whether the tokenizer has a chat template."""
         return bool(self.tokenizer.chat_template)
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Return the ids of a prompt; the chat template is applied to messages.
+    def encode(self, prompt: Example) -> list[int]:
+        """Return the ids of a prompt, with which the texts of a training run that continue it begin.
 
         Raises ValueError, a clause without the place of the prompt, if it is empty or too long for the model.
         """
-        if isinstance(prompt, str):
-            return self.encode_text(prompt)
-        return self.encode_text(self._chat(prompt), has_special_tokens=True)
-
-    def encode_text(self, text: str, *, has_special_tokens: bool = False) -> list[int]:
-        """Return the ids of a prompt, with which the texts of a training run that continue it begin.
-
-        has_special_tokens: whether the text has those that begin a document. Raises ValueError as `encode`.
-        """
         try:
-            text.encode()
+            prompt.text.encode()
         except UnicodeEncodeError:
             raise ValueError("the prompt is not valid UTF-8; correct it") from None
         if self.is_encoder_decoder:
-            ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
+            ids: list[int] = self.tokenizer(prompt.text, verbose=False)["input_ids"]
         else:
-            [prompt] = prompt_tokens(self.tokenizer, [text])
-            ids = prompt.ids if has_special_tokens else [*self.before, *prompt.ids]
+            ids = self._text_ids(prompt)
+            ids = ids if prompt.has_special_tokens else [*self.before, *ids]
         if not ids:
             raise ValueError("the prompt has no tokens; give a text")
         if self.max_new_tokens(len(ids)) < 1:
@@ -92,6 +79,18 @@ class PromptEncoder:
                 f"the prompt has {len(ids)} tokens, the model takes at most {longest} and a new one; shorten the prompt"
             )
         return ids
+
+    def _text_ids(self, prompt: Example) -> list[int]:
+        if prompt.plain and self.tokenizer.is_fast:
+            found = plain_prompt_tokens(self.tokenizer, self._plain_specials, prompt.text, prompt.plain)
+            if found is not None:
+                return found
+        [tokens] = prompt_tokens(self.tokenizer, [prompt.text])
+        return tokens.ids
+
+    @cached_property
+    def _plain_specials(self) -> PlainSpecials:
+        return PlainSpecials(self.tokenizer)
 
     def max_new_tokens(self, prompt_tokens: int) -> int:
         """Return the maximum number of new tokens after a prompt."""
@@ -119,16 +118,6 @@ class PromptEncoder:
         if self.after:
             parts.insert(1, f"{self._names(self.after)} is put after it")
         return f"tokens: {'; '.join(parts)}"
-
-    def _chat(self, messages: Conversation) -> str:
-        if not self.has_chat_template:
-            raise ValueError("messages need a chat template, which the tokenizer does not have; give texts as prompts")
-        try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates raise errors of every class
-            raise ValueError(f"the chat template refuses the messages ({error}); correct them") from None
-        assert isinstance(text, str)
-        return text
 
     def _names(self, ids: Sequence[int]) -> str:
         return name_tokens(self.tokenizer, ids)

@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from acsgd.commands.generation.prompts import Prompt
-from acsgd.io.data.formats.base import Format, FormatError, field_of
-from acsgd.io.data.formats.formats import FORMATS
-from acsgd.io.data.sources.base import TEXT, BadRecord, ReadOptions, RecordCounts, SourceRecord
+from acsgd.io.data.formats.base import Example, Format, FormatError, TextSegment, field_of, has_value
+from acsgd.io.data.formats.formats import CHATS, FORMATS
+from acsgd.io.data.formats.messages import SYSTEM, USER, is_list
+from acsgd.io.data.sources.base import TEXT, BadRecord, ReadOptions, RecordCounts
 from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.files.atomic import build_atomically
 
-FIELDS = ("prompt", "text", "input", "messages")
-"""Fields that may hold the prompt, in order of preference."""
+FIELDS = ("prompt", "text", "input")
+"""Fields that may hold a prompt that is a text, in order of preference."""
+MESSAGES = "messages"
+"""Format and field of chats, and so of a text that is the message of a user."""
 GENERATED = "generated_text"
 """Field that is added to a record."""
 
@@ -80,72 +82,77 @@ class PromptReader:
         self.field = field
         """Field that holds the prompts, or the format of the records; None until one was read."""
 
-    def of_text(self, text: str) -> Prompt:
-        """Return the prompt that a text makes."""
+    def of_text(self, text: str) -> Example:
+        """Return the prompt that a text makes. Raises ValueError if it cannot be the message of a user."""
         if self._is_chat:
-            return [{"role": "user", "content": text}]
-        return self._options.input_format.replace("__input__", text)
+            return self.of_messages([{"role": USER, "content": text}])
+        return Example((TextSegment(self._options.input_format.replace("__input__", text), is_target=False),))
 
-    def of_record(self, record: PromptRecord) -> Prompt:
+    def of_messages(self, messages: Any, fields: Mapping[str, Any] | None = None) -> Example:
+        """Return the prompt that messages make, with what fields of a record add to a chat. Raises ValueError."""
+        try:
+            return self._formats[MESSAGES].prompt({**(fields or {}), MESSAGES: messages})
+        except FormatError as error:
+            raise ValueError(f"the chat {error.reason}; {error.remedy}") from None
+
+    def of_record(self, record: PromptRecord) -> Example:
         """Return the prompt of a record. Raises ValueError that names the record."""
         fields = dict(record.fields)
         for name, path in self._options.fields:
             with contextlib.suppress(FormatError):  # such as that of the answer
                 fields[name] = field_of(record.fields, path)
         if self.field is None:
-            self._choose(fields)
+            self._choose(fields, record.where)
         if self._format is not None:
             try:
-                example = self._format.example(SourceRecord(_Answered(self._format, fields), record.where))
-                return "".join(segment.text for segment in example.segments if not segment.is_target)
+                return self._format.prompt(fields)
             except FormatError as error:
                 raise ValueError(f"{record.where} {error.reason}; {error.remedy}") from None
+            except ValueError as error:
+                raise ValueError(f"{record.where}: {error}") from None
         if self.field is None or self.field not in fields:
-            wanted = f"field {self.field!r}" if self.field else f"field {', '.join(FIELDS[:-1])} or {FIELDS[-1]}"
+            wanted = f"field {self.field!r}" if self.field else f"field {', '.join(FIELDS)} or {MESSAGES}"
             found = ", ".join(map(repr, record.fields)) or "none"
             raise ValueError(
                 f"{record.where}, has no {wanted}; its fields: {found}; name the one with the prompt by --field"
             )
+        return self._of_field(fields, record.where)
+
+    def _of_field(self, fields: Mapping[str, Any], where: str) -> Example:
+        """Return the prompt of the field with it: a text, or messages. Raises ValueError that names the record."""
+        assert self.field is not None
         prompt = fields[self.field]
-        if isinstance(prompt, str):
-            return prompt if self.field == TEXT and not self._is_chat else self.of_text(prompt)
-        if not _is_chat(prompt):
+        if isinstance(prompt, str) and not self._is_chat:
+            return self._formats[TEXT].prompt(fields) if self.field == TEXT else self.of_text(prompt)
+        if not isinstance(prompt, str) and not is_list(prompt):
             raise ValueError(
-                f'{record.where}: {self.field!r} is neither a text nor a list of messages; write "..." or '
+                f'{where}: {self.field!r} is neither a text nor a list of messages; write "..." or '
                 '[{"role": "user", "content": "..."}]'
             )
-        return prompt
+        messages = [{"role": USER, "content": prompt}] if isinstance(prompt, str) else prompt
+        try:
+            return self.of_messages(messages, fields)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
 
-    def _choose(self, fields: Mapping[str, Any]) -> None:
-        """Choose format or field of all records by the fields of the first."""
-        names = self._formats if self._options.format == "auto" else [self._options.format]
-        for name in () if self._is_chat else names:
+    def _choose(self, fields: Mapping[str, Any], where: str) -> None:
+        """Choose format or field of all records by the fields of the first, in a place. Raises ValueError."""
+        names = [*self._formats] if self._options.format == "auto" else [self._options.format]
+        for name in names:
             form = self._formats[name]
-            if ANSWER in dir(form) and (len(names) == 1 or form.detect(_Answered(form, fields))):
+            if len(names) > 1 and not form.detect({**fields, form.answer: "."} if form.answer else fields):
+                continue
+            if not self._is_chat or name in CHATS:
                 self._format, self.field = form, f"format {name}"
                 return
+            texts = [each for each in (*form.required, *form.optional) if each not in (form.answer, SYSTEM)]
+            if len(texts := [each for each in texts if has_value(fields.get(each))]) > 1:
+                raise ValueError(
+                    f"{where} has the fields {' and '.join(texts)}, but a message of the user is one; name it by "
+                    f"--field, or give --format {name} for a plain prompt"
+                )
+            break
         self.field = next((name for name in FIELDS if name in fields), None)
-
-
-ANSWER = "answer"
-"""Attribute of a format that names the field with the answer."""
-
-
-class _Answered(dict[str, Any]):
-    """Fields of a record that has an answer, which the format wants and prompts lack. Messages do not list it."""
-
-    def __init__(self, form: Format, fields: Mapping[str, Any]) -> None:
-        super().__init__(fields)
-        self._answer: str = getattr(form, ANSWER)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return "." if name == self._answer else super().get(name, default)
-
-
-def _is_chat(value: Any) -> bool:
-    """Whether a JSON value is a list of messages."""
-    is_list = isinstance(value, list) and bool(value)
-    return is_list and all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in value)
 
 
 Options = Mapping[str, Any]

@@ -81,6 +81,8 @@ class Format(ABC):
     """Fields that are read if a record has them."""
     options_read: ClassVar[Sequence[str]] = ()
     """Options of [data] that affect the examples, of those that do not affect all formats."""
+    answer: ClassVar[str | None] = None
+    """Field with the answer, which a record that is a prompt may lack; None if answers have no field of their own."""
 
     def detect(self, fields: Mapping[str, Any]) -> bool:
         """Return whether a record has a value in all required fields."""
@@ -89,6 +91,13 @@ class Format(ABC):
     @abstractmethod
     def example(self, record: SourceRecord) -> Example:
         """Make an example of a record. Raises FormatError; ValueError if no record can have this format."""
+
+    @abstractmethod
+    def prompt(self, fields: Mapping[str, Any]) -> Example:
+        """Make an example of what stands before the last answer of a record, which may lack that answer.
+
+        Raises as `example`.
+        """
 
     def unread(self, fields: Mapping[str, Any]) -> Iterator[str]:
         """Yield the names of the fields of a record that have a value and no effect on the example: not declared."""

@@ -131,20 +131,32 @@ class Messages(Format):
 
     def example(self, record: SourceRecord) -> Example:
         """Return the text of the chat template, with the answers as targets."""
-        if not self.tokenizer.chat_template:
-            raise ValueError(
-                f"the tokenizer {self.tokenizer.name_or_path} has no chat template, which chats need; put one into the "
-                "directory of the model as chat_template.jinja, or give a model that was trained for chats"
-            )
         chat, template = self._chat(record.fields), self._template(record.fields)
+        if not any(is_answer(message["role"]) for message in chat.messages):
+            raise FormatError("has no message of the assistant", "write an answer, or remove the record")
         text, spans = self._marked(chat, template) if MARKS.search(template) else self._derived(chat)
+        return self._example(chat, text, spans)
+
+    def prompt(self, fields: Mapping[str, Any]) -> Example:
+        """Return the text of the chat template that asks for an answer: for the last message if it is one."""
+        chat = self._chat(fields)
+        if is_answer(chat.messages[-1]["role"]):
+            chat = chat._replace(messages=chat.messages[:-1])
+        if not chat.messages:
+            raise FormatError("has nothing but an answer", "write what it answers")
+        [text] = self._rendered([chat.messages], chat.variables, add_generation_prompt=True)
+        return self._example(chat, text, [], add_generation_prompt=True)
+
+    def _example(self, chat: ChatRecord, text: str, spans: Sequence[TextSpan], **options: bool) -> Example:
+        """Return a text of a chat, written with some options, with spans as targets."""
         _check_written(chat.messages, text)
         control_token = self._control_token(chat)
+        is_plain = control_token and self.options.split_special_tokens
         return Example(
             _segments(text, spans),
             has_special_tokens=True,
             control_token=control_token,
-            plain=self._plain(chat, text) if control_token and self.options.split_special_tokens else (),
+            plain=self._plain(chat, text, **options) if is_plain else (),
         )
 
     def _control_token(self, chat: ChatRecord) -> str | None:
@@ -153,14 +165,14 @@ class Messages(Format):
         map_strings([chat.messages, chat.variables], lambda text: found.extend(self._special_tokens.findall(text)))
         return found[0] if found else None
 
-    def _plain(self, chat: ChatRecord, text: str) -> tuple[TextSpan, ...]:
+    def _plain(self, chat: ChatRecord, text: str, **options: bool) -> tuple[TextSpan, ...]:
         """Return where the text of a chat has special tokens of its messages; nothing if that cannot be known.
 
         The template writes the chat again, with placeholders of the same length in the messages.
         """
         messages, variables = map_strings([chat.messages, chat.variables], self._masked)
         try:
-            [found] = self._rendered([messages], variables)
+            [found] = self._rendered([messages], variables, **options)
         except FormatError:
             return ()
         if len(found) != len(text) or PLACEHOLDER in text:
@@ -211,8 +223,6 @@ class Messages(Format):
                 raise FormatError(f'has two system prompts, "{SYSTEM}" and message {number}', "remove one of them")
             answers += [len(messages)] * (is_learned and is_answer(message["role"]))
             messages.append(message)
-        if not any(is_answer(message["role"]) for message in messages):
-            raise FormatError("has no message of the assistant", "write an answer, or remove the record")
         return ChatRecord(self._with_arguments(messages, variables), answers, variables)
 
     def _message(self, turn: Any, place: str, template: str, *, is_learned: bool) -> tuple[ChatMessage, bool]:
@@ -275,6 +285,12 @@ class Messages(Format):
         ]
 
     def _template(self, fields: Mapping[str, Any]) -> str:
+        """Return the template of a record. Raises ValueError if the tokenizer has none."""
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                f"the tokenizer {self.tokenizer.name_or_path} has no chat template, which chats need; put one into the "
+                "directory of the model as chat_template.jinja, or give a model that was trained for chats"
+            )
         template = self.tokenizer.get_chat_template(tools=fields.get(TOOLS) or fields.get(FUNCTIONS) or None)
         assert isinstance(template, str)
         return template
@@ -359,11 +375,14 @@ class ShareGpt(Messages):
 class PromptMessages(Messages):
     """Lists of messages under "prompt" and "completion", of which one may be a text. Only the completion is learned."""
 
-    required = ("prompt", "completion")
+    required, answer = ("prompt", "completion"), "completion"
 
     def detect(self, fields: Mapping[str, Any]) -> bool:
         """Return whether one of them is a list."""
         return any(is_list(fields.get(name)) for name in self.required)
+
+    def prompt(self, fields: Mapping[str, Any]) -> Example:
+        return super().prompt(fields if has_value(fields.get(self.answer)) else {**fields, self.answer: "."})
 
     def _turns(self, fields: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
         turns = []

@@ -38,21 +38,23 @@ class _PromptFormat(Format):
 
     def example(self, record: SourceRecord) -> Example:
         """Return the prompts, and the answers as targets."""
-        fields = record.fields
-        check_learnable(fields, self.options)
-        prompt, answer = self._prompt(fields), string_of(fields, self.answer)
+        prompt, answer = self.prompt(record.fields), string_of(record.fields, self.answer)
         if not answer.strip():
             raise FormatError(f'has an empty answer under "{self.answer}"', "write an answer, or remove the record")
-        before = self._opening(fields)
+        return prompt._replace(segments=(*prompt.segments, TextSegment(self._answered(answer))))
+
+    def prompt(self, fields: Mapping[str, Any]) -> Example:
+        """Return the prompts, and the answers of the history as targets."""
+        check_learnable(fields, self.options)
+        prompt, before = self._prompt(fields), self._opening(fields)
         segments: list[TextSegment] = []
         for earlier, its_answer in _history(fields):
-            segments += self._turn(before, self._asked(earlier), its_answer)
+            segments += [
+                TextSegment(before + self._asked(earlier), is_target=False),
+                TextSegment(self._answered(its_answer)),
+            ]
             before = "\n\n"
-        segments += self._turn(before, prompt, answer)
-        return Example(tuple(segments))
-
-    def _turn(self, before: str, prompt: str, answer: str) -> tuple[TextSegment, TextSegment]:
-        return TextSegment(before + prompt, is_target=False), TextSegment(self._answered(answer))
+        return Example((*segments, TextSegment(before + prompt, is_target=False)))
 
     @abstractmethod
     def _opening(self, fields: Mapping[str, Any]) -> str:
@@ -103,6 +105,9 @@ class PromptCompletion(_Pair):
 
     def example(self, record: SourceRecord) -> Example:
         return self._messages.example(record) if self._messages.detect(record.fields) else super().example(record)
+
+    def prompt(self, fields: Mapping[str, Any]) -> Example:
+        return self._messages.prompt(fields) if self._messages.detect(fields) else super().prompt(fields)
 
     def unread(self, fields: Mapping[str, Any]) -> Iterator[str]:
         return self._messages.unread(fields) if self._messages.detect(fields) else super().unread(fields)
@@ -188,6 +193,13 @@ class OigChat(Format):
         if not any(segment.is_target for segment in segments):
             raise FormatError(f'has no answer: no line begins with "{BOT}"', "correct the record, or --data.format")
         return Example(tuple(segments))
+
+    def prompt(self, fields: Mapping[str, Any]) -> Example:
+        """Return the text up to the last "<bot>:"."""
+        turns = [*_TURN.finditer(text := string_of(fields, TEXT))]
+        if not turns or turns[-1][1] != BOT:
+            raise FormatError(f'does not end in a turn of "{BOT}", which would be generated', f'add a line "{BOT}"')
+        return Example((TextSegment(text[: turns[-1].end()], is_target=False),))
 
 
 def _history(fields: Mapping[str, Any]) -> Sequence[Sequence[str]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from acsgd.io.data.formats.base import Example, Format, TextSegment, string_of
 from acsgd.io.data.sources.base import TEXT, SourceRecord
 
@@ -14,3 +17,7 @@ class Text(Format):
     def example(self, record: SourceRecord) -> Example:
         """Return the text as one segment."""
         return Example((TextSegment(string_of(record.fields, TEXT)),), record.ends_document)
+
+    def prompt(self, fields: Mapping[str, Any]) -> Example:
+        """Return the text, which is continued."""
+        return Example((TextSegment(string_of(fields, TEXT), is_target=False),))

@@ -89,8 +89,13 @@ MAX_NAMED = 5
 """Number of files of a split that are named."""
 STATE = "state.json"
 """File in which `datasets` lists the Arrow files of a directory that it saved."""
-NO_RECORDS = re.compile(r"(\.|__).*|cache-.*\.arrow|(dataset_infos?|dataset_dict|state)\.json")
-"""Names of hidden files and directories, and of the caches and descriptions that `datasets` writes beside records."""
+NO_RECORDS = re.compile(
+    r"(\.|__).*|cache-.*\.arrow|(dataset_infos?|dataset_dict|state)\.json|node_modules|venv|wandb|mlruns|lightning_logs"
+)
+"""Names of hidden files and directories, of the caches and descriptions that `datasets` writes beside records, and of
+directories in which programs keep packages and logs."""
+COPY = re.compile(r"(copy of )?(.*?)(( -|_)? ?\(?copy\)?( \d+)?| ?\(\d+\)|[-_. ](bak|backup|old|orig))?", re.IGNORECASE)
+"""Name, without its ending, that browsers and desktops give to a copy: data (1), data copy 2, Copy of data."""
 CONFIGS = re.compile(r"---\n(?:(?!---).*\n)*?configs:")
 """Beginning of a README.md that divides the files of a repository of the Hub into datasets and splits."""
 
@@ -214,16 +219,24 @@ def _check_parts(name: str, paths: Sequence[Path]) -> None:
 
 
 def _check_copies(name: str, paths: Sequence[Path], endings: Collection[str], prefix: str) -> None:
-    """Raise ValueError for files whose names differ only in their endings: one is the other in another form."""
-    found = dict[Path, Path]()
+    """Raise ValueError for files of which one is a copy of another: in another form, or by its name and its bytes."""
+    found, originals = dict[Path, Path](), dict[tuple[str, int], list[Path]]()
     for path in paths:
-        stem = path.with_name(next(path.name.removesuffix(end) for end in endings if path.name.endswith(end)))
-        if other := found.get(stem):
+        stem = next(path.name.removesuffix(end) for end in endings if path.name.endswith(end))
+        if other := found.get(path.with_name(stem)):
             raise ValueError(
                 f"{name} has {other.name} and {path.name}, which may hold the same records; give one of them: "
                 f"{prefix}{other} or {prefix}{path}"
             )
-        found[stem] = path
+        found[path.with_name(stem)] = path
+        match = COPY.fullmatch(stem)
+        assert match
+        originals.setdefault((match[2], _size(str(path))), []).append(path)
+    for first, *others in originals.values():
+        if equal := next((other for other in others if version_of(other) == version_of(first)), None):
+            raise ValueError(
+                f"{name} has {first} and {equal}, which are equal; remove one of them, or give the files by name"
+            )
 
 
 def files_below(directory: Path, endings: Collection[str] = READERS) -> Iterator[Path]:

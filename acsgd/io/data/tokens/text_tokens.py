@@ -62,6 +62,18 @@ def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) ->
     return found
 
 
+def plain_prompt_tokens(
+    tokenizer: PreTrainedTokenizerBase, specials: PlainSpecials, prompt: str, plain: Sequence[TextSpan]
+) -> list[int] | None:
+    """Return the tokens of a prompt as `prompt_tokens` does, with special tokens in some spans as ordinary text.
+
+    None if they cannot be exact, see `PlainSpecials`.
+    """
+    text = f"{prompt}{FOLLOWING}" if prompt[-1:].isspace() else prompt
+    found = specials.encode(text, plain, tokenizer(text, add_special_tokens=False, **QUIET)["input_ids"])
+    return found and found.ids[: _token_beyond(found.encoding, len(found.ids), len(prompt))]
+
+
 class Answer(NamedTuple):
     """A learned part of a text, and the prompt before it, from the last added token of the tokenizer on.
 
