@@ -92,12 +92,12 @@ class Format(ABC):
     def example(self, record: SourceRecord) -> Example:
         """Make an example of a record. Raises FormatError; ValueError if no record can have this format."""
 
-    @abstractmethod
     def prompt(self, fields: Mapping[str, Any]) -> Example:
         """Make an example of what stands before the last answer of a record, which may lack that answer.
 
-        Raises as `example`.
+        Raises as `example`; FormatError if records of this format have no answers that can be generated.
         """
+        raise FormatError("has a format without answers that can be generated", "give another --format")
 
     def unread(self, fields: Mapping[str, Any]) -> Iterator[str]:
         """Yield the names of the fields of a record that have a value and no effect on the example: not declared."""

@@ -42,10 +42,6 @@ class Labelled(Format):
         texts = tuple(TextSegment(string_of(record.fields, name)) for name in names)
         return Example(texts, label=_label(record.fields))
 
-    def prompt(self, fields: Mapping[str, Any]) -> Example:
-        """Raise FormatError: models that generate text learn no labels."""
-        raise FormatError('has a label in place of an answer, by its format "label"', "give another --format")
-
     def unread(self, fields: Mapping[str, Any]) -> Iterator[str]:
         texts = _texts(fields)
         yield from (name for name in super().unread(fields) if name not in texts)
