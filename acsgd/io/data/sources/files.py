@@ -96,6 +96,8 @@ NO_RECORDS = re.compile(
 directories in which programs keep packages and logs."""
 COPY = re.compile(r"(copy of )?(.*?)(( -|_)? ?\(?copy\)?( \d+)?| ?\(\d+\)|[-_. ](bak|backup|old|orig))?", re.IGNORECASE)
 """Name, without its ending, that browsers and desktops give to a copy: data (1), data copy 2, Copy of data."""
+OTHER_RECORDS = re.compile(r"\.(jsonl?|ndjson|csv|tsv|parquet|arrow)(\.(gz|zst|xz|bz2|lz4|zip))?$")
+"""Endings of names of files of records, also compressed, of which not all have a reader."""
 CONFIGS = re.compile(r"---\n(?:(?!---).*\n)*?configs:")
 """Beginning of a README.md that divides the files of a repository of the Hub into datasets and splits."""
 
@@ -239,23 +241,36 @@ def _check_copies(name: str, paths: Sequence[Path], endings: Collection[str], pr
             )
 
 
-def files_below(directory: Path, endings: Collection[str] = READERS) -> Iterator[Path]:
+def files_below(directory: Path, endings: Collection[str] = READERS, above: Sequence[Path] = ()) -> Iterator[Path]:
     """Yield the files of records below a directory, in the order of their names; of a saved dataset those it lists.
 
-    endings: of their names.
+    endings: of their names; above: directories that are being read, to which links are not followed. Raises ValueError
+    for a file of records with another ending, which would be missing.
     """
     if (directory / STATE).is_file():
         with blame(directory / STATE, "is not the state of a dataset", "save the dataset again"):
             files = [file["filename"] for file in json.loads((directory / STATE).read_bytes())["_data_files"]]
         yield from (directory / file for file in files)
         return
+    above = (*above, directory.resolve())
     for path in sorted(directory.iterdir()):
         if NO_RECORDS.fullmatch(path.name):
             continue
-        if path.is_dir() and not path.is_symlink():
-            yield from files_below(path, endings)
+        if path.is_dir():
+            if not (path.is_symlink() and any(_overlap(path.resolve(), each) for each in above)):
+                yield from files_below(path, endings, above)
         elif path.is_file() and path.name.endswith(tuple(endings)):
             yield path
+        elif path.is_file() and OTHER_RECORDS.search(path.name):
+            raise ValueError(
+                f"{path} is not read, since only {readable_endings(endings)} are; convert it to one of them, or move "
+                "it elsewhere"
+            )
+
+
+def _overlap(one: Path, other: Path) -> bool:
+    """Return whether one of two directories is part of the other."""
+    return one.is_relative_to(other) or other.is_relative_to(one)
 
 
 def split_of(path: Path) -> str:
