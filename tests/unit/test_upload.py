@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -22,6 +23,7 @@ from lib.saved import SMALL, small_run, train_alone
 from lib.stores import STORES, accept, open_store
 
 from acsgd.comm.waits import DIRECT
+from acsgd.errors import RunError
 from acsgd.io.checkpoint import upload
 from acsgd.io.checkpoint.copies import SHARED, Disks
 from acsgd.io.checkpoint.directory import CheckpointDirectory
@@ -270,6 +272,7 @@ def test_a_failure_is_one_sentence_and_the_next_checkpoint_is_sent(
     first, second = Uploads(address).send(*paths)
     assert "No space left on device" in first
     assert second.startswith("uploaded step-00000002")
+    assert not content(address, paths[0].name), "the next one has its room"
 
 
 def test_a_checkpoint_that_is_sent_is_not_removed(tmp_path: Path) -> None:
@@ -305,16 +308,20 @@ def test_an_end_does_not_wait_for_the_rest_of_an_upload(address: str, tmp_path: 
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        ("signal", ["waiting for the last upload", "the upload of the last checkpoint is not complete"]),
-        ("stall", ["waiting for the last upload", "the last upload has sent nothing for 0.01 s"]),
-        ("failure", ["the last checkpoint, step-00000007, is not uploaded; the same command tries again"]),
-        ("another run's", []),
+        ("signal", "the last checkpoint is not uploaded: ended by SIGINT; the run is complete here"),
+        ("stall", "the last checkpoint is not uploaded: nothing was sent for 0.01 s; the run is complete here"),
+        ("failure", "the last checkpoint is not uploaded: its upload failed; the run is complete here"),
+        ("stopped", ""),
+        ("another run's", ""),
     ],
 )
 def test_the_end_of_a_run_waits_for_the_last_upload(
-    case: str, expected: list[str], address: str, tmp_path: Path, monkeypatch: Any
+    case: str, expected: str, address: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """Until a signal, or while bytes are sent, also where nothing interrupts a wait; never for another run's."""
+    """Until a signal, or while bytes are sent, also where nothing interrupts a wait; never for another run's.
+
+    The run fails if it was not stopped and its last checkpoint is not there.
+    """
     monkeypatch.setattr(step_upload, "POLL_S", 0.01)
     monkeypatch.setattr(step_upload, "STALL_S", 0.01 if case == "stall" else LIMIT_S)
     own = tmp_path / "checkpoints"
@@ -322,11 +329,11 @@ def test_the_end_of_a_run_waits_for_the_last_upload(
     if case == "failure":
         (path / "c").unlink()
     paths = SimpleNamespace(checkpoints=CheckpointDirectory(own))
-    groups = SimpleNamespace(waits=DIRECT, all_gather_text=lambda *_, **__: [])
+    groups = SimpleNamespace(waits=DIRECT, all_gather_text=lambda _, text, **__: [text])
     session: Any = SimpleNamespace(job=SimpleNamespace(paths=paths), groups=groups)
     newest: Any = SimpleNamespace(newest=path)
     signals: Any = SimpleNamespace(received="SIGINT" if case == "signal" else None)
-    state: Any = SimpleNamespace(is_stopped=False, ended_because=None)
+    state: Any = SimpleNamespace(is_stopped=case == "stopped", ended_because=None)
     notes: list[str] = []
     uploader = Uploads(address, rate=None if case == "failure" else 1.0).uploader
     with uploader:
@@ -334,9 +341,10 @@ def test_the_end_of_a_run_waits_for_the_last_upload(
         hook.before_step(state)
         if case == "failure":
             assert uploader.wait(LIMIT_S)
-        hook.at_end(state)
-    assert len(notes) == len(expected)
-    assert all(note.startswith(each) for note, each in zip(notes, expected, strict=True))
+        with pytest.raises(RunError, match=expected) if expected else contextlib.nullcontext():
+            hook.at_end(state)
+    assert any("waiting for the last upload" in note for note in notes) == (case in ("signal", "stall"))
+    assert any("the run was stopped; the next start continues it" in note for note in notes) == (case == "stopped")
 
 
 def test_each_host_sends_what_was_written_there(address: str, tmp_path: Path, monkeypatch: Any) -> None:
@@ -522,12 +530,12 @@ def test_training_continues_after_credentials_end_and_the_next_start_continues_t
     target = "s3://bucket/run"
     config = small_run(tiny_model(n_layer=1), tmp_path / "run", every=None, upload=target, resume=target)
     config = replace(config, log=replace(config.log, to="print"))
-    train_alone(with_local_checkpoint(config))
+    with pytest.raises(RunError, match="the last checkpoint is not uploaded: its upload failed; the run is complete"):
+        train_alone(with_local_checkpoint(config))
     out, err = capfd.readouterr()
     (failure,) = (line for line in (out + err).splitlines() if "could not be uploaded" in line)
     assert f"step-00000002 could not be uploaded to {target}: " in failure
     assert "AWS Access Key Id you provided does not exist" in failure
-    assert "the last checkpoint, step-00000002, is not uploaded; the same command tries again" in out + err
     with pytest.raises(ValueError, match=r"checkpoint.resume=.* cannot be read: .*check the address and its cred"):
         with_local_checkpoint(config)
     accept(s3, math.inf)

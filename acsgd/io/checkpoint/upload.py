@@ -140,6 +140,8 @@ class Uploader:
         started, before = time.monotonic(), self._sent_bytes
         target = RemoteDirectory.open(self._address)
         self._claim(target)
+        if self._failed not in (None, checkpoint):
+            self._remove_failed(target)
         remote = target.of(checkpoint.name)
         manifest, content = Manifest.read(checkpoint), (checkpoint / MANIFEST).read_bytes()
         former = remote.read(MANIFEST)
@@ -165,6 +167,15 @@ class Uploader:
             remote.remove(SENT.format(disk))
         mb, seconds = (self._sent_bytes - before) / 1e6, time.monotonic() - started
         self._note(f"uploaded {checkpoint.name} to {remote.address}, {mb:,.1f} MB in {seconds:.1f} s")
+
+    def _remove_failed(self, target: RemoteDirectory) -> None:
+        """Remove what this disk has sent of a checkpoint that failed and is superseded: the target may be full."""
+        assert self._failed is not None
+        remote, sent = target.of(self._failed.name), SENT.format(self._disk)
+        if not remote.read(MANIFEST):
+            for name in (*json.loads(remote.read(sent) or b"{}"), sent):
+                remote.remove(name)
+        self._failed = None
 
     def _claim(self, target: RemoteDirectory) -> None:
         """Raise OSError if an address is that of another run; note there that it is that of this one.

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from acsgd.errors import RunError
 from acsgd.failures.signals import StopSignals
 from acsgd.io.checkpoint.upload import Uploader, UploadingRun
 from acsgd.notes import print_note
@@ -23,7 +24,6 @@ STALL_S = 300.0
 """Time without a byte sent after which the end of a run no longer waits for the last upload, seconds."""
 POLL_S = 1.0
 """Seconds between two looks at whether it still sends."""
-INCOMPLETE = "the upload of the last checkpoint is not complete; the next start continues it"
 
 
 class Upload(StepHook):
@@ -56,30 +56,40 @@ class Upload(StepHook):
                 self._uploader.submit(newest)  # not another run's, from which this one continues
 
     def at_end(self, state: LoopState) -> None:
-        """Wait for the last upload, unless a signal has ended the run: then the next start continues it."""
-        self._submit()
-        waits = not state.is_stopped or state.ended_because is not None
-        if self._uploader is not None and not self._uploader.wait(0.0):
-            if waits:
-                self._note("waiting for the last upload; Ctrl-C ends this, and the next start continues it")
-                self._wait(self._uploader)
-            else:
-                self._note(INCOMPLETE)
-        if self._uploader is not None and self._submitted is not None and self._uploader.failed == self._submitted:
-            self._note(f"the last checkpoint, {self._submitted.name}, is not uploaded; the same command tries again")
-        self._session.groups.all_gather_text("uploading the last checkpoint", "", timeout_s=math.inf)
+        """Wait for the last upload, unless a signal has ended the run: then the next start continues it.
 
-    def _wait(self, uploader: Uploader) -> None:
+        Raises RunError, on all ranks, if the run was not stopped and its last checkpoint is not uploaded.
+        """
+        self._submit()
+        is_stopped = state.is_stopped and state.ended_because is None
+        missing = self._missing(self._uploader, waits=not is_stopped) if self._uploader is not None else ""
+        found = self._session.groups.all_gather_text("uploading the last checkpoint", missing, timeout_s=math.inf)
+        if missing and is_stopped:
+            self._note(f"{missing}; the next start continues it")
+        elif missing := next(filter(None, found), ""):
+            raise RunError(f"{missing}; the run is complete here, and the same command continues the upload")
+
+    def _missing(self, uploader: Uploader, *, waits: bool) -> str:
+        """Return a clause on why the last checkpoint is not uploaded, empty if it is. waits: for its upload."""
+        reason = "" if uploader.wait(0.0) else "the run was stopped"
+        if reason and waits:
+            self._note("waiting for the last upload; Ctrl-C ends this, and the next start continues it")
+            reason = self._wait(uploader)
+        if not reason and self._submitted is not None and uploader.failed == self._submitted:
+            reason = "its upload failed"
+        return f"the last checkpoint is not uploaded: {reason}" if reason else ""
+
+    def _wait(self, uploader: Uploader) -> str:
+        """Wait for the end of an upload; return a clause on why it has not ended, empty if it has."""
         sent, changed_at = -1, time.monotonic()
         while not self._session.groups.waits.poll(uploader.wait, POLL_S):
             if self._signals.received is not None:
-                self._note(INCOMPLETE)
-                return
+                return f"ended by {self._signals.received}"
             if uploader.sent_bytes != sent:
                 sent, changed_at = uploader.sent_bytes, time.monotonic()
             elif time.monotonic() - changed_at > STALL_S:
-                self._note(f"the last upload has sent nothing for {STALL_S:g} s; the next start continues it")
-                return
+                return f"nothing was sent for {STALL_S:g} s"
+        return ""
 
 
 @contextlib.contextmanager
