@@ -26,10 +26,11 @@ from acsgd.adapters.inject import (
 from acsgd.codecs.identity import DTYPES
 from acsgd.config.adapters import NAME, Adapter, VirtualTokens, names_in, parse_adapter
 from acsgd.model_classes import MODEL_CLASSES
-from acsgd.shards.config import CONFIG, derive_layers, read_config
+from acsgd.shards.config import derive_layers, read_config
 from acsgd.shards.convert import ReportProgress
 from acsgd.shards.disk import ShardDirectory, model_files, write_layer
 from acsgd.shards.export import write_model_files, write_run_options
+from acsgd.shards.files import CONFIG
 from acsgd.shards.layer_tensors import describe_tensors, layer_tensors
 from acsgd.shards.manifest import Manifest
 

@@ -15,9 +15,10 @@ from acsgd.commands.generation.adapter import PEFTAdapter
 from acsgd.commands.generation.model import LoadedModel, dtype_of, load
 from acsgd.config.adapters import NAME
 from acsgd.model_classes import MODEL_CLASSES, UNTIED
-from acsgd.shards.config import CONFIG, derive_layers, read_config
+from acsgd.shards.config import derive_layers, read_config
 from acsgd.shards.disk import copy_model_files, list_model_files, model_files, write_layer
 from acsgd.shards.export import write_config
+from acsgd.shards.files import CONFIG
 from acsgd.shards.generation import GENERATION_CONFIG, set_ends
 from acsgd.shards.hf_model import names_of, tensor_of
 from acsgd.shards.layer_tensors import describe_tensors

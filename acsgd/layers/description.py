@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from acsgd.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 BATCH = "batch"
 """Symbol of an axis with one entry per sequence."""
@@ -26,7 +27,7 @@ HIDDEN = "hidden"
 LOGITS = "logits"
 """Name of the output of the last layer."""
 
-Head = Callable[[Tensor], Tensor]
+Head: TypeAlias = "Callable[[Tensor], Tensor]"
 """Returns the logits of hidden states [B, T, H]; may be called with some of the T positions at a time."""
 
 
@@ -66,6 +67,8 @@ class TensorShape:
 
     def resolve(self, sizes: Mapping[str, int], weights: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
         """Return the shape for given sizes of the batch, and the dtype for a given dtype of the weights."""
+        import torch  # takes seconds, and a manifest is read without it
+
         shape = tuple(dim.resolve(sizes) for dim in self.dims)
         return shape, weights if self.dtype == "weights" else getattr(torch, self.dtype)
 

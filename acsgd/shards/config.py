@@ -16,9 +16,8 @@ from acsgd.config.spec import suggest
 from acsgd.errors import similar
 from acsgd.layers.description import LayersError, ModelLayers
 from acsgd.model_classes import MODEL_CLASSES, ModelClass
-from acsgd.shards.files import blame, read_json_object
+from acsgd.shards.files import CONFIG, blame, read_json_object
 
-CONFIG = "config.json"
 REMEDY = "correct it or download it again"
 MAX_BLOCKS = 99_999
 """Maximum number of blocks: file names of layers have five digits."""

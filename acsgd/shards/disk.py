@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from acsgd.errors import CorruptFileError
-from acsgd.io.files.atomic import naming
+from acsgd.io.files.atomic import flush
 from acsgd.io.files.checksum import file_checksum
 from acsgd.layers.description import ModelLayers
 from acsgd.shards.check import FLOATING, check_tensors, expected_tensors, first_names
@@ -335,9 +335,3 @@ def _flushed(path: Path) -> StoredFile:
     """Wait until a file is on disk; return its manifest entry."""
     flush(path)
     return StoredFile(path.name, path.stat().st_size, file_checksum(path))
-
-
-def flush(path: Path) -> None:
-    """Wait until the content of a file is on disk."""
-    with naming(path), path.open("rb") as file:
-        os.fsync(file.fileno())

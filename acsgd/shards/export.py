@@ -15,10 +15,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from acsgd.io.files.read_ahead import read_ahead
 from acsgd.layers.description import LayerSpec
 from acsgd.model_classes import UNTIED
-from acsgd.shards.config import CONFIG
 from acsgd.shards.convert import ReportProgress
 from acsgd.shards.disk import FORMATS, RUN_OPTIONS, TASK, ShardDirectory, copy_model_files, list_model_files
-from acsgd.shards.files import TensorHeader
+from acsgd.shards.files import CONFIG, TensorHeader
 from acsgd.shards.generation import set_ends
 from acsgd.shards.hf_model import INDEX, SINGLE, tensor_of
 from acsgd.shards.layer_tensors import layer_tensors

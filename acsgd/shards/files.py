@@ -12,19 +12,31 @@ import stat
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from acsgd.errors import CorruptFileError, kind_of_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
 """First bytes of the pointer that Git LFS leaves in place of a file that was not downloaded."""
 MAX_JSON_BYTES = 2**28
+CONFIG = "config.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of an adapter directory of PEFT."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "spm.model",
+    "sentencepiece.bpe.model",
+)
+"""A directory with a tokenizer has at least one of these."""
 
 
 def check_file_name(name: str) -> None:
@@ -79,6 +91,11 @@ def _roots(directory: Path) -> list[Path]:
     real = directory.resolve()
     # in the cache of the Hub: models--OWNER--NAME/snapshots/REVISION/config.json -> ../../blobs/HASH
     return [real, real.parent.parent / "blobs"] if real.parent.name == "snapshots" else [real]
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory has a tokenizer. Without its files, transformers returns an empty one."""
+    return any((directory / name).is_file() for name in TOKENIZER_FILES)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -195,6 +212,8 @@ def read_torch_file(path: Path) -> dict[str, Tensor]:
     They lie in the memory-mapped file, or in memory if torch < 1.6 wrote it. Raises CorruptFileError if it may not be
     opened or is not complete, ValueError if it holds anything else than tensors: nothing in it is executed.
     """
+    import torch  # takes seconds, and most files are read without it
+
     is_zip = _is_zip(path)
     try:
         content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=is_zip)
@@ -208,7 +227,7 @@ def read_torch_file(path: Path) -> dict[str, Tensor]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, not tensors by name; save a dict of tensors")
     for name, tensor in content.items():
-        if not (isinstance(name, str) and isinstance(tensor, Tensor)):
+        if not (isinstance(name, str) and isinstance(tensor, torch.Tensor)):
             raise ValueError(
                 f"{path} holds a {type(tensor).__name__} as {name!r}, not a tensor; save a dict of tensors"
             )

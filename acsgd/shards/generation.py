@@ -10,8 +10,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from acsgd.shards.config import CONFIG
-from acsgd.shards.files import blame, read_json_object
+from acsgd.shards.files import CONFIG, blame, read_json_object
 
 GENERATION_CONFIG = "generation_config.json"
 END = "eos_token_id"

@@ -6,14 +6,10 @@ import contextlib
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import NamedTuple
 
-from transformers import PreTrainedConfig
-
-from acsgd.config.options import ModelConfig
 from acsgd.errors import missing, nearest_path
 from acsgd.io.files.remote import (
     RemoteDirectory,
@@ -23,64 +19,14 @@ from acsgd.io.files.remote import (
     hub_refusal,
     is_address,
 )
-from acsgd.layers.description import ModelLayers
 from acsgd.notes import print_note
-from acsgd.shards.config import CONFIG, parameter_count, read_config
-from acsgd.shards.disk import model_files
-from acsgd.shards.files import ADAPTER_CONFIG
+from acsgd.shards.files import ADAPTER_CONFIG, CONFIG, has_tokenizer
 from acsgd.shards.manifest import MANIFEST
-from acsgd.shards.tokenizer import has_tokenizer
 
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.spm")
 """Patterns of the files of a repository besides its weights: config, indices and tokenizer."""
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 """Patterns of files with weights, the preferred one first. Other files hold the same weights in other forms."""
-
-
-class FoundModel(NamedTuple):
-    """A model in a local directory whose files were checked."""
-
-    directory: Path
-    config: PreTrainedConfig
-    num_parameters: int
-    layers: ModelLayers | None
-    """Its layers, if they were compared with the whole model when it was converted."""
-
-
-def open_model(
-    model: ModelConfig,
-    *,
-    is_valid: Callable[[PreTrainedConfig], bool] = lambda config: False,
-    has_adapter: bool = False,
-    config_only: bool = False,
-) -> FoundModel:
-    """Find a model; download it if its name is a Hugging Face id. is_valid: see `read_config`; has_adapter:
-    `open_shards`; config_only: whether to look at nothing but config.json.
-
-    Checks all that headers show. Raises ValueError if the model cannot be found or read, or if it is pretrained and its
-    weights are not those of its config; CorruptFileError if a file is not as it was written.
-    """
-    from acsgd.shards.locate import open_hf, open_shards  # import transformers' code of models, which takes seconds
-
-    has_weights = model.init == "pretrained" and not config_only
-    directory = find_model(model.name, option="model.name", weights=has_weights, config_only=config_only)
-    if config_only:
-        config = read_config(directory, model.task, is_valid=is_valid)
-        return FoundModel(directory, config, parameter_count(config, model.task), None)
-    if os.path.lexists(directory / MANIFEST):
-        shards, config, built = open_shards(directory, has_adapter=has_adapter)
-        if shards.manifest.task != model.task:
-            raise ValueError(
-                f"{directory} was converted for the task {shards.manifest.task}, but model.task={model.task}; convert "
-                f"the model with --task {model.task}, or use model.task={shards.manifest.task}"
-            )
-        return FoundModel(directory, config, built.num_parameters(), shards.verified_layers)
-    if model.init == "pretrained":
-        opened = open_hf(directory, model.task, is_valid=is_valid)
-        return FoundModel(directory, opened.config, opened.model.num_parameters(), None)
-    model_files(directory)
-    config = read_config(directory, model.task, is_valid=is_valid)
-    return FoundModel(directory, config, parameter_count(config, model.task), None)
 
 
 def find_model(name: str, *, option: str, weights: bool = True, config_only: bool = False) -> Path:

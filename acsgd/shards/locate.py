@@ -1,7 +1,8 @@
-"""Find the tensors of a model in the files of a directory and check them, from the headers of the files alone."""
+"""Open a model: find its tensors in the files of a directory and check them, from the headers of the files alone."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -11,11 +12,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from acsgd.config.options import ModelConfig
+from acsgd.layers.description import ModelLayers
 from acsgd.model_classes import MODEL_CLASSES, UNTIED
 from acsgd.shards.check import first_names
-from acsgd.shards.config import CONFIG, MANY_BLOCKS, number_of_blocks, read_config
+from acsgd.shards.config import MANY_BLOCKS, number_of_blocks, parameter_count, read_config
 from acsgd.shards.disk import ShardDirectory, model_files
-from acsgd.shards.files import read_json_object
+from acsgd.shards.files import CONFIG, read_json_object
 from acsgd.shards.hf_model import (
     FLOATING,
     HFModel,
@@ -26,6 +29,7 @@ from acsgd.shards.hf_model import (
     stored_tensors,
     tensor_of,
 )
+from acsgd.shards.hub import find_model
 from acsgd.shards.manifest import MANIFEST
 from acsgd.shards.names import Conversion, conversions, names_in_files
 from acsgd.shards.writer import DTYPES
@@ -41,6 +45,50 @@ class ShardModel(NamedTuple):
     config: PreTrainedConfig
     model: PreTrainedModel
     """The model, its parameters on the meta device."""
+
+
+class FoundModel(NamedTuple):
+    """A model in a local directory whose files were checked."""
+
+    directory: Path
+    config: PreTrainedConfig
+    num_parameters: int
+    layers: ModelLayers | None
+    """Its layers, if they were compared with the whole model when it was converted."""
+
+
+def open_model(
+    model: ModelConfig,
+    *,
+    is_valid: Callable[[PreTrainedConfig], bool] = lambda config: False,
+    has_adapter: bool = False,
+    config_only: bool = False,
+) -> FoundModel:
+    """Find a model; download it if its name is a Hugging Face id. is_valid: see `read_config`; has_adapter:
+    `open_shards`; config_only: whether to look at nothing but config.json.
+
+    Checks all that headers show. Raises ValueError if the model cannot be found or read, or if it is pretrained and its
+    weights are not those of its config; CorruptFileError if a file is not as it was written.
+    """
+    has_weights = model.init == "pretrained" and not config_only
+    directory = find_model(model.name, option="model.name", weights=has_weights, config_only=config_only)
+    if config_only:
+        config = read_config(directory, model.task, is_valid=is_valid)
+        return FoundModel(directory, config, parameter_count(config, model.task), None)
+    if os.path.lexists(directory / MANIFEST):
+        shards, config, built = open_shards(directory, has_adapter=has_adapter)
+        if shards.manifest.task != model.task:
+            raise ValueError(
+                f"{directory} was converted for the task {shards.manifest.task}, but model.task={model.task}; convert "
+                f"the model with --task {model.task}, or use model.task={shards.manifest.task}"
+            )
+        return FoundModel(directory, config, built.num_parameters(), shards.verified_layers)
+    if model.init == "pretrained":
+        opened = open_hf(directory, model.task, is_valid=is_valid)
+        return FoundModel(directory, opened.config, opened.model.num_parameters(), None)
+    model_files(directory)
+    config = read_config(directory, model.task, is_valid=is_valid)
+    return FoundModel(directory, config, parameter_count(config, model.task), None)
 
 
 def open_hf(

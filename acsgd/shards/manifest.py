@@ -14,7 +14,6 @@ from acsgd.io.files.atomic import fsync_directory
 from acsgd.io.files.checksum import check_file_checksum, new_file_checksum
 from acsgd.io.files.fields import Natural, from_json
 from acsgd.layers.description import ModelLayers, Verification
-from acsgd.model_classes import MODEL_CLASSES
 from acsgd.shards.files import ADAPTER_CONFIG, check_file_name, unusable
 
 MANIFEST = "manifest.json"
@@ -30,6 +29,8 @@ OTHERS = {
 
 
 def _check_task(name: str) -> None:
+    from acsgd.model_classes import MODEL_CLASSES  # imports torch, which takes seconds
+
     if name not in MODEL_CLASSES:
         raise ValueError(f"{name[:70]!r} is not one of {', '.join(MODEL_CLASSES)}")
 

@@ -10,18 +10,8 @@ from typing import NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from acsgd.shards.files import blame
+from acsgd.shards.files import TOKENIZER_FILES, blame, has_tokenizer
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "spm.model",
-    "sentencepiece.bpe.model",
-)
-"""A directory with a tokenizer has at least one of these."""
 SETTINGS = "tokenizer_config.json"
 BEGIN = "add_bos_token"
 """Setting of whether the tokenizer puts bos_token before a text."""
@@ -129,11 +119,6 @@ def load_tokenizer(
             f"convert from-hf {model_dir or directory} TARGET --resize-embeddings"
         )
     return tokenizer
-
-
-def has_tokenizer(directory: Path) -> bool:
-    """Whether a directory has a tokenizer. Without its files, transformers returns an empty one."""
-    return any((directory / name).is_file() for name in TOKENIZER_FILES)
 
 
 def read_tokenizer(model_dir: Path, model_config: PreTrainedConfig, *, remedy: str = "") -> PreTrainedTokenizerBase:

@@ -19,7 +19,7 @@ from lib.saved import SMALL
 from safetensors.torch import load_file
 
 from acsgd.config.options import ModelConfig
-from acsgd.shards.hub import open_model
+from acsgd.shards.locate import open_model
 
 TinyModel = Callable[..., Path]
 REVISION = "0" * 40

@@ -19,7 +19,7 @@ from acsgd.config.options import ModelConfig
 from acsgd.errors import CorruptFileError
 from acsgd.io.checkpoint.inspect import inspect
 from acsgd.io.checkpoint.resume import Checkpoint
-from acsgd.shards.hub import open_model
+from acsgd.shards.locate import open_model
 from acsgd.shards.manifest import MANIFEST, _with_checksum
 
 TinyModel = Callable[..., Path]

@@ -34,7 +34,7 @@ from acsgd.shards.disk import MODEL_FILES
 from acsgd.shards.export import to_hf
 from acsgd.shards.files import tensor_headers
 from acsgd.shards.generation import as_field, read_generation_config, set_special_tokens, write_special_tokens
-from acsgd.shards.hub import open_model
+from acsgd.shards.locate import open_model
 from acsgd.shards.tokenizer import load_tokenizer
 
 TinyModel = Callable[..., Path]

@@ -24,8 +24,7 @@ from acsgd.errors import InputError, missing
 from acsgd.layers.skeleton import parameter_names
 from acsgd.notes import print_note
 from acsgd.shards.check import first_names
-from acsgd.shards.config import CONFIG
-from acsgd.shards.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, blame, open_tensors, read_json_object
+from acsgd.shards.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, blame, open_tensors, read_json_object
 from acsgd.shards.hub import find_model
 from acsgd.shards.manifest import MANIFEST
 

@@ -33,16 +33,16 @@ from acsgd.layers.skeleton import fill_with_stand_ins, move_buffers, parameter_n
 from acsgd.model_classes import MODEL_CLASSES, ModelClass
 from acsgd.notes import print_note
 from acsgd.shards.check import first_names
-from acsgd.shards.config import CONFIG, derive_layers, read_config
+from acsgd.shards.config import derive_layers, read_config
 from acsgd.shards.disk import ShardDirectory, model_files
-from acsgd.shards.files import read_json_object
+from acsgd.shards.files import CONFIG, has_tokenizer, read_json_object
 from acsgd.shards.generation import GENERATION_CONFIG, read_generation_config
 from acsgd.shards.hf_model import HFModel, names_of, tensor_of
 from acsgd.shards.hub import find_model
 from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.locate import open_hf
 from acsgd.shards.manifest import MANIFEST
-from acsgd.shards.tokenizer import has_tokenizer, load_tokenizer, read_tokenizer
+from acsgd.shards.tokenizer import load_tokenizer, read_tokenizer
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 Gather = Callable[[str, str], list[str]]

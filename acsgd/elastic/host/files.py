@@ -31,9 +31,10 @@ from acsgd.elastic.membership.messages import PROTOCOL, Host, SharedFiles, seal,
 from acsgd.errors import CorruptFileError, explain
 from acsgd.io.checkpoint.directory import CheckpointDirectory, step_of
 from acsgd.io.data.sources.files import READERS
+from acsgd.io.files.atomic import flush
 from acsgd.io.files.checksum import file_checksum, new_file_checksum
 from acsgd.io.files.fields import Natural, from_json
-from acsgd.shards.disk import flush, model_files
+from acsgd.shards.disk import model_files
 from acsgd.shards.files import check_file_name, unusable
 from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
 from acsgd.shards.writer import open_weights

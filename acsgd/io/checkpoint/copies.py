@@ -24,9 +24,9 @@ import torch
 from acsgd.errors import CorruptFileError, RunError, explain, reason
 from acsgd.groups import Groups
 from acsgd.io.checkpoint.directory import CheckpointDirectory
-from acsgd.io.files.atomic import fsync_directory, rename
+from acsgd.io.files.atomic import flush, fsync_directory, rename
 from acsgd.io.files.checksum import new_file_checksum
-from acsgd.shards.disk import ShardDirectory, flush
+from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
 
 CHUNK_BYTES = 1 << 22

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from acsgd.errors import RunError
-from acsgd.io.files.atomic import UNSUPPORTED, fsync_directory, rename
+from acsgd.io.files.atomic import UNSUPPORTED, flush, fsync_directory, rename
 from acsgd.layers.description import ModelLayers
-from acsgd.shards.disk import flush
 from acsgd.shards.manifest import MANIFEST, StoredFile
 
 PartKind = Literal["layer", "table", "constants", "replica"]

@@ -198,6 +198,12 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
+def flush(path: Path) -> None:
+    """Wait until the content of a file is on disk."""
+    with naming(path), path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def _tree(path: Path) -> list[Path]:
     """Return a file, or a directory after everything in it."""
     return [*path.rglob("*"), path]
@@ -209,8 +215,7 @@ def _fsync(path: Path) -> None:
         if part.is_dir():
             fsync_directory(part)
         else:
-            with part.open("rb") as file:
-                os.fsync(file.fileno())
+            flush(part)
 
 
 def _rename(built: Path, path: Path) -> bool:

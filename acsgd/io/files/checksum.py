@@ -11,9 +11,12 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch import Tensor
 from xxhash import xxh3_64_intdigest, xxh3_128
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CHECKSUM_BYTES = 8
 REMEDY = (

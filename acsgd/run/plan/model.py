@@ -23,7 +23,8 @@ from acsgd.run.plan.layers_cache import LayersCache
 from acsgd.run.plan.limits import ParameterCount, check_memory, check_sequence
 from acsgd.shards.config import derive_layers, longest_sequence
 from acsgd.shards.generation import set_special_tokens
-from acsgd.shards.hub import FoundModel, find_tokenizer, open_model
+from acsgd.shards.hub import find_tokenizer
+from acsgd.shards.locate import FoundModel, open_model
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.streams import Streams
 from acsgd.tasks import find_task

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from acsgd.model_classes import MODEL_CLASSES
-from acsgd.shards.config import CONFIG, derive_layers
+from acsgd.shards.config import derive_layers
 from acsgd.shards.convert import ReportProgress, write_layers
 from acsgd.shards.disk import ShardDirectory, copy_model_files, list_model_files
-from acsgd.shards.files import read_json_object, tensor_headers
+from acsgd.shards.files import CONFIG, read_json_object, tensor_headers
 from acsgd.shards.hf_model import names_of
 from acsgd.shards.layer_tensors import describe_tensors, layer_tensors
 from acsgd.shards.legacy.layouts import BLOCK, HEAD, LegacyLayout

@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from acsgd.model_classes import MODEL_CLASSES
 from acsgd.shards.check import FLOATING, first_names
-from acsgd.shards.config import CONFIG, MANY_BLOCKS, number_of_blocks, read_config
-from acsgd.shards.files import read_json_object, read_torch_file, verify_torch_file
+from acsgd.shards.config import MANY_BLOCKS, number_of_blocks, read_config
+from acsgd.shards.files import CONFIG, read_json_object, read_torch_file, verify_torch_file
 from acsgd.shards.legacy.layouts import BLOCK, LAYOUTS, LegacyLayout
 
 LAYER = re.compile(r"pytorch_(.+)\.pt")
