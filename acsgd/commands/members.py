@@ -28,6 +28,8 @@ from acsgd.elastic.host.files import (
     check_taken,
     receive,
 )
+from acsgd.elastic.host.processes import started_at
+from acsgd.elastic.membership.messages import SignatureError
 from acsgd.errors import CorruptFileError, explain
 from acsgd.io.data.sources.sources import files_of
 from acsgd.io.files.atomic import build_atomically, fsync_directory
@@ -70,18 +72,23 @@ def open_members(invitation: Invitation) -> Iterator[list[ListedSource]]:
             secret = invitation.run.encode()  # by which daemons sign in a mesh
         found: dict[str, ListedSource] = {}
         problems: list[str] = []
+        remedy = "start one of them"
         addresses = [*endpoints]
         for address in addresses:  # which grows
             try:
                 remote = _connect(address, invitation.run, secret)
                 stack.callback(remote.close)
                 found[address] = ListedSource(remote, remote.list())
+            except SignatureError:
+                problems.append(f"{address} is of another run, or the secret has been replaced")
+                remedy = "get the invitation that acsgd host prints now"
+                continue
             except (OSError, ValueError) as error:
                 problems.append(f"{address}: {explain_short(error)}")
                 continue
             addresses += [each for each in found[address].listing.hosts if each not in addresses]
         if not found:
-            raise ValueError(f"no host of run {invitation.run} answers ({'; '.join(problems)}); start one of them")
+            raise ValueError(f"no host of run {invitation.run} answers ({'; '.join(problems)}); {remedy}")
         for problem in problems:
             print_note(f"a host does not answer and is left out: {problem}")
         yield [*found.values()]
@@ -108,6 +115,8 @@ def get_inputs(invitation: Invitation, config: Config) -> None:
     lacks = ", ".join([*([] if has_model else [str(model)]), *(str(path) for _, path in numbers)])
     print_note(f"this host lacks {lacks}; looking for a host of run {invitation.run} that has it")
     with open_members(invitation) as members, progress_bar() as report:
+        names = ", ".join(member.name for member in members)
+        print_note(f"run {invitation.run}: connected to {names} after {time.monotonic() - started_at():.1f} s")
         if not has_model:
             fetched = _fetch_of(members, MODEL)
             if fetched.sha256:

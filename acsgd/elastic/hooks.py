@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Collection
 
@@ -9,7 +10,8 @@ from acsgd.elastic.control import Control
 from acsgd.elastic.state.joins import JoiningRank, StateSource
 from acsgd.elastic.state.transfer import align_domain
 from acsgd.io.data.batches import AHEAD
-from acsgd.run.report import Report, StepField, StepSummary, by_rank, by_replica, in_grid, on_all, on_any
+from acsgd.notes import print_note
+from acsgd.run.report import MICROS, Report, StepField, StepSummary, by_rank, by_replica, in_grid, on_all, on_any
 from acsgd.run.session import Session
 from acsgd.run.setup.build import admit_observers
 from acsgd.run.step.checkpointing import Checkpointing
@@ -81,6 +83,58 @@ class BackgroundJoin(StepHook):
             key = peers.state_key
             admit_observers(self._session)
             align_domain(self._session, key)
+
+
+PROGRESS_S = 10.0
+"""Time between two lines about the state that arrives, seconds."""
+
+
+class JoinProgress(StepHook):
+    """Prints how far a host has joined, up to the first step in which its replica has micro-batches.
+
+    run: name of the run; started_at: when torchrun of the host was started, a time.monotonic().
+    """
+
+    def __init__(self, run: str, started_at: float) -> None:
+        self._run = run
+        self._started_at = self._printed_at = started_at
+        self._joining: JoiningRank | None = None
+        self._replica = 0
+        self._has_state = self._is_spare = self._is_over = False
+
+    def enter_view(self, replica: int, received_bytes: int, transfers: StateSource | JoiningRank | None) -> None:
+        """Note the replica of this rank in a view, and the state that it has received, or receives beside training."""
+        self._replica = replica
+        self._joining = transfers if isinstance(transfers, JoiningRank) else None
+        if self._joining is None:
+            self._note_state(received_bytes)
+
+    def wait_as_spare(self) -> None:
+        """Note that this rank has no part in a view."""
+        if not self._is_spare:
+            self._print("waiting as a spare")
+        self._is_spare = True
+
+    def before_next(self, state: LoopState) -> None:
+        assert state.summary is not None
+        if self._joining is not None and not self._joining.is_pending:
+            self._note_state(self._joining.received().nbytes)
+            self._joining = None
+        elif self._joining is not None and time.monotonic() - self._printed_at >= PROGRESS_S:
+            layers, of_layers, nbytes = self._joining.received()
+            self._print(f"{layers} of {of_layers} layers ({nbytes / 1e6:.1f} MB) are here")
+        if not self._is_over and sum(state.summary[MICROS][self._replica]) > 0:
+            self._print(f"first step ({state.progress.step})")
+            self._is_over = True
+
+    def _note_state(self, received_bytes: int) -> None:
+        if not self._has_state:
+            self._print(f"all state ({received_bytes / 1e6:.1f} MB) is here" if received_bytes else "all state is here")
+        self._has_state = True
+
+    def _print(self, text: str) -> None:
+        self._printed_at = time.monotonic()
+        print_note(f"run {self._run}: {text} after {self._printed_at - self._started_at:.1f} s")
 
 
 class Pause(StepHook):

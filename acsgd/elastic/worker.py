@@ -17,7 +17,7 @@ from acsgd.comm.store import StoreError
 from acsgd.comm.waits import InterruptibleWaits
 from acsgd.config.options import Config
 from acsgd.elastic.control import Control
-from acsgd.elastic.hooks import STOPS, BackgroundJoin, Pause
+from acsgd.elastic.hooks import STOPS, BackgroundJoin, JoinProgress, Pause
 from acsgd.elastic.host.model_files import ModelFiles
 from acsgd.elastic.membership.messages import (
     Broken,
@@ -129,6 +129,8 @@ class ElasticWorker:
         self._state = LoopState(Progress())
         self._transfers: StateSource | JoiningRank | None = None
         """Background transfers of the present view in which this worker takes part."""
+        self._progress: JoinProgress | None = None
+        """Lines about how far this host has joined, if this worker prints them."""
         self._snapshots = SnapshotStore()
         self._metrics = ViewMetrics()
         self._lock = ViewLock()
@@ -189,6 +191,8 @@ class ElasticWorker:
         view = run.view
         self._return_to(view.plan, run.worker)
         rank = view.plan.rank_of(run.worker)
+        if run.started_at is not None:
+            self._progress = JoinProgress(run.run, run.started_at)
         if rank is None:
             self._wait_as_spare(view)
             return False
@@ -242,6 +246,8 @@ class ElasticWorker:
     def _wait_as_spare(self, view: View) -> None:
         """Drop the state, which others change from now on; keep it if nobody trains."""
         plan = view.plan
+        if self._progress is not None:
+            self._progress.wait_as_spare()
         if plan.ranks:
             self._session, self._view, self._stopped_at = None, view, None
         elif self._session is not None and self._config.elastic.below_min == "end":
@@ -276,6 +282,8 @@ class ElasticWorker:
             training = stack.enter_context(
                 open_run(begun.start, inputs, lock, signals, metrics, self._state, stops=STOPS, extra=hooks)
             )
+            if self._progress is not None:
+                self._progress.enter_view(job.topology.replica, begun.received_bytes, self._transfers)
             self._report_start(view, begun, groups, metrics, snapshots)
             self._view, self._disks = view, disks
             context.start_training()
@@ -346,6 +354,8 @@ class ElasticWorker:
             BackgroundJoin(self._session, self._transfers, begun_at),
             Pause(self._control, checkpointing, num_steps),
         ]
+        if self._progress is not None:
+            hooks.append(self._progress)
         return hooks if snapshots is None else [*hooks, snapshots]
 
     def _report_start(

@@ -51,7 +51,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -179,8 +179,8 @@ class Internet:
         """By place; None: it is gone."""
         self._number = 0
         self._cut: set[str] = set()
-        self._majority = len(PLACES) // 2 + 1
-        """Number of connected hosts that must be left until all that are left have trained."""
+        self._members: Sequence[str] = NAMES
+        """Places of the hosts that have trained last, of which a majority must be connected."""
         self._unsaved_since: int | None = None
         """Step before which copies may have been on a disk that is gone; None if a later checkpoint is complete."""
         self._unsettled: list[tuple[Event, float]] = []
@@ -270,7 +270,7 @@ class Internet:
         for event, at in self._unsettled:
             event.until_all_train_s = now - at
         self._unsettled.clear()
-        self._majority = len(connected) // 2 + 1
+        self._members = connected
 
     def _wait_for_steps(self, number: int) -> None:
         """Wait for more steps on each connected host."""
@@ -327,11 +327,13 @@ class Internet:
         self.settle()
 
     def inject(self, number: int) -> None:
-        """Let events occur, each kind that is possible with the same probability."""
+        """Let events occur: of the kinds that are possible, those that have occurred least are the most probable."""
         for _ in range(number):
             possible = self._possible()
             possible = {kind: possible[kind] for kind in self.kinds if kind in possible} or possible
-            kind = self.draw.choice(sorted(possible))
+            counts = Counter(event.kind for event in self.events)
+            weights = {kind: (1 + counts[kind]) ** -2 for kind in sorted(possible)}
+            (kind,) = self.draw.choices([*weights], [*weights.values()])
             name = self.draw.choice(possible[kind])
             event = Event(kind, name, self.last_step())
             self.events.append(event)
@@ -352,7 +354,7 @@ class Internet:
                 time.sleep(self.draw.uniform(0.0, 2.0))
 
     def _can_lose(self) -> bool:
-        return len(self._connected()) > self._majority
+        return len({*self._members} & {*self._connected()}) > len(self._members) // 2 + 1
 
     def _possible(self) -> dict[str, list[str]]:
         """Return the kinds of events that may occur now, each with its places."""

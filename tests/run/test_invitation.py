@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from tests.lib.injection import Pace
 def test_a_host_joins_by_an_invitation(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gets the layers that its rank reads, and no others.
+    """It gets the layers that its rank reads, and no others, and prints how far it is.
 
     The command lines that start are compared, and free of secrets, in `test_invite`.
     """
@@ -72,5 +73,12 @@ def test_a_host_joins_by_an_invitation(
         model = ShardDirectory(tmp_path / "b/gpt")
         present = [layer for layer in model.manifest.layers if not model.lacks(layer)]
         assert present == ["embed", "block-00001", "head"], "its head is tied to the embedding"
+        host.wait_until(lambda: "first step" in guest.stderr, LIMIT_S)
+        run = rf"run {invitation.stem}: "
+        lines = "model and data are ready", r"connected \(view 2, 2 hosts\)", "all state is here", r"first step \(\d+\)"
+        found = re.findall(rf"^{run}(.+) after (\d+\.\d) s$", guest.stderr, re.MULTILINE)
+        assert [re.fullmatch(line, text) and line for line, (text, _) in zip(lines, found, strict=True)] == [*lines]
+        assert sorted(found, key=lambda each: float(each[1])) == found
+        assert f"{run}connected" not in host.stderr
         assert not guest.errors
         assert not host.errors

@@ -502,3 +502,8 @@ def test_a_host_without_its_inputs_is_told_so_if_no_member_has_them(inputs: Invi
         members.get_inputs(inputs, INPUTS)
     with pytest.raises(ValueError, match="no host of run run answers"):
         members.get_inputs(dataclasses.replace(inputs, endpoints=("127.0.0.1:1",), mesh="false"), INPUTS)
+    for other in ({"run": "other"}, {"secret": "of former days"}):
+        address = inputs.endpoints[0]
+        text = f"{address} is of another run, or the secret has been replaced); get the invitation that acsgd host pri"
+        with pytest.raises(ValueError, match=re.escape(text)):
+            members.get_inputs(dataclasses.replace(inputs, **other), INPUTS)  # type: ignore[arg-type]

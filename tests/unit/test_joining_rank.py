@@ -15,18 +15,23 @@ from lib.patience import NO_LIMIT_S, Patience
 from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.dp.modes.local import Local
 from acsgd.dp.sync import Mode
+from acsgd.elastic import hooks
+from acsgd.elastic.hooks import JoinProgress
 from acsgd.elastic.state import joins
 from acsgd.elastic.state.channel import StateReceiver, StateSender
-from acsgd.elastic.state.joins import JoiningRank, StateSource
+from acsgd.elastic.state.joins import JoiningRank, ReceivedState, StateSource
 from acsgd.errors import CorruptFileError
 from acsgd.groups import Groups
 from acsgd.host_memory import HostMemory
+from acsgd.io.checkpoint.progress import Progress
 from acsgd.optim.base import Optimizer
 from acsgd.optim.ownership import OwnedWeights, Ownership
 from acsgd.optim.replay import ReplayOptimizer
 from acsgd.run.plan.job import Job
+from acsgd.run.report import MICROS, StepSummary
 from acsgd.run.session import Session
 from acsgd.run.setup.build import DeferredConstants
+from acsgd.run.step.hooks import LoopState
 from acsgd.shards.load import LoadedLayer
 
 LAYERS = 2
@@ -163,3 +168,38 @@ def test_a_source_without_memory_for_copies_of_all_layers_sends_them_before_trai
     groups = SimpleNamespace(world=None, timeout_s=1.0, all_gather_text=lambda _, text, **__: [text, "0.0 1.0 1.0"])
     seconds, _ = joins._measure(session, cast(Job, job), cast(Groups, groups), {1: 0}, {1}, cast(joins.Constants, None))
     assert seconds == (8.0 if fits else 0.0)
+
+
+def test_a_host_prints_its_state_as_it_arrives_and_its_first_step_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [10.0]
+    monkeypatch.setattr(hooks, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    constants = Constants()
+    joining = joining_rank(constants)
+    joining.received = lambda: ReceivedState(1, 3, 2_500_000)  # type: ignore[method-assign]
+    progress, state = JoinProgress("r", started_at=4.0), LoopState(Progress())
+    progress.wait_as_spare()
+    progress.wait_as_spare()
+    progress.enter_view(1, 0, joining)
+
+    def step(number: int, micros: float) -> None:
+        now[0] += 6
+        state.progress = Progress(step=number)
+        state.summary = cast(StepSummary, {MICROS: [[2.0, 2.0], [micros, micros]]})
+        progress.before_next(state)
+
+    step(7, 0)
+    step(8, 0)
+    constants.may_end.set()
+    step_until(joining, lambda: not joining.is_pending)
+    step(9, 0)
+    progress.enter_view(1, 0, None)
+    step(10, 1)
+    step(11, 1)
+    assert capsys.readouterr().err.splitlines() == [
+        "run r: waiting as a spare after 6.0 s",
+        "run r: 1 of 3 layers (2.5 MB) are here after 18.0 s",
+        "run r: all state (2.5 MB) is here after 24.0 s",
+        "run r: first step (10) after 30.0 s",
+    ]

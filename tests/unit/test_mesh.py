@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import errno
 import json
 import os
@@ -58,6 +59,7 @@ class Host:
         endpoints: tuple[str, ...] = (),
         *,
         secret: bytes = SECRET,
+        run: str = "run",
         has_port: bool = True,
         announced: str | None = None,
         secret_file: Path | None = None,
@@ -72,7 +74,7 @@ class Host:
             file.touch(0o600)
             file.write_bytes(secret)
         self.secret_file = file
-        options = MeshOptions("run", secret, file, endpoints or (self.announced or "",), listener, self.announced)
+        options = MeshOptions(run, secret, file, endpoints or (self.announced or "",), listener, self.announced)
         self.socket_path = directory / secrets.token_hex(4)
         self.mesh = Mesh(
             options,
@@ -527,8 +529,9 @@ def test_a_host_with_another_secret_is_told_so_and_so_is_one_whose_endpoint_lead
     start: Callable[..., Host],
 ) -> None:
     one = start()
-    stranger = start((one.announced,), secret=secrets.token_bytes(16))
-    wait_until(lambda: (one.announced, tls.OTHER_SECRET) in stranger.rejected)
+    for other in ({"secret": secrets.token_bytes(16)}, {"run": "other"}):
+        stranger = start((one.announced,), **other)
+        wait_until(lambda stranger=stranger: (one.announced, tls.OTHER_SECRET) in stranger.rejected)  # type: ignore[misc]
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=answer_in_plain, args=(server,), daemon=True).start()
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -617,6 +620,11 @@ def test_a_certificate_is_for_the_address_of_its_key_alone() -> None:
     false = one._context(ssl.PROTOCOL_TLS_SERVER, key, one.sign(key.public_key(), other.address, "host"))
     with pytest.raises(StrangerError, match="does not follow from its key"):
         member_of(handshake(one.client, false))
+    own = one.sign(key.public_key(), one.address, "host")
+    month = datetime.timedelta(days=30)
+    now = datetime.datetime.now(datetime.UTC)
+    assert own.not_valid_before_utc < now - month, "a host whose clock is wrong is no stranger"
+    assert own.not_valid_after_utc > now + month
     for stranger in (HostIdentity(SECRET, "another run"), HostIdentity(SECRET[:-1], "run")):
         with pytest.raises(ssl.SSLCertVerificationError):
             handshake(one.client, stranger.server)

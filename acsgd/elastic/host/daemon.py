@@ -14,6 +14,7 @@ from typing import Any
 
 from acsgd.elastic.host.joining import DaemonOptions, open_membership, refusal
 from acsgd.elastic.host.local_workers import LocalWorkers
+from acsgd.elastic.host.processes import started_at
 from acsgd.elastic.host.register import NoMajorityError, RunDirectory, ViewRegister
 from acsgd.elastic.host.transport import Connections, Rejection
 from acsgd.elastic.membership.effects import (
@@ -74,6 +75,7 @@ class Daemon:
         self._register: ViewRegister
         self._hosts: dict[str, Host] = {}
         """By disk, the host whose message arrived last."""
+        self._started_at = started_at()
         self._joined_at = 0.0
         self._had_view = False
         """Whether this host has been in a view: then elastic.force has done what it was given for."""
@@ -165,6 +167,10 @@ class Daemon:
         if membership.view is None and now - self._joined_at >= WAIT_S:
             self._note(f"run {self._options.run}: this host waits: {membership.describe_wait(now)}")
 
+    def _note_progress(self, text: str) -> None:
+        """Print how far this host has joined."""
+        self._note(f"run {self._options.run}: {text} after {time.monotonic() - self._started_at:.1f} s")
+
     def _note(self, text: str) -> None:
         """Print a sentence, once."""
         if text not in self._notes:
@@ -176,6 +182,8 @@ class Daemon:
     def _join(self) -> None:
         """Open a membership for the workers of this host, which are ready."""
         setup = self._workers.setup
+        if not self._joined_at and {*self._options.endpoints} - {self._me.address}:
+            self._note_progress("model and data are ready")
         self._timing, self._joined_at, self._failed_rounds = self._options.timing_of(setup), time.monotonic(), 0
         self._directory = RunDirectory(Path(setup.run_dir))
         disk = self._directory.register
@@ -275,9 +283,11 @@ class Daemon:
 
     def _install(self, view: View) -> None:
         log.info("view %d: %s", view.epoch, [host.address for host in view.hosts])
-        self._had_view = True
+        is_joining, self._had_view = not self._had_view and len(view.hosts) > 1, True
+        if is_joining:
+            self._note_progress(f"connected (view {view.epoch}, {len(view.hosts)} hosts)")
         self._start(self._keep(view))
-        if self._workers.run(view, self._me.id):
+        if self._workers.run(view, self._me.id, self._started_at if is_joining else None):
             return
         self._input(lambda membership: membership.stopped(self._workers.states or {}))
         if self._workers.states is not None:  # they became ready while the view was formed

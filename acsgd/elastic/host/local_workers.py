@@ -168,19 +168,20 @@ class LocalWorkers:
             if worker.state is not None:
                 worker.state = WorkerState(store_port=worker.state.store_port)
 
-    def run(self, view: View, host_id: str) -> bool:
+    def run(self, view: View, host_id: str, started_at: float | None = None) -> bool:
         """Let all workers train in a view; return whether it has them, and not others that have ended since.
 
-        host_id: of this host in the view.
+        host_id: of this host in the view; started_at: as in `Run`, for the first of them.
         """
         names = {f"{host_id}/{worker.name}": worker for worker in self._workers.values()}
         if not self.are_complete or not names.keys() <= {*view.plan.ranks, *view.plan.spares}:
             return False
         self._cancel_deadline()
+        first = next(name for name in (*view.plan.ranks, *view.plan.spares) if name in names)
         for name, worker in names.items():
             worker.state = None
             worker.take_tick(Tick(is_waiting=False, idle_s=0.0))
-            worker.send(Run(view, name, self._run, self._key))
+            worker.send(Run(view, name, self._run, self._key, started_at if name == first else None))
         return True
 
     def stop(self, *, at_step_end: bool) -> None:

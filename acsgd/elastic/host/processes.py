@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +33,11 @@ class HostProcesses:
         """Return how often torchrun will start these workers again. Raises psutil.Error if they have ended."""
         environment = psutil.Process(next(iter(self.workers.values())).pid).environ()
         return int(environment["TORCHELASTIC_MAX_RESTARTS"]) - int(environment["TORCHELASTIC_RESTART_COUNT"])
+
+
+def started_at() -> float:
+    """Return when this process was started, maybe as another program that it has replaced; a time.monotonic()."""
+    return time.monotonic() - (time.time() - psutil.Process().create_time())
 
 
 def describe(socket: Path, run_dir: str, address: str, workers: Mapping[str, int]) -> None:

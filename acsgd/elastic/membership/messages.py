@@ -363,6 +363,9 @@ class Run:
     """Name of the run."""
     key: str = ""
     """Secret with which requests to the daemons of the view are signed, in hexadecimal digits."""
+    started_at: float | None = None
+    """When torchrun of this host was started, if its host joins others and this worker prints that; a
+    time.monotonic()."""
 
 
 @dataclass(frozen=True)

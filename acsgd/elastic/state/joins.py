@@ -92,6 +92,15 @@ class StateSource:
                 sender.limit(LINK_SHARE * rate, BUDGET_SHARE * config.join_budget * rate, SLOW_SHARE * rate)
 
 
+class ReceivedState(NamedTuple):
+    """The part of a rank's state that has arrived."""
+
+    layers: int
+    of_layers: int
+    """Number of layers of the rank."""
+    nbytes: int
+
+
 class JoiningRank:
     """Requests and receives the state of the layers of a session.
 
@@ -115,6 +124,7 @@ class JoiningRank:
         self._optimizer = session.optimizer
         self._layers = _layers(session)
         self._missing = deque(self._layers)
+        self._received_bytes = 0
         self._requested = deque[tuple[LoadedLayer, Recording]]()
         """Layers that the source has copied, in the order in which they arrive."""
         self._stale = 0
@@ -152,6 +162,7 @@ class JoiningRank:
                 self._stale -= 1
                 continue
             layer, recording = self._requested.popleft()
+            self._received_bytes += len(message)
             received = LayersInMemory()
             received.add(load(message))
             received.load_layer(layer, self._session)
@@ -160,6 +171,11 @@ class JoiningRank:
             self._receiver.close()
         elif self._requested and self._receiver.error is not None:
             self._fail(self._receiver.error)
+
+    def received(self) -> ReceivedState:
+        """Return what has arrived; the size counts layers twice that were requested again."""
+        missing, of_layers = len(self._missing) + len(self._requested), len(self._layers)
+        return ReceivedState(of_layers - missing, of_layers, self._received_bytes)
 
     def restart(self) -> None:
         """Request all layers again, since the run has returned to an earlier step.
