@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from acsgd.elastic.control import Control
 from acsgd.elastic.state.joins import JoiningRank, StateSource
@@ -45,6 +45,8 @@ class BackgroundJoin(StepHook):
         self._session = session
         self._transfers = transfers
         self._begun_at = begun_at
+        self._lacking: Sequence[int] = ()
+        """Ranks that had not all of their state in the last step of this view."""
         self._idle = deque[Collection[int]](maxlen=ahead + 1)
         """The idle replicas after the last steps."""
 
@@ -58,6 +60,7 @@ class BackgroundJoin(StepHook):
         assert state.summary is not None
         if state.progress.step > self._begun_at:
             joining = [replica for replica, is_joining in enumerate(state.summary[JOINS]) if is_joining]
+            self._lacking = [rank for rank, joins in enumerate(state.summary[JOINS.reduced(by_rank)]) if joins]
             # together: an observer that is left could not follow the others when their number changes
             state.idle = joining and list(self._session.peers.observers or joining)
             self._idle.append(state.idle)
@@ -74,7 +77,7 @@ class BackgroundJoin(StepHook):
         self._idle.clear()
         self._admit(state.idle)  # the micro-batches are dealt again
         if isinstance(self._transfers, JoiningRank):
-            self._transfers.restart()
+            self._transfers.restart(self._lacking)
 
     def _admit(self, idle: Collection[int]) -> None:
         """Let the observers take part in the exchanges, unless they are idle."""

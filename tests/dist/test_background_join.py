@@ -61,6 +61,10 @@ UPDATE_SCRIPTS: dict[str, Script] = {
     "updates, only the newcomer is late": SCRIPTS["only the newcomer is late"],
     "updates, all others end": [JOINS[0], ScriptedView((0, 1, 2), 9, ahead=STEPS), ScriptedView((2,), STEPS)],
     "updates, two join": [ScriptedView((0, 1), 1), ScriptedView((0, 1, 2, 3), STEPS, delay=(3, 5))],
+    "updates, two of a host join": [
+        ScriptedView((0, 1), 1),
+        ScriptedView((0, 1, 2, 3), STEPS, delay=(3, 4), one_host=(2, 3)),
+    ],
 }
 """Without an exchange after the step, in which a late rank does not take part. Of two that join together, process 3
 gets its first layer when process 2 has all. When all others end, process 2 has all, and is still an observer."""
@@ -73,6 +77,13 @@ EQUAL_RUNS: dict[str, tuple[str, Script]] = {
         [ONE_OTHER[0], ScriptedView((0, 2), 4, late=(0, 2)), ScriptedView((0,), STEPS)],
     ),
     "one other, another one joins": (COCKTAIL, [ONE_OTHER[0], ScriptedView((0, 2), 4), ScriptedView((0, 2, 1), STEPS)]),
+    "two of a host join, returns to a step": (
+        COCKTAIL,
+        [
+            ScriptedView((0, 1), 1),
+            ScriptedView((0, 1, 2, 3), STEPS, returns=Return(after=5, to=3), delay=(3, 4), one_host=(2, 3)),
+        ],
+    ),
     "updates, returns to a step": (
         COCKTAIL,
         [JOINS[0], ScriptedView((0, 1, 2), STEPS, returns=Return(after=5, to=3))],
@@ -87,7 +98,12 @@ SOAK = {
     *("joins", "source ends", "only the newcomer applies a step", "another one joins"),
     *OTHER_RUNS,
     *(mode for mode in UPDATE_RUNS if mode != UPDATE_RUNS[5]),
-    *("updates, newcomer ends", "updates, only the newcomer is late", "updates, two join"),
+    *(
+        "updates, newcomer ends",
+        "updates, only the newcomer is late",
+        "updates, two join",
+        "updates, two of a host join",
+    ),
     *EQUAL_RUNS,
 }
 """Runs whose parts are in others, or in `test_handover`, too."""
@@ -118,12 +134,12 @@ def runs(
         "tied rows": dataclasses.replace(config, pp=two_stages),
         "delta": dataclasses.replace(config, pp=dataclasses.replace(two_stages, forward="delta:bits=4")),
     }
-    four = dataclasses.replace(config, pp=dataclasses.replace(config.pp, micro=1))  # one for each of 4 replicas
-    updates = dataclasses.replace(four, dp=ReplicaConfig(COCKTAIL))
+    four_micros = dataclasses.replace(config, pp=dataclasses.replace(config.pp, micro=1))  # one for each of 4 replicas
+    updates = dataclasses.replace(four_micros, dp=ReplicaConfig(COCKTAIL))
     scripts["updates, calm"] = updates, [ScriptedView((0, 1), JOINED)]
     scripts |= {name: (updates, script) for name, script in UPDATE_SCRIPTS.items()}
     for name, (mode, script) in EQUAL_RUNS.items():
-        pp = two_stages if name == "half a replica" else config.pp
+        pp = two_stages if name == "half a replica" else four_micros.pp
         scripts[name] = dataclasses.replace(config, dp=ReplicaConfig(mode), pp=pp), script
     scripts[LOCAL] = dataclasses.replace(config, dp=ReplicaConfig(LOCAL)), JOINS
     others |= {mode: dataclasses.replace(config, dp=ReplicaConfig(mode)) for mode in UPDATE_RUNS if mode not in others}
@@ -137,7 +153,8 @@ def runs(
             scripts.setdefault(script_name, (dataclasses.replace(other, log=log), script))
     names = selected("name") | {"updates, all others end"}
     names |= {calm_of(name) for name in names}
-    processes = 5 if "half a replica" in names else 4 if names & {*OTHER_RUNS, *UPDATE_RUNS, "updates, two join"} else 3
+    four = {*OTHER_RUNS, *UPDATE_RUNS, *(name for name in names if "two join" in name or "two of a host" in name)}
+    processes = 5 if "half a replica" in names else 4 if names & four else 3
     return on_ranks(processes, _train, path / "store", {name: each for name, each in scripts.items() if name in names})
 
 
@@ -193,6 +210,8 @@ def test_the_losses_are_those_of_a_run_that_nobody_joins(runs: Runs, name: str) 
 def test_a_rank_joins_when_it_has_the_state_of_the_others_bit_for_bit(runs: Runs, name: str) -> None:
     """The state of ranks is compared in `merged`; with `local`, it is that of another rank some steps before."""
     newcomer = runs[2][name]
+    if "two" in name:
+        assert newcomer.digests[STEPS] == runs[3][name].digests[STEPS]
     joining = {step: list(replicas) for step, replicas in newcomer.joining.items()}
     first = min(joining)
     assert joining[first], "it joins in the background"

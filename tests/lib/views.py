@@ -99,6 +99,8 @@ class ScriptedView(NamedTuple):
     """See `BackgroundJoin`."""
     skipped: int | None = None
     """Step, counted from 1, that leaves the weights as they are, as if its gradients were not finite."""
+    one_host: Sequence[int] = ()
+    """Processes of one host; each other one is a host, unless dp.domain says otherwise."""
     is_ordered: bool = False
     """Whether tensors of the device travel over an ordered transport, as over NCCL."""
 
@@ -188,6 +190,7 @@ class _Models:
 class _Process:
     def __init__(self, number: int, store: dist.Store, config: Config, models: _Models) -> None:
         self._number = number
+        self._one_host: Sequence[int] = ()
         self._store = store
         self._config = config
         self._models = models
@@ -213,6 +216,7 @@ class _Process:
             self._session, self._state = None, LoopState(Progress())
             self._snapshots = SnapshotStore()
             return
+        self._one_host = view.one_host
         plan = self._plan(number, view)
         name = self._name(self._number)
         rank = plan.rank_of(name)
@@ -279,7 +283,8 @@ class _Process:
     def _name(self, number: int) -> str:
         """Return the name of a process as a worker; a domain is a host."""
         domain = (self._config.dp.domain or "")[number : number + 1]
-        return f"{domain or number}/{number}"
+        host = min(self._one_host) if number in self._one_host else number
+        return f"{domain or host}/{number}"
 
     @contextlib.contextmanager
     def _counting(self, plan: Plan) -> Iterator[None]:

@@ -17,6 +17,8 @@ from acsgd.dp.modes.local import Local
 from acsgd.dp.sync import Mode
 from acsgd.elastic import hooks
 from acsgd.elastic.hooks import JoinProgress
+from acsgd.elastic.membership.assignment import Transfer
+from acsgd.elastic.membership.plan import Plan
 from acsgd.elastic.state import joins
 from acsgd.elastic.state.channel import StateReceiver, StateSender
 from acsgd.elastic.state.joins import JoiningRank, ReceivedState, StateSource
@@ -61,7 +63,7 @@ def test_a_return_while_the_last_layers_are_on_their_way_requests_all_again_and_
     owned = OwnedWeights([], Ownership(0, 1))
     session = cast(Session, SimpleNamespace(optimizer=optimizer, owned=owned, layers=layers, job=job))
     constants = cast(DeferredConstants, SimpleNamespace(load=lambda: None, is_complete=True))
-    rank = JoiningRank(session, 1, cast(StateReceiver, receiver), constants, limit_bytes=0)
+    rank = JoiningRank(session, 1, cast(StateReceiver, receiver), constants, limit_bytes=0, members=[0])
 
     def step() -> None:
         rank.after_step([rank.wanted])
@@ -70,13 +72,31 @@ def test_a_return_while_the_last_layers_are_on_their_way_requests_all_again_and_
         step()
     assert rank.is_pending
     assert rank.wanted is None, "all layers are requested"
-    rank.restart()
+    rank.restart([1])
+    assert rank.wanted is None, "another host lacks state"
+    rank.restart([0])
     assert rank.wanted == 0
     receiver.messages = [b"of the step before the return"] * LAYERS  # which cannot be loaded
     for _ in range(LAYERS):
         step()
     assert rank.is_pending
     assert not receiver.messages
+
+
+@pytest.mark.parametrize(
+    ("ranks", "holders", "members"),
+    [
+        ("a/0 a/1 b/0 b/1", {2: 0, 3: 0}, {2: [2, 3], 3: [2, 3]}),
+        ("a/0 b/0 c/0 d/0", {2: 0, 3: 1}, {2: [2], 3: [3]}),
+    ],
+    ids=["one host", "two hosts"],
+)
+def test_state_reaches_a_host_once(ranks: str, holders: dict[int, int], members: dict[int, list[int]]) -> None:
+    """And with several hosts, each from another replica."""
+    transfers = tuple(Transfer((0,), 0, target) for target in (2, 3))
+    plan = Plan(1, tuple(ranks.split()), holders=(ranks.split()[0], ranks.split()[1]), transfers=transfers)
+    assert joins._possible_sources(plan) == holders
+    assert joins._members(plan, holders) == members
 
 
 class Constants:
@@ -100,7 +120,7 @@ def joining_rank(constants: Constants) -> JoiningRank:
     job = SimpleNamespace(topology=SimpleNamespace(rank=0))
     session = cast(Session, SimpleNamespace(optimizer=optimizer, layers=[], job=job))
     receiver = cast(StateReceiver, SimpleNamespace(take=lambda: None, close=lambda: None))
-    return JoiningRank(session, 1, receiver, cast(DeferredConstants, constants), limit_bytes=0)
+    return JoiningRank(session, 1, receiver, cast(DeferredConstants, constants), limit_bytes=0, members=[0])
 
 
 def step_until(rank: JoiningRank, is_done: Callable[[], bool]) -> None:
@@ -166,7 +186,7 @@ def test_a_source_without_memory_for_copies_of_all_layers_sends_them_before_trai
     )
     session = cast(Session, SimpleNamespace(layers=layers, job=job))
     groups = SimpleNamespace(world=None, timeout_s=1.0, all_gather_text=lambda _, text, **__: [text, "0.0 1.0 1.0"])
-    seconds, _ = joins._measure(session, cast(Job, job), cast(Groups, groups), {1: 0}, {1}, cast(joins.Constants, None))
+    seconds, _ = joins._measure(session, cast(Job, job), cast(Groups, groups), {1: 0}, cast(joins.Constants, None))
     assert seconds == (8.0 if fits else 0.0)
 
 

@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Collection
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -159,11 +160,15 @@ class StateSender(_End):
 
 
 class StateReceiver(_End):
-    """Receives the messages of one sender, in the background. timeout_s: maximum time to connect, seconds."""
+    """Receives the messages of one sender, in the background.
 
-    def __init__(self, address: Address, timeout_s: float) -> None:
+    timeout_s: maximum time to connect, seconds; senders: pass on each message as soon as it has arrived.
+    """
+
+    def __init__(self, address: Address, timeout_s: float, senders: Collection[StateSender] = ()) -> None:
         super().__init__("state receiver", timeout_s)
         self._address = address
+        self._senders = senders
         self._messages = deque[bytes]()
         self._thread.start()
 
@@ -186,6 +191,8 @@ class StateReceiver(_End):
             message = _read(connection, length)
             if is_compressed:
                 message = _decompress(message)
+            for sender in self._senders:
+                sender.send(message)
             with self._changed:
                 self._messages.append(message)
                 self._changed.notify_all()

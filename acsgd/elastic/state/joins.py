@@ -5,6 +5,9 @@ requests a layer in its report of a step. The source of its state copies that la
 a separate connection. The rank records the gradients of the layer from the next step on. When the layer has arrived,
 it repeats these steps on it. From then on it steps the layer as all others do. Meanwhile, it reads what is not trained
 from its own files.
+
+Of several ranks of a host that need the same, the first one requests for all of them, and passes on what it receives:
+state reaches a host once.
 """
 
 from __future__ import annotations
@@ -105,7 +108,8 @@ class JoiningRank:
     """Requests and receives the state of the layers of a session.
 
     The optimizer of the session must be a ReplayOptimizer. constants: those of its layers; limit_bytes: maximum size of
-    recorded gradients.
+    recorded gradients; members: ranks that get the same state, of which the first requests it; senders: by which this
+    rank passes on to the others what `receiver` receives.
     """
 
     def __init__(
@@ -115,12 +119,16 @@ class JoiningRank:
         receiver: StateReceiver,
         constants: DeferredConstants,
         limit_bytes: float,
+        members: Sequence[int],
+        senders: Collection[StateSender] = (),
     ) -> None:
         assert isinstance(session.optimizer, ReplayOptimizer)
         self._session = session
         self._source = source
         self._receiver = receiver
         self._limit_bytes = limit_bytes
+        self._members = members
+        self._senders = senders
         self._optimizer = session.optimizer
         self._layers = _layers(session)
         self._missing = deque(self._layers)
@@ -140,17 +148,18 @@ class JoiningRank:
 
     @property
     def wanted(self) -> int | None:
-        """The layer to request in the next step; None if enough are requested."""
-        return self._missing[0] if self._missing and len(self._requested) < MAX_REQUESTED else None
+        """The layer to request in the next step; None if enough are requested, or another rank requests."""
+        requests = self._session.job.topology.rank == self._members[0] and len(self._requested) < MAX_REQUESTED
+        return self._missing[0] if self._missing and requests else None
 
     def after_step(self, requested: Sequence[int | None]) -> None:
-        """Record the layer that this rank has requested in a step, by rank, and load those that have arrived.
+        """Record the layer that was requested for this rank in a step, by rank, and load those that have arrived.
 
         Raises RunError if the connection to the source has failed, and CorruptFileError if a file of constants is.
         """
         if self._reading.done():
             self._reading.result()
-        if (wanted := requested[self._session.job.topology.rank]) is not None:
+        if (wanted := requested[self._members[0]]) is not None:
             for index in _copied_layers(self._session, wanted):
                 self._missing.remove(index)
                 layer = self._layers[index]
@@ -167,9 +176,7 @@ class JoiningRank:
             received.add(load(message))
             received.load_layer(layer, self._session)
             self._optimizer.replay(recording)
-        if not self.is_pending:
-            self._receiver.close()
-        elif self._requested and self._receiver.error is not None:
+        if self._requested and self._receiver.error is not None:
             self._fail(self._receiver.error)
 
     def received(self) -> ReceivedState:
@@ -177,12 +184,13 @@ class JoiningRank:
         missing, of_layers = len(self._missing) + len(self._requested), len(self._layers)
         return ReceivedState(of_layers - missing, of_layers, self._received_bytes)
 
-    def restart(self) -> None:
+    def restart(self, lacking: Collection[int]) -> None:
         """Request all layers again, since the run has returned to an earlier step.
 
-        Not if this rank has all of its state: then it has returned to the earlier one, too.
+        Not if this rank and those that get the same have all of their state: then they have returned to the earlier
+        one, too. lacking: ranks that had not all of it in the last step.
         """
-        if not self.is_pending:
+        if not {*lacking}.intersection(self._members):
             return
         self._stale += len(self._requested)
         for _, recording in self._requested:
@@ -192,6 +200,8 @@ class JoiningRank:
 
     def close(self) -> None:
         self._receiver.close()
+        for sender in self._senders:
+            sender.close()
         self._constants.stop()
         self._thread.shutdown(wait=False)  # the thread ends after the layer that it reads
 
@@ -208,7 +218,9 @@ class BackgroundJoins(NamedTuple):
     """The ranks that join in the background; the same on all ranks except `senders`."""
 
     sources: Mapping[int, int]
-    """The rank that sends its state, by rank that joins."""
+    """The rank that sends its state, or passes it on, by rank that joins."""
+    members: Mapping[int, Sequence[int]]
+    """The ranks of its host that get the same state, by rank that joins."""
     addresses: Mapping[int, Address]
     """Where that rank listens, by rank that joins."""
     senders: Mapping[int, StateSender]
@@ -225,15 +237,16 @@ def plan_joins(
     All ranks call it together. session: of this rank in the view before, if it holds state; constants: of the model;
     host: address of this host. Opens the ports to which ranks that join connect. Raises RunError if a rank fails.
     """
-    if not (sources := _possible_sources(plan)):
-        return BackgroundJoins({}, {}, {}, {})
-    direct = {transfer.target for transfer in plan.transfers if plan.ranks[transfer.source] in plan.holders}
-    joining_s, link_rates = _measure(session, job, groups, sources, direct, constants)
+    if not (holders := _possible_sources(plan)):
+        return BackgroundJoins({}, {}, {}, {}, {})
+    members = _members(plan, holders)
+    sources = {rank: holder if members[rank][0] == rank else members[rank][0] for rank, holder in holders.items()}
+    joining_s, link_rates = _measure(session, job, groups, sources, constants)
     if joining_s <= job.config.elastic.join_budget:
-        return BackgroundJoins({}, {}, {}, {})
+        return BackgroundJoins({}, {}, {}, {}, {})
     with contextlib.ExitStack() as stack:
         senders = dict[int, StateSender]()
-        for target in link_rates:
+        for target in (rank for rank, source in sources.items() if source == job.topology.rank):
             senders[target] = StateSender(host, groups.timeout_s)
             stack.callback(senders[target].close)
         groups.publish_ports()
@@ -241,7 +254,7 @@ def plan_joins(
         texts = groups.all_gather_text("opening ports for state", mine, timeout_s=groups.timeout_s)
         stack.pop_all()
     addresses = {int(target): Address(*address) for text in texts for target, address in json.loads(text).items()}
-    return BackgroundJoins(sources, addresses, senders, link_rates)
+    return BackgroundJoins(sources, members, addresses, senders, link_rates)
 
 
 def memory_for_joins(job: Job) -> float:
@@ -259,8 +272,22 @@ def _possible_sources(plan: Plan) -> dict[int, int]:
     joining = sorted(rank for rank in lacking if plan.ranks[rank] not in plan.holders)
     if plan.from_snapshot or not complete:
         return {}
-    by_replica = {replica: complete[number % len(complete)] for number, replica in enumerate(plan.replicas_of(joining))}
-    return {rank: by_replica[rank // plan.stages] * plan.stages + rank % plan.stages for rank in joining}
+    host_of = {replica: _host(plan, replica * plan.stages) for replica in plan.replicas_of(joining)}
+    by_host = {host: complete[number % len(complete)] for number, host in enumerate(dict.fromkeys(host_of.values()))}
+    return {rank: by_host[host_of[rank // plan.stages]] * plan.stages + rank % plan.stages for rank in joining}
+
+
+def _members(plan: Plan, holders: Mapping[int, int]) -> dict[int, list[int]]:
+    """Return, by rank that joins, the ranks of its host that get the same. holders: of that state, by the same rank."""
+    together = dict[tuple[str, int], list[int]]()
+    for rank, holder in holders.items():
+        together.setdefault((_host(plan, rank), holder), []).append(rank)
+    return {rank: members for members in together.values() for rank in members}
+
+
+def _host(plan: Plan, rank: int) -> str:
+    """Return the id of the host of a rank."""
+    return plan.ranks[rank].partition("/")[0]
 
 
 def _measure(
@@ -268,29 +295,30 @@ def _measure(
     job: Job,
     groups: Groups,
     sources: Mapping[int, int],
-    direct: Collection[int],
     constants: Constants,
 ) -> tuple[float, dict[int, float]]:
     """Return the time that all other ranks would wait for ranks that join, seconds, and the rates of links.
 
-    direct: ranks that would not get their state from one of their host. The time, the same on all ranks, is that to
-    send it to these, one after another. Meanwhile, all read their constants from disk. The rates are those to the ranks
-    of which this rank is the source, bytes per second. The time is 0 if a source has no memory for copies of its
-    layers.
+    The time, the same on all ranks, is that to send it to the first of those of each host that get the same, one after
+    another. Meanwhile, all read their constants from disk. The rates are those to the ranks of which this rank is the
+    source, bytes per second. The time is 0 if a source has no memory for copies of its layers.
     """
     rank, sending_s, reading_s, rates, has_room = job.topology.rank, 0.0, 0.0, dict[int, float](), True
     with collective_errors("measuring links", groups.world):
         for target, source in sources.items():
+            if source in sources:
+                continue  # it passes on what it gets
             if target == rank:
                 answer_link(groups, source)
-                reading_s = _reading_s(job, constants)
             elif source == rank:
                 assert session is not None
                 nbytes = state_bytes(session, job.layout.layers)
                 has_room = len(_copied_layers(session, 0)) == 1 or nbytes <= memory_for_joins(job)
                 seconds = measure_link(groups, target, nbytes)
-                sending_s += seconds if target in direct else 0.0
+                sending_s += seconds
                 rates[target] = nbytes / seconds or math.inf
+        if rank in sources:
+            reading_s = _reading_s(job, constants)
     mine = f"{sending_s} {reading_s} {float(has_room)}"
     times = groups.all_gather_text("measuring links", mine, timeout_s=groups.timeout_s)
     sending, reading, have_room = zip(*(map(float, each.split()) for each in times), strict=True)
