@@ -77,8 +77,8 @@ def run_secret() -> str | None:
     return os.environ.get(_SECRET)
 
 
-_TORCHRUN = """\
-import signal, sys
+_TORCHRUN = f"""\
+import os, signal, sys
 former = signal.getsignal(signal.SIGINT)  # ignored, if this process was started in the background
 if former is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C among the imports ends without a traceback
@@ -90,6 +90,8 @@ try:
 except KeyboardInterrupt:
     sys.exit(128 + signal.SIGINT)
 except SignalException as stop:  # the workers have ended; without a traceback
+    if {_DAEMON!r} in os.environ:
+        raise  # an elastic run has a hook that prints what this host has left
     sys.exit(128 + stop.sigval)
 """
 

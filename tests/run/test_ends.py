@@ -371,7 +371,27 @@ def main():
 """
 
 
-@pytest.mark.parametrize(("lines", "ended"), [("", (130, "cleaned up\n")), ("main()", (-signal.SIGINT, ""))])
+STOPPED = """
+import os, sys
+from torch.distributed.elastic.multiprocessing.api import SignalException
+def main():
+    sys.excepthook = lambda *_: print("this host has left the run")
+    stop = SignalException()
+    stop.sigval = signal.SIGINT
+    raise stop
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "ended"),
+    [
+        ("", (130, "cleaned up\n")),
+        ("main()", (-signal.SIGINT, "")),
+        (STOPPED, (130, "")),
+        (STOPPED + "os.environ['ACSGD_DAEMON'] = 'path'", (1, "this host has left the run\n")),
+    ],
+    ids=["while it runs", "among its imports", "as it says itself", "as it says itself, in an elastic run"],
+)
 def test_an_interrupt_of_torchrun_cleans_up_after_its_imports(
     lines: str, ended: tuple[int, str], tmp_path: Path
 ) -> None:
