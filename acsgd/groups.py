@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from acsgd.comm.addresses import default_is_loopback, find_interface, join_address
 from acsgd.comm.communicators import Communicator, OrderedTransport
+from acsgd.comm.host_links import LIMIT_S, HostLinkTimes, HostRing
 from acsgd.comm.liveness import PeerWatch, heartbeat_interval_s
 from acsgd.comm.process_groups import GLOO, MARGIN_S, Group, ProcessGroups, VirtualHost
 from acsgd.comm.store import StoreClient, call_in_thread, poll_pause_s
@@ -123,6 +124,27 @@ class Groups:
         if domains is not None and domains.local is not None and uses("replica", domains.local.ranks):
             domains = replace(domains, local=self._with_reductions(domains.local, transport, device))
         return replace(self, by_axis=by_axis, domains=domains)
+
+    def measure_host_links(
+        self, transport: OrderedTransport, device: torch.device, ring: Sequence[int]
+    ) -> HostLinkTimes:
+        """Measure a transport and gloo between one rank of each host. All ranks call it together.
+
+        Nothing of the transport remains open. ring: these ranks.
+        """
+        opened = list[Communicator]()
+
+        def open_unwatched() -> Communicator:
+            opened.append(self._opened.open_unwatched(transport, device, "links between hosts", ring))
+            return opened[0]
+
+        try:
+            with collective_errors("measuring links between hosts", self.world):
+                links = HostRing(self.world, ring, device, self.waits)
+                return links.measure(open_unwatched, min(LIMIT_S, self.timeout_s / 2))
+        finally:
+            for each in opened:
+                each.abort()
 
     def _with_reductions(self, group: Group, transport: OrderedTransport, device: torch.device) -> Group:
         """Return a group that sums gradients over a transport, connected."""

@@ -39,6 +39,7 @@ from acsgd.run.setup.auto import choose_options
 from acsgd.run.setup.build import open_transports
 from acsgd.run.setup.directories import check_room, find_run_disks, open_disks
 from acsgd.run.setup.inputs import open_inputs
+from acsgd.run.setup.measured import find_transports
 from acsgd.train import train
 
 
@@ -89,8 +90,9 @@ def run(
     groups = stack.enter_context(
         connect(job.topology, timeout=timeout, store=store, background=several, domain=job.domain)
     )
-    job, chosen = choose_options(job, launch, groups)
-    groups, notes = open_transports(job, groups)
+    transports = find_transports(job, groups, measures=True)
+    job, chosen = choose_options(job, launch, groups, transports)
+    groups, notes = open_transports(job, groups, transports)
     disks = find_run_disks(job, groups, host=socket.gethostname())
     lock = stack.enter_context(RunLock(leases_of(job, disks.log, disks.checkpoints)))
     context.cleanup = lock.release  # before the first lease is acquired: from then on, any rank may fail

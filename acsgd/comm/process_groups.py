@@ -230,9 +230,7 @@ class ProcessGroups:
 
         name: of what it carries, given to no other one of this run.
         """
-        store = dist.PrefixStore(f"{transport.name}/{name}", self._store)
-        backend = transport.open(store, ranks.index(self._rank), len(ranks), self._timeout)
-        communicator = Communicator(backend, ranks, ranks.index(self._rank), name, device)
+        communicator = self.open_unwatched(transport, device, name, ranks)
         with self._lock:
             self._communicators.append(communicator)
             self._watch = self._watch or self._open_watch()
@@ -240,6 +238,14 @@ class ProcessGroups:
         if is_late:
             communicator.abort()
         return communicator
+
+    def open_unwatched(
+        self, transport: OrderedTransport, device: torch.device, name: str, ranks: Sequence[int]
+    ) -> Communicator:
+        """Open a communicator whose failure does not end the run, and which the caller aborts."""
+        store = dist.PrefixStore(f"{transport.name}/{name}", self._store)
+        backend = transport.open(store, ranks.index(self._rank), len(ranks), self._timeout)
+        return Communicator(backend, ranks, ranks.index(self._rank), name, device)
 
     @property
     def lost(self) -> RunError | None:

@@ -387,8 +387,9 @@ class RunConfig:
     """What is done with a run that, as `acsgd plan` counts, does not fit the memory of the host or GPU: "check" refuses
     it at its start. A model whose weights and gradients alone exceed it is always refused."""
     transport: TransportName = "auto"
-    """Transport of device tensors: "gloo", "nccl", or "auto" = NCCL among GPUs of one host, else gloo. NCCL needs one
-    GPU per rank, the same version on all hosts, and codecs without entropy coding, other than delta."""
+    """Transport of device tensors: "gloo", "nccl", or "auto" = NCCL among GPUs of one host, and between hosts if it is
+    measured to be 1.5 times as fast as gloo. NCCL needs one GPU per rank, the same version on all hosts, and codecs
+    without entropy coding, other than delta."""
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ from acsgd.run.session import Session
 from acsgd.run.setup.build import open_transports
 from acsgd.run.setup.directories import RunDisks, check_room, open_disks, share_metrics
 from acsgd.run.setup.inputs import RunInputs, describe_domains, open_inputs
+from acsgd.run.setup.measured import find_transports
 from acsgd.run.setup.resume import Start, start
 from acsgd.run.step.checkpointing import Checkpointing
 from acsgd.run.step.hooks import LoopState, StepHook
@@ -261,7 +262,7 @@ class ElasticWorker:
         view, job = run.view, self._prepare(run, rank, waits)
         with contextlib.ExitStack() as stack:
             groups = stack.enter_context(self._connect(job, view, waits))
-            groups, notes = open_transports(job, groups)
+            groups, notes = open_transports(job, groups, find_transports(job, groups, measures=False))
             stack.enter_context(groups.naming_lost_ranks())
             disks = find_view_disks(job, groups, view)
             lock = self._lock.of(job, groups, view, job.config.run.timeout, disks)

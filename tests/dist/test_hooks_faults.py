@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from lib.hooked import TIMEOUT, Run, batch, net, on_plain_ranks
-from lib.ordered import register_ordered_transport
+from lib.ordered import ordered_transport, register_ordered_transport
 from lib.patience import stretched
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from acsgd.comm import host_links
+from acsgd.comm.process_groups import Group
+from acsgd.dp.hooks import hooks
 from acsgd.dp.hooks.hooks import CocktailState, MeanState, choose_backend
 
 
@@ -112,6 +116,29 @@ def choose(rank: int) -> list[str]:
 
 def test_auto_is_nccl_where_the_process_group_has_it_for_the_device(tmp_path: Path) -> None:
     assert on_plain_ranks(1, choose, tmp_path / "store") == [["nccl", "gloo"]]
+
+
+def choose_between_hosts(rank: int) -> dict[str, bool]:
+    """Return whether `auto` takes the ordered transport, which DDP's group has, in place of gloo."""
+    model, name, isend = DistributedDataParallel(net()), register_ordered_transport(rank), Group.isend
+    taken = {}
+    for case in ("one host", "slow gloo", "slow transport"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "get_backend_config", lambda group: f"cpu:{name}")
+            patch.setattr(hooks, "NCCL", ordered_transport())
+            patch.setattr(hooks, "machine_name", lambda host=f"host {rank if 'slow' in case else 0}": host)
+            patch.setattr(host_links, "BYTES", (2**8, 2**12))
+            if case == "slow gloo":
+                patch.setattr(Group, "isend", lambda *args: time.sleep(0.1) or isend(*args))
+            if case == "slow transport":
+                patch.setattr("lib.ordered.MAX_DELAY_S", 0.5)
+            taken[case] = MeanState(model)._peers.group.updates is not None
+    return taken
+
+
+def test_auto_is_what_is_measured_to_be_faster_between_hosts(tmp_path: Path) -> None:
+    expected = {"one host": True, "slow gloo": True, "slow transport": False}
+    assert on_plain_ranks(2, choose_between_hosts, tmp_path / "store") == [expected] * 2
 
 
 def refuse(rank: int) -> list[str]:

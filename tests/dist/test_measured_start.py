@@ -57,7 +57,9 @@ def start_and_train(
         launch = Launch(rank, rank, world_size)
         job = prepare(config, launch)
         with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(store), world_size)) as groups:
-            job, choices = auto.choose_options(job, launch, groups)
+            job, choices = auto.choose_options(
+                job, launch, groups, measured.find_transports(job, groups, measures=True)
+            )
             assert groups.all_equal(job.fingerprint())
             session = build_session(job, open_weight_source(job), groups)
             losses = train(session, batches_of(job))
@@ -100,7 +102,9 @@ def start_runs(rank: int, world_size: int, store: Path, configs: Sequence[Config
             with connect(
                 job.topology, timeout=TIMEOUT, store=dist.FileStore(f"{store}-{number}", world_size)
             ) as groups:
-                job, choices = auto.choose_options(job, launch, groups)
+                job, choices = auto.choose_options(
+                    job, launch, groups, measured.find_transports(job, groups, measures=True)
+                )
                 training.train(job, open_inputs(job), groups, RunLock([]), chosen=choices)
             found.append((job.config.dp.mode, "".join(each.text for each in choices)))
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,13 +16,16 @@ import torch
 import torch.distributed as dist
 from lib.links import CPU, connect_pipeline
 from lib.models import dropout_of
-from lib.ordered import ordered_transport
+from lib.ordered import OrderedBackend, ordered_transport
 from lib.patience import stretched
 from lib.ranks import on_ranks
 from lib.training import TIMEOUT, make_config, train
 
 from acsgd import codecs
 from acsgd.codecs.base import wire_bytes
+from acsgd.comm import host_links
+from acsgd.comm.communicators import OrderedTransport
+from acsgd.comm.process_groups import Group
 from acsgd.comm.waits import InterruptibleWaits, Meter
 from acsgd.config.options import Config, ReplicaConfig
 from acsgd.errors import RunError, WaitInterruptedError
@@ -30,10 +34,12 @@ from acsgd.io.data.batches import Dataset
 from acsgd.launch import Launch
 from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.device_mailbox import DeviceInbox, check_received
-from acsgd.pp.wire.frame import HEADER_BYTES
+from acsgd.pp.wire.frame import HEADER_BYTES, MessageKind
 from acsgd.pp.wire.link import LinkFactory
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job, prepare
+from acsgd.run.plan.transports import Endpoint
+from acsgd.run.setup import build, measured
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.data import open_data
 from acsgd.topology import Topology
@@ -53,8 +59,9 @@ def train_and_evaluate(job: Job, groups: Groups) -> list[float]:
 
 def losses_over_both(
     rank: int, world_size: int, store: Path, configs: Sequence[Config]
-) -> list[tuple[list[float], list[float]]]:
-    """Train each config over gloo and over the ordered transport; return the losses of each."""
+) -> list[tuple[list[float], list[float], bool]]:
+    """Train each config over gloo and over the ordered transport; return the losses of each, and whether rows of tables
+    travelled over the latter."""
     torch.set_num_threads(1)
     losses = []
     for number, config in enumerate(configs):
@@ -64,40 +71,43 @@ def losses_over_both(
             ordered = ordered_transport(seed=100 * number + rank)
             groups = groups.with_transport(ordered, torch.device("cpu"), lambda axis, ranks: True)
             over_ordered = train_and_evaluate(job, groups)
-        losses.append((over_gloo, over_ordered))
+            opened = groups._opened._open_communicators()
+            has_rows = any(f"of {MessageKind.TABLE_ROWS.plural} of tied weight" in each._subject for each in opened)
+        losses.append((over_gloo, over_ordered, has_rows))
     return losses
 
 
 def run_both(world_size: int, tmp_path: Path, configs: Sequence[Config]) -> None:
     """Train each config over both transports. All losses must be equal."""
     for losses in on_ranks(world_size, losses_over_both, tmp_path / f"store-{world_size}", configs):
-        for config, (over_gloo, over_ordered) in zip(configs, losses, strict=True):
+        for config, (over_gloo, over_ordered, has_rows) in zip(configs, losses, strict=True):
             assert over_ordered == over_gloo, (config.pp, config.dp)
+            assert has_rows == (config.pp.tied in ("rows", "rows:bits=4")), config.pp
             assert over_gloo[-2] < over_gloo[0]
 
 
 @pytest.mark.parametrize(
     "schedules",
     [
-        [("1f1b:lead=2", "lloyd:bits=4")],
+        [("1f1b:lead=2", "lloyd:bits=4", "rows:bits=4")],
         pytest.param(
             [
-                ("gpipe", "none"),
-                ("1f1b", "fixpoint:bits=4"),
-                ("interleaved:chunks=2", "none:dtype=bf16"),
-                ("zb", "fixpoint:bits=4"),
-                ("zbv", "fixpoint:bits=4"),
+                ("gpipe", "none", "rows"),
+                ("1f1b", "fixpoint:bits=4", "rows"),
+                ("interleaved:chunks=2", "none:dtype=bf16", "rows:entropy_coding=true"),
+                ("zb", "fixpoint:bits=4", "rows"),
+                ("zbv", "fixpoint:bits=4", "dense"),
             ],
             marks=pytest.mark.soak,
         ),
     ],
     ids=["few", "others"],
 )
-def test_stages(schedules: Sequence[tuple[str, str]], tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_stages(schedules: Sequence[tuple[str, str, str]], tiny_model: TinyModel, tmp_path: Path) -> None:
     model = tiny_model("gpt2", n_layer=4, **dropout_of("gpt2"))
     configs = [
-        make_config(model, tmp_path, stages=2, schedule=schedule, forward=forward, backward=forward, micro=1)
-        for schedule, forward in schedules
+        make_config(model, tmp_path, stages=2, schedule=schedule, forward=forward, backward=forward, micro=1, tied=tied)
+        for schedule, forward, tied in schedules
     ]
     run_both(2, tmp_path, configs)
 
@@ -120,7 +130,7 @@ def test_stages_that_read_no_rows_know_their_lengths(tiny_model: TinyModel, tmp_
     ids=["few", "others"],
 )
 def test_stages_and_replicas(modes: Sequence[str], tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Rows of a tied table stay on gloo; exact sums of gradients and compressed updates do not."""
+    """Rows of a tied table, exact sums of gradients and compressed updates."""
     config = make_config(tiny_model("gpt2", n_layer=4), tmp_path, stages=2, micro=1)
     run_both(4, tmp_path, [dataclasses.replace(config, dp=ReplicaConfig(mode)) for mode in modes])
 
@@ -164,6 +174,50 @@ def send_activations(rank: int, world_size: int, store: Path) -> None:
 
 def test_headers_are_compared_at_the_end_of_a_step(tmp_path: Path) -> None:
     on_ranks(2, send_activations, tmp_path / "store")
+
+
+WAIT_S = 0.1
+
+
+def delayed(transport: OrderedTransport) -> OrderedTransport:
+    """Return a transport each of whose operations lasts for WAIT_S."""
+    return transport._replace(open=lambda *args: OrderedBackend(*args, lambda: WAIT_S))
+
+
+def choose_between_hosts(rank: int, world_size: int, store: Path, config: Config) -> dict[str, str]:
+    """Let `auto` choose between two hosts of a GPU each; return the sentences."""
+    job, ordered, isend = prepare(config, Launch(rank, rank, world_size)), ordered_transport(rank), Group.isend
+    never = ordered._replace(open=lambda *args: threading.Event().wait() if rank else ordered.open(*args))
+    chosen = {}
+    for case, transport in (("faster", ordered), ("slower", delayed(ordered)), ("unreachable", never)):
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(f"{store}-{case}", 2)) as groups,
+        ):
+            patch.setattr(measured, "endpoint_of", lambda _: Endpoint(f"host {rank}", "gpu", "2"))
+            patch.setattr(measured, "NCCL", transport)
+            patch.setattr(build, "NCCL", transport)
+            patch.setattr(host_links, "BYTES", (2**8, 2**12))
+            patch.setattr("acsgd.groups.LIMIT_S", 3 * WAIT_S if case == "unreachable" else TIMEOUT.total_seconds())
+            if case == "faster":
+                patch.setattr(Group, "isend", lambda *args: time.sleep(WAIT_S) or isend(*args))
+            groups, (note,) = build.open_transports(job, groups, measured.find_transports(job, groups, measures=True))
+            assert groups.all_equal("the run goes on")
+            assert (groups.dp.reductions is not None) == (case == "faster")
+            chosen[case] = note
+    return chosen
+
+
+def test_auto_takes_the_transport_that_is_measured_to_be_faster_between_hosts(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    notes, others = on_ranks(2, choose_between_hosts, tmp_path / "store", make_config(tiny_model(), tmp_path))
+    assert notes == others, "all ranks decide alike"
+    start = "transport of gradients and updates of replicas:"
+    assert re.fullmatch(rf"{start} nccl \(between hosts .+ ms over nccl, .+ ms over gloo\)", notes["faster"])
+    near = rf"{start} nccl within a host, else gloo \(between hosts"
+    assert re.fullmatch(rf"{near} .+ ms over nccl, .+ ms over gloo\)", notes["slower"])
+    assert re.fullmatch(rf"{near} nccl did not connect the hosts in time; NCCL_DEBUG=INFO .+", notes["unreachable"])
 
 
 def leave_a_sum(rank: int, world_size: int, path: Path) -> float:

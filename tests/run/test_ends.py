@@ -33,6 +33,7 @@ from acsgd.pp.runtime import Evaluated, Pipeline
 from acsgd.pp.stage import Stage
 from acsgd.run.lock import lease, lock
 from acsgd.run.plan.job import Job
+from acsgd.run.plan.transports import Transports
 from acsgd.run.setup import rows
 from acsgd.run.step.checkpointing import Checkpointing
 from acsgd.run.step.hooks import LoopState
@@ -109,7 +110,7 @@ def test_a_rank_that_hangs_or_dies_is_named_once_and_all_others_end(
 def inject_over_ordered_transport(rank: int, **fault: Any) -> None:
     """As `inject`, in a run whose device tensors travel over the ordered transport."""
 
-    def open_ordered(job: Job, groups: Groups) -> tuple[Groups, list[str]]:
+    def open_ordered(job: Job, groups: Groups, transports: Transports) -> tuple[Groups, list[str]]:
         return groups.with_transport(ordered_transport(rank), torch.device("cpu"), lambda axis, ranks: True), []
 
     main.open_transports = open_ordered

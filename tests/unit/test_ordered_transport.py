@@ -137,27 +137,34 @@ def test_the_watch_ends_operations_when_none_has_ended_for_too_long() -> None:
     first.abort()
 
 
-def performs(program: Program, within_s: float) -> bool:
+def performs(program: Program, within_s: float, *, is_on_device: bool = False) -> bool:
     """Perform the messages of a lowered program, each rank in a thread; return whether all end within some seconds.
 
-    Each direction of each boundary has a communicator. A rank waits for each of its sends: the strictest network.
+    Each direction of each boundary has a communicator. A rank waits for each of its sends: the strictest network that
+    receives ahead. is_on_device: it waits for none, and receives a message when it needs it, as a device over NCCL.
     """
     dependencies = Dependencies.of(program)
     sends = {action for actions in program for action in actions if action.operation.kind == "send"}
     ends = {(send.op, send.stage): ordered_ends() for send in sends}
 
+    def receive(action: Action) -> tuple[OrderedWork, Tensor]:
+        buffer, route = torch.zeros(2), action.operation.route
+        assert route is not None
+        return ends[route.send, action.peer][1].recv([buffer], 0, 0), buffer
+
     def perform(actions: Sequence[Action]) -> None:
         received: dict[Action, tuple[OrderedWork, Tensor]] = {}
         for action in actions:
-            route = action.operation.route
-            if action.operation.kind == "receive" and route is not None:
-                buffer = torch.zeros(2)
-                received[action] = ends[route.send, action.peer][1].recv([buffer], 0, 0), buffer
+            if action.operation.kind == "receive" and not is_on_device:
+                received[action] = receive(action)
             elif action.operation.kind == "send":
-                ends[action.op, action.stage][0].send([torch.tensor([action.stage, action.micro]).float()], 1, 0).wait()
+                message = torch.tensor([action.stage, action.micro]).float()
+                sent = ends[action.op, action.stage][0].send([message], 1, 0)
+                if not is_on_device:
+                    sent.wait()
             elif action.is_compute and (source := dependencies.source(action)):
-                for receive in dependencies.messages(source)[1:]:
-                    work, buffer = received.pop(receive)
+                for awaited in dependencies.messages(source)[1:]:
+                    work, buffer = receive(awaited) if is_on_device else received.pop(awaited)
                     work.wait()
                     assert buffer.tolist() == [source.stage, source.micro]
 
@@ -174,6 +181,7 @@ def test_validated_programs_end_where_each_send_lasts_until_its_receive(spec: st
     program = lower(from_spec(spec, SCHEDULES, key="").program(3, 4), ahead=2)
     validate(program)
     assert performs(program, NO_LIMIT_S)
+    assert performs(program, NO_LIMIT_S, is_on_device=True)
 
 
 def test_a_program_that_hangs_is_refused() -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from lib.training import plain_config
 
+from acsgd.comm.host_links import HostLinkTimes
 from acsgd.config.options import Config
 from acsgd.launch import set_nccl_variables
 from acsgd.run.plan.plugins import parse_plugins
 from acsgd.run.plan.transports import Endpoint, check_transports, choose_transports
-from acsgd.topology import Topology
+from acsgd.topology import Axis, Topology
 
 NCCL = "2.28.9"
 ONE_HOST = [Endpoint("a", f"gpu {n}", NCCL) for n in range(4)]
@@ -76,6 +77,31 @@ def test_auto_uses_nccl_between_ranks_of_one_host_alone() -> None:
     assert not chosen.uses_nccl("replica", [0, 2])
 
 
+FASTER, SLOWER = HostLinkTimes(2**20, 0.03, 0.01), HostLinkTimes(2**20, 0.03, 0.025)
+NOT_FASTER = "nccl within a host, else gloo (between hosts 1 MB take 25 ms over nccl, 30 ms over gloo)"
+
+
+@pytest.mark.parametrize(
+    ("options", "endpoints", "times", "measured", "stages", "replicas"),
+    [
+        ("", ONE_HOST, FASTER, [], NEAR, NEAR),
+        ("", TWO_HOSTS, SLOWER, ["replica"], NEAR, NOT_FASTER),
+        ("", TWO_HOSTS, FASTER, ["replica"], NEAR, "nccl (between hosts 1 MB take 10 ms over nccl, 30 ms over gloo)"),
+        ("dp.transport=gloo", TWO_HOSTS, FASTER, [], NEAR, "gloo"),
+        ("run.transport=nccl", TWO_HOSTS, SLOWER, [], "nccl", "nccl"),
+    ],
+)
+def test_auto_between_hosts_is_what_is_clearly_faster(
+    options: str, endpoints: list[Endpoint], times: HostLinkTimes, measured: list[Axis], stages: str, replicas: str
+) -> None:
+    config, topology = config_of(options), Topology.of(0, 4, 2)
+    chosen = choose_transports(config, parse_plugins(config), endpoints, has_mesh=False)
+    assert chosen.unmeasured(topology) == measured, "stages are within a host"
+    sentences = chosen.with_measured(measured, times).describe(topology)
+    assert [text.partition(": ")[2] for text in sentences] == [stages, replicas]
+    assert chosen.host_ring == ([0] if endpoints is ONE_HOST else [0, 2])
+
+
 @pytest.mark.parametrize(
     ("options", "endpoints", "has_mesh", "reason"),
     [
@@ -113,3 +139,5 @@ def test_variables_of_nccl_that_the_user_has_set_remain(monkeypatch: pytest.Monk
     assert environment.pop("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
     assert set(environment.values()) == {"0"}
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" in environment, "acsgd ends operations, and says why"
+    page = Path(__file__).parents[2].joinpath("docs/howto/several-gpus.md").read_text()
+    assert all(f"\n| `{name}` | {value} |" in page for name, value in environment.items())

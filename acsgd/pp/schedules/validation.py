@@ -30,9 +30,10 @@ def validate(
     A send counts as blocking its rank until the peer has posted the receive, ahead of its use: the strictest network
     of those that receive ahead, as gloo does. Over NCCL a message is received when it is needed, so the program that is
     checked is not the one that runs: that one cannot deadlock since a send blocks only what follows it on its
-    communicator, of which each direction of a boundary has one, and neither computation nor the host waits for it. This
-    is true only while nothing synchronizes the whole device between a send and a receive of a step, as cudaFree does
-    when memory is almost full: then two ranks that send to each other may wait for each other, until run.timeout.
+    communicator, of which each direction of a boundary or of a table has one, and neither computation nor the host
+    waits for it. This is true only while nothing synchronizes the whole device between a send and a receive of a step,
+    as cudaFree does when memory is almost full: then two ranks that send to each other may wait for each other, until
+    run.timeout.
     Raises ValueError that names the action and draws the program with it marked.
     """
     dependencies = Dependencies.of(program, first_backward)

@@ -21,7 +21,7 @@ from acsgd.pp.tied.groups import MicroGroups, RowGroup, RowGroups
 from acsgd.pp.wire.channel import Channel
 from acsgd.pp.wire.coder import TransferInfo
 from acsgd.pp.wire.frame import MessageKind
-from acsgd.pp.wire.mailbox import Inbox, Outbox
+from acsgd.pp.wire.link import AnyInbox, AnyOutbox, LinkFactory
 from acsgd.shards.weights import Weight
 
 Channels = Mapping[MessageKind, Channel]
@@ -79,25 +79,27 @@ class RowTransfer:
 class TableOwner:
     """The rank that holds a table, and the channels to one that looks up its rows."""
 
-    def __init__(self, weight: Weight, route: RowRoute, groups_of: GroupsOf, channels: Channels) -> None:
+    def __init__(
+        self, weight: Weight, route: RowRoute, groups_of: GroupsOf, factory: LinkFactory, channels: Channels
+    ) -> None:
         self.weight = weight
         self.route = route
         self._groups_of = groups_of
-        self._ids_in = Inbox(channels[MessageKind.TABLE_IDS])
+        self._ids_in = factory.open_inbox(channels[MessageKind.TABLE_IDS])
         # a step must not wait for rows that the other rank needs later
-        self._rows_out = Outbox(channels[MessageKind.TABLE_ROWS], max_in_flight=math.inf)
-        self._gradients_in = Inbox(channels[MessageKind.TABLE_GRADIENTS])
+        self._rows_out = factory.open_outbox(channels[MessageKind.TABLE_ROWS], max_in_flight=math.inf)
+        self._gradients_in = factory.open_inbox(channels[MessageKind.TABLE_GRADIENTS])
         self._transfer: RowTransfer
         """That of the present step or evaluation."""
         self.handlers: RowHandlers = {Op.SR: self.send_rows, Op.RG: self.post_gradients}
 
     @property
-    def outboxes(self) -> list[Outbox]:
+    def outboxes(self) -> list[AnyOutbox]:
         """Sending ends of all channels."""
         return [self._rows_out]
 
     @property
-    def inboxes(self) -> list[Inbox]:
+    def inboxes(self) -> list[AnyInbox]:
         """Receiving ends of all channels."""
         return [self._ids_in, self._gradients_in]
 
@@ -154,27 +156,33 @@ class TableUser:
     """
 
     def __init__(
-        self, table: LookupTable, inputs: Sequence[str], route: RowRoute, groups_of: GroupsOf, channels: Channels
+        self,
+        table: LookupTable,
+        inputs: Sequence[str],
+        route: RowRoute,
+        groups_of: GroupsOf,
+        factory: LinkFactory,
+        channels: Channels,
     ) -> None:
         self.route = route
         self._table = table
         self._inputs = inputs
         self._groups_of = groups_of
-        self._ids_out = Outbox(channels[MessageKind.TABLE_IDS])
-        self._rows_in = Inbox(channels[MessageKind.TABLE_ROWS])
-        self._gradients_out = Outbox(channels[MessageKind.TABLE_GRADIENTS])
+        self._ids_out = factory.open_outbox(channels[MessageKind.TABLE_IDS])
+        self._rows_in = factory.open_inbox(channels[MessageKind.TABLE_ROWS])
+        self._gradients_out = factory.open_outbox(channels[MessageKind.TABLE_GRADIENTS])
         self._requested: list[RowGroups] = []
         self._transfer: RowTransfer
         """That of the present step or evaluation."""
         self.handlers: RowHandlers = {Op.RR: self.post_rows, Op.SG: self.send_gradients}
 
     @property
-    def outboxes(self) -> list[Outbox]:
+    def outboxes(self) -> list[AnyOutbox]:
         """Sending ends of all channels."""
         return [self._ids_out, self._gradients_out]
 
     @property
-    def inboxes(self) -> list[Inbox]:
+    def inboxes(self) -> list[AnyInbox]:
         """Receiving ends of all channels."""
         return [self._rows_in]
 

@@ -56,6 +56,8 @@ class Channel:
     """This end's coder of each named tensor."""
     streams: Streams
     meter: Meter
+    has_known_sizes: bool = True
+    """Whether both ends know the size of each message before, as transports other than gloo need."""
 
     @property
     def max_message_bytes(self) -> list[int]:

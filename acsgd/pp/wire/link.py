@@ -23,7 +23,7 @@ from acsgd.pp.wire.coder import EXACT, Coder, StatelessCoder, TensorSpec, Transf
 from acsgd.pp.wire.delta import Delta, DeltaCoder
 from acsgd.pp.wire.device_mailbox import DeviceInbox, DeviceOutbox
 from acsgd.pp.wire.frame import MessageKind
-from acsgd.pp.wire.mailbox import Inbox, Outbox, Received
+from acsgd.pp.wire.mailbox import MAX_SENDS_IN_FLIGHT, Inbox, Outbox, Received
 from acsgd.pp.wire.row_coder import RowDifferenceCoder
 from acsgd.streams import Streams
 
@@ -117,9 +117,9 @@ class LinkFactory:
         caches = [coder.cache for coder in activation_coders.values() if isinstance(coder, DeltaCoder)]
         cache_sync = CacheSync(activations, caches)
         if downstream:
-            outbox, inbox = self._open_outbox(activations), self._open_inbox(gradients)
+            outbox, inbox = self.open_outbox(activations), self.open_inbox(gradients)
         else:
-            inbox, outbox = self._open_inbox(activations), self._open_outbox(gradients)
+            inbox, outbox = self.open_inbox(activations), self.open_outbox(gradients)
         return Link(outbox, inbox, cache_sync, activations, is_downstream=not downstream)
 
     def open_tie(self, number: int, spec: TensorSpec, *, peer: int) -> tuple[AnyOutbox, AnyInbox]:
@@ -131,9 +131,9 @@ class LinkFactory:
         coders = {"gradient": StatelessCoder([EXACT], spec)}
         channel = self._open_channel(MessageKind.TIED_GRADIENT, number, peer, [EXACT], coders, self.tied_meter)
         if self._rank < peer:
-            outbox, inbox = self._open_outbox(channel), self._open_inbox(channel)
+            outbox, inbox = self.open_outbox(channel), self.open_inbox(channel)
         else:
-            inbox, outbox = self._open_inbox(channel), self._open_outbox(channel)
+            inbox, outbox = self.open_inbox(channel), self.open_outbox(channel)
         return outbox, inbox
 
     def open_table(
@@ -149,7 +149,8 @@ class LinkFactory:
     ) -> dict[MessageKind, Channel]:
         """Open the channels of a table between its owner and a rank that looks up its rows, together with the peer.
 
-        They are of gloo, since only the sender knows the sizes of their messages before.
+        Indices travel over gloo, since only the sender knows their number before. Both ends then know the size of each
+        message of rows and of gradients, unless it is entropy-coded.
 
         number: of the weight among all tied ones. max_ids, max_rows: largest number of rows per request, and per
         message. rows, gradients: codecs after the lossless one. Raises RunError if the two ends differ.
@@ -166,7 +167,15 @@ class LinkFactory:
             ),
         }
         return {
-            kind: self._open_channel(kind, number, peer, codecs, of_kind, self.tied_meter)
+            kind: self._open_channel(
+                kind,
+                number,
+                peer,
+                codecs,
+                of_kind,
+                self.tied_meter,
+                has_known_sizes=kind != MessageKind.TABLE_IDS and not any(codec.entropy_coding for codec in codecs),
+            )
             for kind, (codecs, of_kind) in coders.items()
         }
 
@@ -193,12 +202,14 @@ class LinkFactory:
             caches_all=self.caches_all,
         )
 
-    def _open_outbox(self, channel: Channel) -> AnyOutbox:
-        """Open the sending end of a channel, as the peer opens the receiving end."""
+    def open_outbox(self, channel: Channel, *, max_in_flight: float = MAX_SENDS_IN_FLIGHT) -> AnyOutbox:
+        """Open the sending end of a channel, as the peer opens the receiving end. max_in_flight: see `Outbox`."""
         communicator = self._open_communicator(channel, sender=self._rank)
-        return Outbox(channel) if communicator is None else DeviceOutbox(channel, communicator)
+        if communicator is None:
+            return Outbox(channel, max_in_flight=max_in_flight)
+        return DeviceOutbox(channel, communicator)
 
-    def _open_inbox(self, channel: Channel) -> AnyInbox:
+    def open_inbox(self, channel: Channel) -> AnyInbox:
         """Open the receiving end of a channel, as the peer opens the sending end."""
         communicator = self._open_communicator(channel, sender=channel.peer)
         return Inbox(channel) if communicator is None else DeviceInbox(channel, communicator)
@@ -208,7 +219,7 @@ class LinkFactory:
 
         NCCL connects with the first message, and blocks its ranks for it.
         """
-        if self.group.open_communicator is None:
+        if self.group.open_communicator is None or not channel.has_known_sizes:
             return None
         with channel.report_failure("opening a channel with", time.perf_counter()):
             of = "tied weight" if channel.kind.is_of_weight else "boundary"
@@ -234,6 +245,8 @@ class LinkFactory:
         codecs: Sequence[Codec | Delta],
         coders: Mapping[str, Coder],
         meter: Meter,
+        *,
+        has_known_sizes: bool = True,
     ) -> Channel:
         channel = Channel(
             kind=kind,
@@ -245,6 +258,7 @@ class LinkFactory:
             coders=coders,
             streams=self.streams,
             meter=meter,
+            has_known_sizes=has_known_sizes,
         )
         handshake(channel)
         return channel

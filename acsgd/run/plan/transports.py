@@ -1,15 +1,17 @@
 """Which transport carries the messages between stages, and the sums of gradients and the updates of replicas.
 
-All else travels over gloo: control messages, and rows of tied tables.
+Along the pipeline travel the rows of tied tables, too. All else travels over gloo, such as control messages.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from acsgd.comm.host_links import HostLinkTimes
 from acsgd.config.options import Config, OwnTransport, TransportName
 from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.dp.modes.local import Local
@@ -22,6 +24,9 @@ from acsgd.topology import Axis, Topology
 SECTIONS: dict[Axis, str] = {"pipeline": "pp", "replica": "dp"}
 """Section of the configuration of each axis."""
 SUBJECTS: dict[Axis, str] = {"pipeline": "messages between stages", "replica": "gradients and updates of replicas"}
+
+
+Where = Literal["nowhere", "within hosts", "everywhere"]
 
 
 class Endpoint(NamedTuple):
@@ -44,17 +49,44 @@ class Endpoint(NamedTuple):
 class Transports:
     """The transports of a run, equal on all ranks."""
 
-    machines: Sequence[str]
-    """Machine of each rank."""
-    nccl: dict[Axis, Literal["nowhere", "within hosts", "everywhere"]]
+    endpoints: Sequence[Endpoint]
+    """Those of the ranks."""
+    nccl: dict[Axis, Where]
     """Which ranks use NCCL."""
     reasons: dict[Axis, str]
-    """Why NCCL is used nowhere, where that was not the choice of the user."""
+    """Why `auto` has chosen that, where it was not by hosts alone."""
+
+    @property
+    def machines(self) -> list[str]:
+        """Machine of each rank."""
+        return [each.machine for each in self.endpoints]
 
     def uses_nccl(self, axis: Axis, ranks: Collection[int]) -> bool:
         """Return whether some ranks use NCCL among them."""
         share_host = len({self.machines[rank] for rank in ranks}) == 1
         return self.nccl[axis] == "everywhere" or (self.nccl[axis] == "within hosts" and share_host)
+
+    @property
+    def host_ring(self) -> list[int]:
+        """The first rank of each host."""
+        return [rank for rank, machine in enumerate(self.machines) if machine not in self.machines[:rank]]
+
+    def unmeasured(self, topology: Topology) -> list[Axis]:
+        """Return the axes along which links between hosts decide what `auto` uses."""
+        return [
+            axis
+            for axis, where in self.nccl.items()
+            if where == "within hosts"
+            and any(len({self.machines[rank] for rank in line}) > 1 for line in topology.lines(axis))
+        ]
+
+    def with_measured(self, axes: Collection[Axis], times: HostLinkTimes) -> Transports:
+        """Return these transports with NCCL between hosts along some axes if it is faster there than gloo."""
+        reason = f"between hosts {times.describe('nccl')}"
+        if math.isinf(times.ordered_s):
+            reason += "; NCCL_DEBUG=INFO prints why"
+        nccl: dict[Axis, Where] = dict.fromkeys(axes, "everywhere" if times.prefers_ordered else "within hosts")
+        return replace(self, nccl=self.nccl | nccl, reasons=self.reasons | dict.fromkeys(axes, reason))
 
     def describe(self, topology: Topology, unused: Collection[Axis] = ()) -> list[str]:
         """Return a sentence on each kind of link that the run has. unused: axes along which nothing of it travels."""
@@ -99,7 +131,7 @@ def check_transports(config: Config, plugins: Plugins, *, on_gpu: bool, has_mesh
 
 def choose_transports(config: Config, plugins: Plugins, endpoints: Sequence[Endpoint], *, has_mesh: bool) -> Transports:
     """Choose the transports of a run from where its ranks are. Raises ValueError if NCCL cannot be used as asked."""
-    chosen = Transports([each.machine for each in endpoints], {}, {})
+    chosen = Transports(endpoints, {}, {})
     for axis in SECTIONS:
         wanted = wanted_transport(config, axis)
         reason = _obstacle(config, plugins, axis, has_mesh=has_mesh) or _obstacle_of_ranks(endpoints)

@@ -31,6 +31,7 @@ from acsgd.run.plan.partition import Partition
 from acsgd.run.plan.planner import check_fit
 from acsgd.run.plan.plugins import parse_modes
 from acsgd.run.plan.rates import LinkRate
+from acsgd.run.plan.transports import Transports
 from acsgd.run.setup.measured import gather_reports, measure_ranks
 
 
@@ -47,7 +48,7 @@ class Chosen(NamedTuple):
         return RunEvent("choice", step, self.text, {"option": self.option, "value": self.value})
 
 
-def choose_options(job: Job, launch: Launch, groups: Groups) -> tuple[Job, list[Chosen]]:
+def choose_options(job: Job, launch: Launch, groups: Groups, transports: Transports) -> tuple[Job, list[Chosen]]:
     """Return the job with what pp.schedule=auto, pp.layers=auto and dp.compress=auto take. A collective call.
 
     Returns the job as it is if none is given, or there is nothing to choose: one stage, or one replica. The mode is
@@ -65,7 +66,7 @@ def choose_options(job: Job, launch: Launch, groups: Groups) -> tuple[Job, list[
     if not (wants_schedule or wants_layers or wants_mode):
         return job, chosen
     with report_if_slow(print_note, lambda: "measuring layers and links", enabled=topology.rank == 0):
-        measured = measure_ranks(job, groups)
+        measured = measure_ranks(job, groups, transports)
         if wants_schedule or wants_layers:
             timed = timed_divisions(job, measured)
             found = _first_fitting(timed, measured, job, launch, groups)

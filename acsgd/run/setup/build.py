@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,11 +13,12 @@ from torch import Tensor
 
 from acsgd.comm.communicators import NCCL
 from acsgd.comm.waits import Meter
-from acsgd.dp.modes.allreduce import open_sync
+from acsgd.dp.modes.allreduce import AllReduce, open_sync
+from acsgd.dp.modes.powersgd import PowerSGD
 from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaPlace, carry_over
 from acsgd.dp.sync import GradSync
-from acsgd.groups import Groups, machine_name
+from acsgd.groups import Groups
 from acsgd.layers.composed import ComposedModel, Inputs
 from acsgd.layers.skeleton import fill_with_stand_ins
 from acsgd.optim.base import Optimizer
@@ -38,7 +38,7 @@ from acsgd.pp.wire.coder import CodecChoice, CodecIndices, TensorSpec
 from acsgd.pp.wire.frame import MessageKind
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.run.plan.job import Job
-from acsgd.run.plan.transports import Endpoint, choose_transports, exchanges_updates, sums_gradients
+from acsgd.run.plan.transports import Transports, exchanges_updates, sums_gradients
 from acsgd.run.session import Session
 from acsgd.run.setup.describe import micro_shapes
 from acsgd.shards.load import LayerLoader, LoadedLayer, WeightSource
@@ -68,21 +68,16 @@ def build_session(
     return _connect(job, groups, peers, stages, owned, optimizer, cache_plan)
 
 
-def open_transports(job: Job, groups: Groups) -> tuple[Groups, list[str]]:
-    """Choose what carries device tensors, and open it; all ranks together. Return the groups, and sentences on them.
-
-    Raises ValueError, the same on all ranks, if a transport of the options cannot be used.
-    """
+def open_transports(job: Job, groups: Groups, transports: Transports) -> tuple[Groups, list[str]]:
+    """Open what carries device tensors; all ranks together. Return the groups, and sentences on them."""
     if job.topology.world_size == 1:
         return groups, []
-    own = Endpoint(machine_name(), job.streams.gpu, job.streams.nccl_version())
-    texts = groups.all_gather_text("choosing transports", json.dumps(own), timeout_s=groups.timeout_s)
-    endpoints = [Endpoint(*json.loads(text)) for text in texts]
-    transports = choose_transports(job.config, job.plugins, endpoints, has_mesh=job.has_mesh)
     mode = job.plugins.mode
+    if transports.nccl["replica"] == "everywhere" and isinstance(mode, AllReduce | PowerSGD):
+        groups = replace(groups, domains=None)  # one sum of all replicas, not one of hosts over gloo
     sums, updates = sums_gradients(mode), exchanges_updates(mode)
     unused: list[Axis] = [] if sums or updates or groups.domains is not None else ["replica"]
-    notes = transports.describe(job.topology, unused) if any(each.gpu for each in endpoints) else []
+    notes = transports.describe(job.topology, unused) if any(each.gpu for each in transports.endpoints) else []
     return groups.with_transport(NCCL, job.streams.device, transports.uses_nccl, sums=sums, updates=updates), notes
 
 
@@ -316,11 +311,11 @@ def _open_ties(job: Job, stages: dict[int, Stage], owned: OwnedWeights, factory:
             for user in tied.lookups:
                 route, weight = job.row_route(tied, user), weights[tied.key]
                 channels = _open_table(job, tied, factory, weight.param, user=user)
-                owners.append(TableOwner(weight, route, _micro_groups(job, route), channels))
+                owners.append(TableOwner(weight, route, _micro_groups(job, route), factory, channels))
         else:
             route, table = job.row_route(tied, me), tables[tied.key]
             channels = _open_table(job, tied, factory, table, user=me)
-            users.append(TableUser(table, tied.lookups[me], route, _micro_groups(job, route), channels))
+            users.append(TableUser(table, tied.lookups[me], route, _micro_groups(job, route), factory, channels))
     return Ties(copies, owners, users, _codec_choice(job))
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import Any
 
+from acsgd.comm.communicators import NCCL
 from acsgd.comm.process_groups import Group
 from acsgd.comm.waits import Meter
 from acsgd.groups import Groups, machine_name
@@ -19,7 +20,7 @@ from acsgd.run.plan.choose import NO_TIME, MeasuredRanks
 from acsgd.run.plan.job import Job
 from acsgd.run.plan.measure import measure_layers, memory_rate
 from acsgd.run.plan.rates import LayerTimes, LinkRate
-from acsgd.run.plan.transports import Endpoint, choose_transports
+from acsgd.run.plan.transports import Endpoint, Transports, choose_transports
 from acsgd.streams import Streams
 from acsgd.topology import Axis
 
@@ -29,18 +30,36 @@ PROBES = 3
 """Number of measurements of a link whose median counts, after a first one."""
 
 
-def measure_ranks(job: Job, groups: Groups) -> MeasuredRanks:
+def find_transports(job: Job, groups: Groups, *, measures: bool) -> Transports:
+    """Choose what carries device tensors, equally on all ranks, which call it together.
+
+    measures: whether links between hosts are measured where these decide; without, they are taken for slow. Raises
+    ValueError, the same on all ranks, if a transport of the options cannot be used.
+    """
+    texts = groups.all_gather_text("choosing transports", json.dumps(endpoint_of(job)), timeout_s=groups.timeout_s)
+    endpoints = [Endpoint(*json.loads(text)) for text in texts]
+    transports = choose_transports(job.config, job.plugins, endpoints, has_mesh=job.has_mesh)
+    axes = transports.unmeasured(job.topology) if measures else []
+    if not axes:
+        return transports
+    times = groups.measure_host_links(NCCL, job.streams.device, transports.host_ring)
+    return transports.with_measured(axes, times)
+
+
+def endpoint_of(job: Job) -> Endpoint:
+    """Return where this rank runs."""
+    return Endpoint(machine_name(), job.streams.gpu, job.streams.nccl_version())
+
+
+def measure_ranks(job: Job, groups: Groups, transports: Transports) -> MeasuredRanks:
     """Measure the layers on each rank, the links between neighbours in the ring of a pipeline, and those between
     replicas, or between domains of replicas, in rings of these. A collective call.
 
     Links over NCCL count as taking no time.
     """
-    own = Endpoint(machine_name(), job.streams.gpu, job.streams.nccl_version())
     rings = {"pipeline": groups.pp, "replica": groups.dp if groups.domains is None else groups.domains.leaders}
     probed = {name: [probe_ring(ring, groups, job.streams, {})] for name, ring in rings.items()}
-    reports = gather_reports(groups, job, {"endpoint": own, **{name: rounds[0] for name, rounds in probed.items()}})
-    endpoints = [Endpoint(*each["endpoint"]) for each in reports]
-    transports = choose_transports(job.config, job.plugins, endpoints, has_mesh=job.has_mesh)
+    reports = gather_reports(groups, job, {name: rounds[0] for name, rounds in probed.items()})
     for name, ring in rings.items():
         known = {} if ring is None else _by_link(reports, name, ring.ranks)
         probed[name] = [probe_ring(ring, groups, job.streams, known) for _ in range(PROBES)]
