@@ -95,6 +95,8 @@ WRONG: list[tuple[dict[str, dict[str, Any]], float, str]] = [
         2,
         "2 of the 4 matrices that they adapt, such as transformer.h.0.mlp.c_fc with 32 inputs and 16 outputs; give r=8",
     ),
+    ({"dp": {"replicas": 2, "mode": "local", "transport": "gloo"}}, 2, "replicas of dp.mode=local exchange nothing"),
+    ({"dp": {"replicas": 2, "mode": "local", "local": "none"}}, 2, "dp.local=none has no effect: with dp.mode=local,"),
     ({"dp": {"replicas": 2, "mode": "diloco:inner=101"}}, 2, "replicas are never the same model; give a smaller inner"),
 ]
 """Options of a run, its number of epochs, and a part of the sentence. dp.replicas: number of replicas."""
@@ -109,6 +111,7 @@ GOOD: list[tuple[dict[str, dict[str, Any]], float]] = [
     ({"checkpoint": {"every": "5", "keep_every": 10}}, 3),
     ({"data": {"batch": 3, "deal": "speed"}, "dp": {"replicas": 2}, "optim": {"warmup": 99}}, 3),
     ({"dp": {"replicas": 2, "mode": "diloco:inner=100"}, "log": {"trace": "100:105"}}, 3),
+    ({"dp": {"replicas": 2, "mode": "cocktail_grad", "transport": "gloo"}}, 3),
     ({"adapter": {"spec": "lora:r=31"}}, 3),
     ({"adapter": {"spec": "lora:r=16,targets=c_attn"}, "model": {"name": {"n_inner": 16}}}, 3),
     ({"optim": {"steps": 17, "spike": 2.0}, "checkpoint": {"best": "eval_loss"}, "eval": {"every": 16}}, 3),

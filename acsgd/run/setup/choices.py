@@ -25,7 +25,7 @@ from acsgd.pp.schedules.schedules import GPipe
 from acsgd.pp.tied.plan import TiedRows
 from acsgd.pp.wire.ladder import codecs_of_links
 from acsgd.run.plan.job import Job
-from acsgd.run.plan.transports import sums_gradients
+from acsgd.run.plan.transports import exchanges_updates, sums_gradients
 
 
 class Choice(NamedTuple):
@@ -92,8 +92,8 @@ CHOICES = (
     without_effect("dp.transport", lambda job: _is_alone(job), "there is one replica"),
     without_effect(
         "dp.transport",
-        lambda job: not (_is_alone(job) or job.domain or sums_gradients(job.plugins.mode)),
-        "dp.mode={config.dp.mode} sums no gradients",
+        lambda job: not (_is_alone(job) or sums_gradients(job.plugins.mode) or exchanges_updates(job.plugins.mode)),
+        "replicas of dp.mode={config.dp.mode} exchange nothing",
     ),
     without_effect("pp.layers", lambda job: job.topology.stages == 1, "there is one stage", "give --pp.stages 2, or "),
     without_effect("pp.tied", lambda job: not job.tied, "no table is both embedding and head on different ranks"),
@@ -143,6 +143,11 @@ CHOICES = (
     *(
         without_effect(option, lambda job: _is_alone(job), "there is one replica", "start more processes, or ")
         for option in ("dp.compress", "dp.local", "dp.domain", "dp.shard")
+    ),
+    without_effect(
+        "dp.local",
+        lambda job: not _is_alone(job) and (job.plugins.mode.exchanges == "nothing" or job.config.dp.shard != "none"),
+        "with dp.mode={config.dp.mode}, dp.shard={config.dp.shard} no replicas act as one",
     ),
     without_effect(
         "dp.domain",
