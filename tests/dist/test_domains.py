@@ -264,3 +264,21 @@ def test_domains_of_an_elastic_run_have_equal_state_in_every_view(
     assert parting[1:] == [pytest.approx(each, rel=RELATIVE) for each in parting[:1]], "over both transports"
     if mode != EXCHANGING:
         assert losses["one of a domain is late"] == pytest.approx(losses["calm"], rel=RELATIVE)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ELASTIC)
+def test_layers_that_move_between_stages_have_the_state_of_their_domain(
+    mode: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Pipelines of two stages become single ranks, each of which has kept the state of half of the layers."""
+    config = make_config(tiny_model(n_layer=2), tmp_path, steps=VIEW_STEPS, micro=1, stages=2)
+    config = replace(config, data=replace(config.data, batch=6), dp=ReplicaConfig(mode, domain="aaaabb"))
+    config = replace(config, elastic=ElasticConfig(join_budget=1e6, replan=True, min_replicas=3))
+    script = [ScriptedView(range(6), 4), ScriptedView(range(5), VIEW_STEPS)]
+    processes = on_ranks(6, train_in_views, tmp_path / "store", {"moves": (config, script)})
+    trained = [process["moves"] for process in processes]
+    assert all(each.received_bytes[-1] for each in trained[:5]), "all have received layers"
+    for step in range(1, VIEW_STEPS + 1):
+        digests = {process.digests[step] for process in trained if step in process.digests}
+        assert len(digests) == (2 if step <= 4 else 1), (step, digests)

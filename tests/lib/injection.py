@@ -30,10 +30,13 @@ from acsgd.elastic.view_resources import ViewLock
 from acsgd.groups import Groups
 from acsgd.io.checkpoint import saver
 from acsgd.optim.adamw import AdamWOptimizer
+from acsgd.run.plan.job import Job
+from acsgd.run.plan.transports import Transports
 from acsgd.run.report import Gather, StepExchange
 from acsgd.run.session import Session
 from acsgd.run.step.hooks import LoopState
 from tests.lib.forked_torchrun import PIDS, Setup
+from tests.lib.ordered import ordered_transport
 
 FAULTS, TRACE, RETURNS = "faults", "trace", "returns"
 """Files with the time and the dead host of each fault, and with what workers do: see `trace`."""
@@ -312,6 +315,18 @@ class Pace:
             return loss
 
         Session.forward_backward = patched  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class OverOrderedTransport:
+    """Tensors of the device travel over a transport that has the semantics of NCCL."""
+
+    def __call__(self) -> None:
+        def open_ordered(job: Job, groups: Groups, _: Transports) -> tuple[Groups, list[str]]:
+            transport = ordered_transport(job.topology.rank)
+            return groups.with_transport(transport, job.streams.device, lambda axis, ranks: True), []
+
+        worker.open_transports = open_ordered
 
 
 @dataclass(frozen=True)

@@ -328,7 +328,7 @@ class _Process:
             self._name(member): from_json(WorkerState, json.loads(self._store.get(f"{number}/{member}")))
             for member in view.members
         }
-        return make_plan(states, staying=list(states), cuts=self._cuts)
+        return make_plan(states, staying=list(states), cuts=self._cuts, min_replicas=self._config.elastic.min_replicas)
 
     def _open_snapshots(self, session: Session, groups: Groups, plan: Plan, epoch: int) -> Snapshots | None:
         """Return the snapshots of a run with a fixed interval."""

@@ -17,15 +17,20 @@ import torch
 from acsgd.config.run_file import parse
 from acsgd.shards.disk import ShardDirectory
 from tests.lib.corpora import write_records
+from tests.lib.forked_torchrun import Setup
 from tests.lib.forks import finish
 from tests.lib.hosts import LIMIT_S, Hosts
-from tests.lib.injection import FullDisk, Pace
+from tests.lib.injection import All, FullDisk, OverOrderedTransport, Pace
 from tests.lib.patience import NO_LIMIT_S, stretched
 
 TinyModel = Callable[..., Path]
 STEPS = 60
 PACE = Pace(0.1)
 """So that a run lasts for seconds at little work."""
+WORKERS = [
+    pytest.param(PACE, id="gloo"),
+    pytest.param(All((PACE, OverOrderedTransport())), id="ordered", marks=pytest.mark.soak),
+]
 YEAR_S = 365 * 86400.0
 
 
@@ -78,14 +83,15 @@ def assert_has_copies(directories: list[Path], step: int) -> None:
         assert sum((path / file.file).is_file() for path in paths) >= 2, file
 
 
-def test_a_run_of_which_hosts_end_join_and_leave_is_the_calm_run(run_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("worker", WORKERS)
+def test_a_run_of_which_hosts_end_join_and_leave_is_the_calm_run(worker: Setup, run_file: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
         flags = ("--elastic.min_replicas", "2", "--elastic.join_budget", "0", "--checkpoint.every", "20")
         hosts = Hosts(tmp_path, run_file, stack, 1, flags)
         clocks = {"a": 0.0, "b": -60.0, "c": YEAR_S}  # which nothing compares
-        a, b, c = (hosts.start(name, min_hosts=3, clock_s=clock_s, worker=PACE) for name, clock_s in clocks.items())
+        a, b, c = (hosts.start(name, min_hosts=3, clock_s=clock_s, worker=worker) for name, clock_s in clocks.items())
         hosts.wait_for_step(b, 3)
-        worker = c.workers[0]
+        pid = c.workers[0]
         a.kill()  # it has the first endpoint, and probably rank 0
         hosts.wait_for_step(b, len(hosts.steps()) + 3)
         assert len(hosts.hosts_that("left")) == 1, "the run has not noticed"
@@ -98,8 +104,8 @@ def test_a_run_of_which_hosts_end_join_and_leave_is_the_calm_run(run_file: Path,
 
         b.signal(signal.SIGINT)  # b leaves; c waits again
         b.wait(LIMIT_S)
-        assert c.workers[0] == worker, "c was not disturbed"
-        a = hosts.start("a2", worker=PACE)
+        assert c.workers[0] == pid, "c was not disturbed"
+        a = hosts.start("a2", worker=worker)
         assert a.wait(LIMIT_S) == 0
         assert c.wait(LIMIT_S) == 0
         assert len(hosts.hosts_that("joined")) == 1, "the new host has not joined"
@@ -148,11 +154,12 @@ def test_hosts_with_disks_of_their_own_join_end_for_ever_and_start_again_without
         assert_has_copies([hosts.disk_of(name) / "checkpoints" for name in "bd"], STEPS)
 
 
-def test_stages_on_hosts_that_hang_and_end(run_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("worker", WORKERS)
+def test_stages_on_hosts_that_hang_and_end(worker: Setup, run_file: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
         flags = ("--pp.stages", "2", "--elastic.hang", str(stretched(3.0)), "--elastic.silence", str(stretched(2.0)))
         hosts = Hosts(tmp_path, run_file, stack, 2, flags)
-        a, b = (hosts.start(name, min_hosts=2, worker=PACE) for name in "ab")
+        a, b = (hosts.start(name, min_hosts=2, worker=worker) for name in "ab")
         hosts.wait_for_step(a, 3)
         stopped = b.workers[0]
         os.kill(stopped, signal.SIGSTOP)
