@@ -16,6 +16,7 @@ import tyro
 from acsgd.config.options import Config
 from acsgd.config.ranges import COUNT, out_of_range, parse_size
 from acsgd.config.run_file import parse, with_run_options
+from acsgd.notes import print_note
 
 if TYPE_CHECKING:
     from acsgd.run.plan.memory import RankMemory
@@ -46,6 +47,9 @@ class PlanCommand:
     memory: str | None = None
     """Memory for each process, "24GiB", to which the need is compared: of its GPU, or of the host with --run.device
     cpu. Default: not compared."""
+    host_memory: str | None = None
+    """Memory of each host, "128GiB", for all its processes (--per-host), to which what lies there is compared, such as
+    offloaded state. Default: not compared."""
     sequences: Annotated[int, COUNT] | None = None
     """Number of sequences in the data, which the activation caches of delta hold. Default: not known."""
     link: str | None = None
@@ -74,6 +78,8 @@ class PlanCommand:
         for error in out_of_range(self):
             raise ValueError(f"--{error}")
         limit = None if self.memory is None else parse_size(self.memory, option="--memory", example="24GiB")
+        host = self.host_memory
+        host_bytes = None if host is None else parse_size(host, option="--host-memory", example="128GiB")
         if self.calibrate and self.device is not None:
             raise ValueError("--calibrate measures this machine, and --device names another; give one of them")
         if self.rates is not None and self.device is not None:
@@ -81,14 +87,14 @@ class PlanCommand:
         config = parse([str(self.run_file), *self.overrides], prog="acsgd plan", is_main=False)
         if self.device is not None and config.run.device == "cpu":
             raise ValueError(f"--device {self.device} names a GPU, and run.device=cpu uses none; give one of them")
-        planned = self._plan(config, limit)
+        planned = self._plan(config, limit, host_bytes)
         if self.json:
             print(json.dumps(planned.as_json(), indent=2))
         else:
             planned.print()
         sys.exit(not planned.fits)
 
-    def _plan(self, config: Config, limit: int | None) -> Planned:
+    def _plan(self, config: Config, limit: int | None, host_bytes: int | None) -> Planned:
         from acsgd.run.plan.model import describe_run_model
         from acsgd.run.plan.planner import RunPlanner
         from acsgd.run.plan.rates import parse_link
@@ -105,11 +111,17 @@ class PlanCommand:
             sequences=self.sequences,
             per_host=self.per_host,
         )
-        ranks = planner.memory(config)
-        needed = [*map(planner.needed, ranks)]
-        lacking = limit is not None and max(needed) > limit
-        fitting = planner.first_that_fits(limit) if limit is not None and lacking else None
-        planned = Planned(config, planner, ranks, needed, limit, fitting, link)
+        if planner.on_gpu:
+            planner.host_bytes = host_bytes
+        elif host_bytes is not None:
+            if limit is not None:
+                raise ValueError(
+                    "--memory and --host-memory both limit the host where no GPU is used; give one of them"
+                )
+            limit = host_bytes // self.per_host
+        planned = Planned(config, planner, planner.memory(config), limit, link)
+        if not planned.fits:
+            planned = replace(planned, fitting=planner.first_that_fits(limit))
         if rates is None:
             return planned
         steps = planner.step_planner(rates, link)
@@ -122,16 +134,16 @@ class PlanCommand:
 
         path = self.rates or Path(config.log.dir) / RATES
         if self.calibrate:
-            rates = measure_here(config)
-            rates.write(path)
-            return rates
+            return _measured(config, path)
         if self.device is not None:
             return rates_of_gpu(self.device, config.model.dtype)
         if self.rates is None and not path.exists():
             return None
         if not path.is_file():
             raise ValueError(f"--rates {path} is not there; --calibrate measures this machine and makes it")
-        rates = Rates.read(path)
+        if (rates := Rates.read(path)) is None:
+            print_note(f"{path} was written by another version; measuring this machine again, for a minute")
+            rates = _measured(config, path)
         if rates.dtype != config.model.dtype or (
             config.run.device != "auto" and rates.on_gpu != (config.run.device == "cuda")
         ):
@@ -142,26 +154,39 @@ class PlanCommand:
         return rates
 
 
+def _measured(config: Config, path: Path) -> Rates:
+    """Measure this machine, and keep the rates in a file."""
+    rates = measure_here(config)
+    rates.write(path)
+    return rates
+
+
 def measure_here(config: Config) -> Rates:
     """Measure this machine with the layers of a run. Raises ValueError if its memory is too small for that."""
-    from acsgd.commands.doctor.links import Doctor, measure
     from acsgd.run.plan.measure import measure_rates
     from acsgd.run.plan.model import describe_run_model
     from acsgd.run.plan.planner import RunPlanner
-    from acsgd.run.plan.rates import LinkRate
     from acsgd.streams import open_streams
 
     streams = open_streams(config.run.device, local_rank=0)
     planner = RunPlanner(config, config.pp.stages, describe_run_model(config), on_gpu=bool(streams.gpu))
     rates = measure_rates(replace(planner.partition(config), streams=streams), CALIBRATED_S)
+    return replace(rates, link=measure_link(CALIBRATED_S / 10))
+
+
+def measure_link(seconds: float) -> LinkRate | None:
+    """Measure TCP between two processes of this host. seconds: of data in each direction. None = nothing arrived."""
+    from acsgd.commands.doctor.links import Doctor, measure
+    from acsgd.run.plan.rates import LinkRate
+
     secret = secrets.token_bytes()
     doctor = Doctor(0, secret, {})
     try:
-        found = measure(f"127.0.0.1:{doctor.port}", secret, CALIBRATED_S / 10)
+        found = measure(f"127.0.0.1:{doctor.port}", secret, seconds)
     finally:
         doctor.close()
     bits = [rate for rate in (found.sent, found.received) if rate is not None]
-    return replace(rates, link=LinkRate(min(bits) / 8, found.delay_s / 2)) if bits else rates
+    return LinkRate(min(bits) / 8, found.delay_s / 2) if bits else None
 
 
 @dataclass(frozen=True)
@@ -171,18 +196,30 @@ class Planned:
     config: Config
     planner: RunPlanner
     ranks: Sequence[RankMemory]
-    needed: Sequence[int]
     limit: int | None
-    fitting: tuple[str, ...] | None
+    """Memory of each process."""
     link: LinkRate | None
+    fitting: tuple[str, ...] | None = None
+    """Flags of the nearest run that fits, if this one does not."""
     rates: Rates | None = None
     step: PlannedStep | None = None
     fastest: Sequence[Alternative] = ()
 
     @property
+    def needed(self) -> list[int]:
+        """Memory that each rank of a pipeline needs."""
+        return [*map(self.planner.needed, self.ranks)]
+
+    @property
+    def lacks_host_memory(self) -> bool:
+        """Whether the processes of a host need more than its memory."""
+        host_bytes = self.planner.host_bytes
+        return host_bytes is not None and max(self.planner.needed_on_hosts(self.ranks)) > host_bytes
+
+    @property
     def fits(self) -> bool:
-        """Whether all ranks fit, as far as it is known."""
-        return self.limit is None or max(self.needed) <= self.limit
+        """Whether all ranks and hosts fit, as far as it is known."""
+        return not self.lacks_host_memory and (self.limit is None or max(self.needed) <= self.limit)
 
     def as_json(self) -> dict[str, Any]:
         """Return all numbers, for JSON."""
@@ -191,8 +228,10 @@ class Planned:
                 {**dataclasses.asdict(each), "on_host": each.on_host, "total": each.total, "needed": needed}
                 for each, needed in zip(self.ranks, self.needed, strict=True)
             ],
+            "hosts": self.planner.needed_on_hosts(self.ranks) if self.planner.on_gpu else [],
             "limit": self.limit,
-            "fits": None if self.limit is None else self.fits,
+            "host_limit": self.planner.host_bytes,
+            "fits": None if self.limit is None and self.planner.host_bytes is None else self.fits,
             "nearest": None if self.fitting is None else [*self.fitting],
         }
         if self.step is not None:
@@ -221,6 +260,9 @@ class Planned:
             )
         if self.config.dp.compress is not None:
             print(f"dp.compress={self.config.dp.compress} is planned as allreduce; the run chooses at its start")
+        if self.planner.host_bytes is not None:
+            on_hosts = self.planner.needed_on_hosts(self.ranks)
+            print(verdict(on_hosts, self.planner.host_bytes, self.fitting, "host"))
         if self.limit is not None:
             print(verdict(self.needed, self.limit, self.fitting))
 

@@ -299,7 +299,7 @@ def test_offloaded_state_is_counted_on_the_host_and_offered(
     flags = plans.first_that_fits(offloaded.on_device)
     assert flags is not None
     assert "--optim.offload cpu" in flags
-    plans.host_limit = offloaded.on_host
+    plans.host_bytes = offloaded.on_host
     assert not plans.fits(offloading, offloaded.on_device)
     rates = rates_of_gpu("H100 PCIe", "bf16")
     steps = plans.step_planner(rates, None)
@@ -318,8 +318,30 @@ def test_offloading_without_enough_host_memory_is_refused(
     for spare, is_refused in ((0, False), (-1, True)):
         memory = HostMemory(2 * (copied + spare), 0, 0, is_limited=False)
         monkeypatch.setattr(planner, "host_memory", lambda memory=memory: memory)
-        with pytest.raises(ValueError, match="GiB of host memory for 2 processes") if is_refused else nullcontext():
+        refusal = pytest.raises(ValueError, match=r"host memory for 2 processes, .*; use --dp\.shard optimizer; --run")
+        with refusal if is_refused else nullcontext():
             assert planner.check_fit(config, Launch(world_size=2, local_world_size=2), model, gpu) is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "nearest"),
+    [
+        ("--optim.offload cpu", "--dp.shard optimizer"),
+        pytest.param(
+            "--pp.stages 2 --pp.forward delta:bits=4 --sequences 10000000", "--pp.stages 1", marks=pytest.mark.soak
+        ),
+    ],
+)
+def test_hosts_share_their_memory_among_their_processes(
+    argv: str, nearest: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = (str(run_file), "--pp.micro", "1", "--world", "2", "--per-host", "2", *argv.split())
+    _, text, _ = plan(capsys, *run, "--json")
+    [needed] = json.loads(text)["hosts"]
+    code, text, _ = plan(capsys, *run, "--host-memory", f"{(needed - 1) / 1e9:.9f}GB")
+    assert code
+    assert "does not fit: host 0 needs" in text
+    assert text.endswith(f"; use {nearest}\n")
 
 
 def test_training_takes_every_run_that_a_plan_proposes(run_file: Path) -> None:
@@ -364,6 +386,8 @@ def test_a_run_that_cannot_fit_is_refused_before_it_loads_weights(
         (["--sequences", "0"], "--sequences"),
         (["--memory", "24"], "--memory 24 is not a size; give a number with a unit, such as 24GiB"),
         (["--memory", "0GiB"], "--memory 0GiB is not a size"),
+        (["--host-memory", "1"], "--host-memory 1 is not a size; give a number with a unit, such as 128GiB"),
+        (["--host-memory", "9GB", "--memory", "9GB", "--run.device", "cpu"], "both limit the host"),
         (["--world", "0"], "--world"),
         (["--world", "3", "--pp.stages", "2"], "pp.stages=2 does not divide the number of processes, 3; use"),
         (["--pp.stage", "2"], "did you mean --pp.stages"),

@@ -20,7 +20,7 @@ from acsgd.pp.schedules.simulate import Cost
 from acsgd.run.plan import step_time
 from acsgd.run.plan.model import describe_run_model
 from acsgd.run.plan.planner import RunPlanner
-from acsgd.run.plan.rates import LayerTimes, LinkRate, Rates, parse_link, rates_of_gpu
+from acsgd.run.plan.rates import VERSION, LayerTimes, LinkRate, Rates, parse_link, rates_of_gpu
 from acsgd.run.plan.step_time import PlannedStep
 from tests.lib.training import make_config
 
@@ -149,6 +149,7 @@ def test_measured_rates_are_kept_in_the_run_directory(
     assert code == 0
     assert "time of a step on the CPU of this host: " in text
     rates = Rates.read(Path(config.log.dir) / "rates.json")
+    assert rates is not None
     assert rates.layers is not None
     assert len(rates.layers.forward_s) == 4
     assert min(*rates.layers.forward_s, *rates.layers.backward_s) > 0
@@ -160,9 +161,15 @@ def test_measured_rates_are_kept_in_the_run_directory(
     code, _, text = run_plan(capsys, path, "--model.dtype", "bf16")
     assert code
     assert "add --calibrate, or --device NAME" in text.replace("\n", " ")
-    (tmp_path / "other.json").write_text("{}")
+    (other := tmp_path / "other.json").write_text(f'{{"version": {VERSION}}}')
     with pytest.raises(CorruptFileError, match=r"does not hold measured rates: .*; --calibrate writes it anew"):
-        Rates.read(tmp_path / "other.json")
+        Rates.read(other)
+    other.write_text("{}")
+    monkeypatch.setattr(command, "measure_here", lambda config: rates)
+    code, _, text = run_plan(capsys, path, "--run.device", "cpu", "--rates", other)
+    assert code == 0
+    assert "was written by another version; measuring this machine again" in text.replace("\n", " ")
+    assert Rates.read(other) == rates
 
 
 def test_links_and_devices_are_named() -> None:

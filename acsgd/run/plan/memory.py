@@ -105,8 +105,11 @@ class TracedModel:
     """Layers whose activations are kept: those of a group of several layers while its backward runs. Empty = none."""
 
 
-def trace_model(partition: Partition) -> TracedModel:
-    """Trace the model of a run with its micro-batches; the result depends on no rank."""
+def trace_model(partition: Partition, built: PreTrainedModel | None = None) -> TracedModel:
+    """Trace the model of a run with its micro-batches; the result depends on no rank.
+
+    built: the model on the meta device, if it is there; it is only read.
+    """
     config, model, shapes, recompute = partition.config, partition.model, partition.shapes, partition.plugins.recompute
 
     def trace(recompute: Recompute) -> list[LayerTrace]:
@@ -124,7 +127,7 @@ def trace_model(partition: Partition) -> TracedModel:
 
     traces = trace(recompute._replace(layers=min(recompute.layers, 1)))
     again = trace(KEEP_ALL) if recompute.layers > 1 else []
-    built, largest = model.build(shapes.dtype), dict[int, int]()
+    built, largest = built or model.build(shapes.dtype), dict[int, int]()
     for layer in model.layers:
         sizes = [param.numel() for key in layer.parameters if is_quantized(param := built.get_parameter(key))]
         largest[layer.index] = max(sizes, default=0) * shapes.dtype.itemsize

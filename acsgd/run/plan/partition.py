@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
+from transformers import PreTrainedModel
+
 from acsgd.codecs.identity import DTYPES
 from acsgd.config.options import Config
 from acsgd.io.data.sampler import deal
@@ -138,14 +140,19 @@ def most_micros(config: Config, micro_ids: range) -> int:
 
 
 def divide_model(
-    config: Config, grid: RankGrid, model: RunModel, streams: Streams, costs: tuple[float, ...] | None = None
+    config: Config,
+    grid: RankGrid,
+    model: RunModel,
+    streams: Streams,
+    costs: tuple[float, ...] | None = None,
+    built: PreTrainedModel | None = None,
 ) -> Partition:
     """Divide the layers of a model over the ranks of a grid. Raises ValueError if they cannot be.
 
-    costs: of the layers, if they are known.
+    costs: of the layers, if they are known. built: the model on the meta device, if it is there; it is only read.
     """
     if grid.plugins.recompute.attention:
-        built = model.build(DTYPES[config.model.dtype])
+        built = built or model.build(DTYPES[config.model.dtype])
         check_attention(built.get_submodule(path) for path in model.derived.blocks)
     num_stages = grid.topology.stages * grid.plugins.schedule.chunks
     costs = costs or costs_of(config, model, num_stages, streams)

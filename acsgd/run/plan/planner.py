@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, product
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import torch
 from transformers import PreTrainedModel
@@ -74,8 +74,8 @@ class RunPlanner:
         self._per_host = per_host
         self.on_gpu = on_gpu
         self.sequences = sequences
-        self.host_limit: int | None = None
-        """Host memory for each process whose device is a GPU, bytes; None = not compared."""
+        self.host_bytes: int | None = None
+        """Memory of each host, which its processes share if their devices are GPUs; None = not compared."""
         self._traced: dict[tuple[int, str, bool], TracedModel] = {}
         self._cache = PlanCache()
 
@@ -109,7 +109,7 @@ class RunPlanner:
         grid = open_grid(config, Launch(world_size=self.world, local_world_size=self._per_host))
         streams = Streams(torch.device("cuda" if self.on_gpu else "cpu"))
         costs = self.costs if config.pp.blocks is None and config.pp.stages > 1 else None
-        return divide_model(config, grid, self._model, streams, costs)
+        return divide_model(config, grid, self._model, streams, costs, self._built)
 
     @cached_property
     def costs(self) -> tuple[float, ...]:
@@ -127,20 +127,29 @@ class RunPlanner:
     def _trace(self, config: Config, partition: Partition) -> TracedModel:
         key = config.pp.micro, config.model.recompute, partition.programs.splits_backward
         if key not in self._traced:
-            self._traced[key] = trace_model(partition)
+            self._traced[key] = trace_model(partition, self._built)
         return self._traced[key]
 
+    def needed_on_hosts(self, ranks: Sequence[RankMemory]) -> list[int]:
+        """Return the memory that each host needs for its processes, whose devices are GPUs. ranks: of a pipeline."""
+        of_all = [*map(self.needed_on_host, ranks)] * (self.world // len(ranks))
+        return [sum(of_all[first : first + self._per_host]) for first in range(0, self.world, self._per_host)]
+
     def fits(self, config: Config, limit: int | None) -> bool:
-        """Return whether each process needs at most `limit` bytes. Raises ValueError if the run is not possible."""
-        if limit is None:
+        """Return whether each process needs at most `limit` bytes, and each host what it has.
+
+        Raises ValueError if the run is not possible.
+        """
+        if limit is None and self.host_bytes is None:
             return True
-        partition, host_limit = self.partition(config), self.host_limit or math.inf
+        partition, most = self.partition(config), math.inf if limit is None else limit
         # what exceeds the limit without a trace needs none, and what does without an update no plan of it
         for trace in (lambda: TracedModel(self._built, (), {}), lambda: self._trace(config, partition)):
-            if least_memory(partition, trace(), self._cache) + PROCESS_BYTES > limit:
+            if least_memory(partition, trace(), self._cache) + PROCESS_BYTES > most:
                 return False
-        ranks = self._memory(config, partition)
-        return all(self.needed(each) <= limit and self.needed_on_host(each) <= host_limit for each in ranks)
+        ranks = [*self._memory(config, partition)]
+        on_hosts = max(self.needed_on_hosts(ranks)) if self.on_gpu else 0
+        return max(map(self.needed, ranks)) <= most and on_hosts <= (self.host_bytes or math.inf)
 
     @cached_property
     def _built(self) -> PreTrainedModel:
@@ -148,7 +157,7 @@ class RunPlanner:
 
     def step_planner(self, rates: Rates, link: LinkRate | None) -> StepPlanner:
         """Return what predicts the time of a step."""
-        return StepPlanner(self._built, self.costs, self._config.pp.micro, rates, link)
+        return StepPlanner(self._built, self.costs, self._config.pp.micro, rates, link, self._cache)
 
     def step(self, config: Config, steps: StepPlanner) -> PlannedStep:
         """Return the time of a step. Raises ValueError if the run is not possible."""
@@ -158,7 +167,7 @@ class RunPlanner:
         """Return what the times of layers depend on."""
         return layers_key(config, self._model)
 
-    def first_that_fits(self, limit: int) -> tuple[str, ...] | None:
+    def first_that_fits(self, limit: int | None) -> tuple[str, ...] | None:
         """Return the flags of the nearest run that fits: with less changed, and then with fewer stages."""
         for flags, config in self.smaller():
             try:
@@ -169,9 +178,15 @@ class RunPlanner:
         return None
 
     def smaller(self) -> Iterator[tuple[tuple[str, ...], Config]]:
-        """Yield runs that need less memory of the device, nearest first, with the flags that make them."""
+        """Yield runs that need less memory of the device, nearest first, with the flags that make them.
+
+        Where the memory of hosts is compared, then those with fewer stages, which have fewer activation caches.
+        """
         config, world = self._config, self.world
-        more = [n for n in range(config.pp.stages, world + 1) if world % n == 0 and n % config.pp.stages == 0]
+        numbers = [n for n in range(1, world + 1) if world % n == 0]
+        more = [n for n in numbers if n % config.pp.stages == 0]
+        if self.host_bytes is not None:
+            more += [n for n in reversed(numbers) if n < config.pp.stages]
         micros = [config.pp.micro]
         while micros[-1] > 1:
             micros.append(max(n for n in range(1, micros[-1] // 2 + 1) if config.data.batch % n == 0))
@@ -180,10 +195,14 @@ class RunPlanner:
                 yield flags_between(config, changed), changed
 
     def _placed(self, config: Config) -> Sequence[Config]:
-        """Return a run, and that with its state in host memory, if this is not the memory of the device."""
-        if not self.on_gpu or config.optim.offload == "cpu":
+        """Return a run, and that with its state in the other memory, if host and device have one each.
+
+        Out of host memory only where that is compared.
+        """
+        if not self.on_gpu or (config.optim.offload == "cpu" and self.host_bytes is None):
             return [config]
-        return [config, replace(config, optim=replace(config.optim, offload="cpu"))]
+        other: Literal["none", "cpu"] = "none" if config.optim.offload == "cpu" else "cpu"
+        return [config, replace(config, optim=replace(config.optim, offload=other))]
 
     def _leaner(self, config: Config) -> Iterator[Config]:
         """Yield a run, then those that keep or divide more of its state."""
@@ -262,24 +281,28 @@ def flags_between(config: Config, changed: Config) -> tuple[str, ...]:
     return tuple(f"{flag} {after}" for flag, (before, after) in pairs.items() if before != after)
 
 
-def verdict(needed: Sequence[int], limit: int, fitting: tuple[str, ...] | None) -> str:
-    """Return in a sentence whether ranks fit, and if not, what to type. fitting: see `RunPlanner.first_that_fits`."""
+def verdict(needed: Sequence[int], limit: int, fitting: tuple[str, ...] | None, place: str = "rank") -> str:
+    """Return in a sentence whether ranks or hosts fit, and if not, what to type.
+
+    needed: bytes of each; fitting: see `RunPlanner.first_that_fits`.
+    """
     if max(needed) <= limit:
-        return f"fits: {_largest(needed, limit)}"
-    return f"does not fit: {_advice(needed, limit, fitting)}"
+        return f"fits: {_largest(needed, limit, place)}"
+    return f"does not fit: {_advice(needed, limit, fitting, place)}"
 
 
-def _largest(needed: Sequence[int], limit: int) -> str:
-    rank = max(range(len(needed)), key=needed.__getitem__)
+def _largest(needed: Sequence[int], limit: int, place: str = "rank") -> str:
+    index = max(range(len(needed)), key=needed.__getitem__)
     return (
-        f"rank {rank} needs {needed[rank] / GIB:.2f} of {limit / GIB:.2f} GiB, of which the process and its libraries "
-        f"{PROCESS_BYTES / GIB:.2f}"
+        f"{place} {index} needs {needed[index] / GIB:.2f} of {limit / GIB:.2f} GiB, of which "
+        f"{'the process and its' if place == 'rank' else 'each process with its'} libraries {PROCESS_BYTES / GIB:.2f}"
     )
 
 
-def _advice(needed: Sequence[int], limit: int, fitting: tuple[str, ...] | None) -> str:
-    instead = " ".join(fitting) if fitting else "more processes with more pp.stages, or an adapter (adapter.spec)"
-    return f"{_largest(needed, limit)}; use {instead}"
+def _advice(needed: Sequence[int], limit: int, fitting: tuple[str, ...] | None, place: str = "rank") -> str:
+    more = "more processes with more pp.stages" if place == "rank" else "fewer processes per host with more hosts"
+    instead = " ".join(fitting) if fitting else f"{more}, or an adapter (adapter.spec)"
+    return f"{_largest(needed, limit, place)}; use {instead}"
 
 
 def check_fit(config: Config, launch: Launch, model: RunModel, streams: Streams) -> str | None:
@@ -304,9 +327,9 @@ def check_fit(config: Config, launch: Launch, model: RunModel, streams: Streams)
         return f"memory: not planned ({type(error).__name__}: {error})"
     first_here = launch.rank - launch.local_rank
     of_host = [ranks[rank % config.pp.stages] for rank in range(first_here, first_here + launch.local_world_size)]
-    planner.host_limit = host_memory().total // launch.local_world_size
+    planner.host_bytes = host_memory().total if on_gpu else None
     if any(each.offloaded for each in of_host):
-        _check_host([*map(planner.needed_on_host, of_host)], planner.host_limit)
+        _check_host(planner, [*map(planner.needed_on_host, of_host)], memory)
     here = [of_host[launch.local_rank]] if on_gpu else of_host
     # caches of delta hold no more sequences than the data has, which is not known yet
     planned = sum(each.on_device if on_gpu else each.total - each.caches for each in here)
@@ -320,12 +343,15 @@ def check_fit(config: Config, launch: Launch, model: RunModel, streams: Streams)
     raise ValueError(f"the run does not fit: {advice}; --run.memory ignore starts it as it is")
 
 
-def _check_host(needed: Sequence[int], limit: int) -> None:
-    """Raise ValueError if processes of this host need more than `limit` bytes of its memory each, on average."""
-    if sum(needed) > limit * len(needed):
-        raise ValueError(
-            f"the run does not fit: optim.offload=cpu needs {sum(needed) / GIB:.2f} GiB of host memory for "
-            f"{len(needed)} processes, with the copy of masters and moments for a checkpoint, and this host has "
-            f"{limit * len(needed) / GIB:.2f} GiB; use an optimizer with less state, such as "
-            "--optim.name lion, or fewer processes per host with more hosts; --run.memory ignore starts it as it is"
-        )
+def _check_host(planner: RunPlanner, needed: Sequence[int], memory: int) -> None:
+    """Raise ValueError if the processes of this host need more than its memory. memory: of each device."""
+    host_bytes = planner.host_bytes or 0
+    if sum(needed) <= host_bytes:
+        return
+    smaller = "an optimizer with less state, such as --optim.name lion, or fewer processes per host with more hosts"
+    raise ValueError(
+        f"the run does not fit: optim.offload=cpu needs {sum(needed) / GIB:.2f} GiB of host memory for {len(needed)} "
+        f"processes, with the copy of masters and moments for a checkpoint, and this host has "
+        f"{host_bytes / GIB:.2f} GiB; use {' '.join(planner.first_that_fits(memory) or (smaller,))}; "
+        "--run.memory ignore starts it as it is"
+    )

@@ -17,6 +17,8 @@ from acsgd.streams import PEAK_TB_PER_S, peak_of_gpu
 
 RATES = "rates.json"
 """Name of the file of measured rates in a run directory."""
+VERSION = 1
+"""Version of what is measured and how, in the file."""
 SHARE_OF_PEAK, SHARE_OF_BANDWIDTH = 0.5, 0.8
 """Fraction of a GPU's peak arithmetic and bandwidth that training reaches; a rule of thumb, not measured."""
 HOST_BYTES_PER_S = 20e9
@@ -69,13 +71,16 @@ class Rates:
     def write(self, path: Path) -> None:
         """Write to a file."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, json.dumps(asdict(self), indent=2) + "\n")
+        replace_text(path, json.dumps({"version": VERSION, **asdict(self)}, indent=2) + "\n")
 
     @classmethod
-    def read(cls, path: Path) -> Rates:
-        """Read from a file. Raises CorruptFileError."""
+    def read(cls, path: Path) -> Rates | None:
+        """Read from a file; None if it has another version. Raises CorruptFileError."""
         try:
-            return from_json(cls, json.loads(path.read_bytes()))
+            content = json.loads(path.read_bytes())
+            if isinstance(content, dict) and content.pop("version", 0) != VERSION:
+                return None
+            return from_json(cls, content)
         except ValueError as error:
             raise CorruptFileError(path, f"does not hold measured rates: {error}; --calibrate writes it anew") from None
 

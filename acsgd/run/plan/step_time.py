@@ -16,7 +16,7 @@ from acsgd.layers.description import LayerSpec
 from acsgd.pp.recompute import Recompute, attention_modules
 from acsgd.pp.schedules.simulate import Cost, simulate
 from acsgd.pp.wire.ladder import BACKWARD, FORWARD, Rung
-from acsgd.run.plan.memory import RankWeights
+from acsgd.run.plan.memory import PlanCache, RankWeights
 from acsgd.run.plan.partition import Partition
 from acsgd.run.plan.rates import HOST_BYTES_PER_S, LinkRate, Rates
 from acsgd.shards.plan import training_costs
@@ -65,18 +65,24 @@ class StepPlanner:
     """Predicts steps of one model on devices and links with given rates.
 
     built: the model on the meta device; costs: of its layers by `layer_costs` with micro-batches of `micro` sequences;
-    link: between ranks; default: that of `rates`, else messages take no time.
+    link: between ranks; default: that of `rates`, else messages take no time. cache: of plans of the same model.
     """
 
     def __init__(
-        self, built: PreTrainedModel, costs: Sequence[float], micro: int, rates: Rates, link: LinkRate | None
+        self,
+        built: PreTrainedModel,
+        costs: Sequence[float],
+        micro: int,
+        rates: Rates,
+        link: LinkRate | None,
+        cache: PlanCache | None = None,
     ) -> None:
         self._built = built
         self._costs = costs
         self._micro = micro
         self._rates = rates
         self._link = link or rates.link or LinkRate(math.inf)
-        self._known: dict[object, list[RankWeights]] = {}
+        self._cache = cache or PlanCache()
 
     def plan(self, partition: Partition, key: str) -> PlannedStep:
         """Return the time of a step. key: `measure.layers_key` of the partition."""
@@ -122,11 +128,8 @@ class StepPlanner:
 
     def weights(self, partition: Partition) -> list[RankWeights]:
         """Return the weights of each rank of a pipeline."""
-        key = partition.layout.cut, partition.config.pp.tied, partition.config.optim.offload
-        if key not in self._known:
-            ranks = partition.topology.ranks_along("pipeline")
-            self._known[key] = [RankWeights(partition.seen_from(rank), self._built) for rank in ranks]
-        return self._known[key]
+        ranks = partition.topology.ranks_along("pipeline")
+        return [self._cache.weights(partition.seen_from(rank), self._built) for rank in ranks]
 
     def _layer_times(self, partition: Partition, key: str) -> tuple[Sequence[float], Sequence[float]]:
         """Return the times of forward and backward of each layer: measured ones, or estimated from costs."""
