@@ -35,7 +35,7 @@ from acsgd.launch import Launch, set_nccl_variables
 from acsgd.notes import print_note
 from acsgd.run.lock.lock import RunLock, leases_of
 from acsgd.run.plan.job import prepare, with_local_checkpoint
-from acsgd.run.setup.auto import choose_options
+from acsgd.run.setup.auto import Chosen, choose_hosts, choose_options, chooses_hosts
 from acsgd.run.setup.build import open_transports
 from acsgd.run.setup.directories import check_room, find_run_disks, open_disks
 from acsgd.run.setup.inputs import open_inputs
@@ -87,6 +87,11 @@ def run(
     job = prepare(with_local_checkpoint(config), launch)
     context.timeout_s = config.run.timeout
     timeout, several = timedelta(seconds=config.run.timeout), not launch.is_one_host
+    placed = list[Chosen]()
+    if chooses_hosts(job):
+        with connect(job.topology, timeout=timeout, store=dist.PrefixStore("hosts", store)) as groups:
+            job, choice = choose_hosts(job, groups)
+        placed = [choice]
     groups = stack.enter_context(
         connect(job.topology, timeout=timeout, store=store, background=several, domain=job.domain)
     )
@@ -110,4 +115,4 @@ def run(
         context.start_training()
 
     with groups.naming_lost_ranks():
-        train(job, inputs, groups, lock, on_start=on_start, signals=signals, chosen=chosen)
+        train(job, inputs, groups, lock, on_start=on_start, signals=signals, chosen=[*placed, *chosen])

@@ -3,7 +3,8 @@
     rank = replica * stages + stage rank        4 stages x 2 replicas:   replica 0:  0 1 2 3
                                                                          replica 1:  4 5 6 7
 
-Neighbours in a pipeline are adjacent ranks, so torchrun places them on one host first.
+Neighbours in a pipeline are adjacent ranks, so torchrun places them on one host first. pp.hosts gives the hosts
+another order, with all of their ranks.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ class Topology:
     sizes: Mapping[Axis, int]
     """Number of ranks along each axis. Neighbours along the last axis are adjacent ranks. An axis of size 1 may be
     missing."""
+    order: tuple[int, ...] = ()
+    """The rank at each position of the grid, those of the first replica first. Empty = ranks are positions."""
 
     @classmethod
-    def of(cls, rank: int, world_size: int, stages: int) -> Topology:
+    def of(cls, rank: int, world_size: int, stages: int, order: tuple[int, ...] = ()) -> Topology:
         """Return the grid of replicas x pipeline stages. Raises ValueError if `stages` does not divide `world_size`."""
         if world_size % stages:
             divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
@@ -36,7 +39,7 @@ class Topology:
                 f"--pp.stages {' or '.join(str(n) for n in divisors)}, or launch a multiple of {stages} "
                 f"processes: torchrun --nproc-per-node {stages * max(1, world_size // stages)} ..."
             )
-        return cls(rank, {"replica": world_size // stages, "pipeline": stages})
+        return cls(rank, {"replica": world_size // stages, "pipeline": stages}, order)
 
     @property
     def world_size(self) -> int:
@@ -45,17 +48,17 @@ class Topology:
 
     def index(self, axis: Axis) -> int:
         """Return this rank's position along an axis, 0 = first."""
-        return self.rank // self._stride(axis) % self.sizes.get(axis, 1)
+        return self._position // self._stride(axis) % self.sizes.get(axis, 1)
 
     def ranks_along(self, axis: Axis) -> list[int]:
         """Return this rank and those that differ from it in their position along an axis only, in order of position."""
         stride, size = self._stride(axis), self.sizes.get(axis, 1)
-        first = self.rank - self.index(axis) * stride
-        return list(range(first, first + size * stride, stride))
+        first, ranks = self._position - self.index(axis) * stride, self._ranks
+        return [ranks[position] for position in range(first, first + size * stride, stride)]
 
     def lines(self, axis: Axis) -> list[list[int]]:
         """Return the ranks along an axis for each position along the other axes: every rank is in one of the lists."""
-        grid = (replace(self, rank=rank) for rank in range(self.world_size))
+        grid = (replace(self, rank=rank) for rank in self._ranks)
         return [each.ranks_along(axis) for each in grid if each.index(axis) == 0]
 
     def domains(self, names: Sequence[str]) -> dict[tuple[str, ...], list[int]]:
@@ -68,6 +71,16 @@ class Topology:
         for replica, ranks in enumerate(self.lines("pipeline")):
             found.setdefault(tuple(names[rank] for rank in ranks), []).append(replica)
         return found
+
+    @property
+    def _ranks(self) -> Sequence[int]:
+        """The rank at each position."""
+        return self.order or range(self.world_size)
+
+    @property
+    def _position(self) -> int:
+        """Position of this rank in the grid."""
+        return self._ranks.index(self.rank)
 
     def _stride(self, axis: Axis) -> int:
         """Return the difference between the ranks of neighbours along an axis."""

@@ -105,6 +105,8 @@ class Group:
 
     process_group: dist.ProcessGroup
     transport: Transport
+    members: tuple[int, ...] = ()
+    """Global ranks in the order of the group; empty = ascending, in which torch has them."""
     open_communicator: Callable[[str, Sequence[int]], Communicator | None] | None = None
     """Opens a communicator of some of the ranks, together with them, for messages between stages; takes a name that is
     its own. Returns None for ranks between which these travel over gloo. None = they do so between all."""
@@ -121,7 +123,7 @@ class Group:
     @property
     def ranks(self) -> list[int]:
         """Global ranks of the members, in the order of the group."""
-        return dist.get_process_group_ranks(self.process_group)
+        return [*self.members] or dist.get_process_group_ranks(self.process_group)
 
     def size(self) -> int:
         """Return the number of members."""
@@ -129,7 +131,7 @@ class Group:
 
     def rank(self) -> int:
         """Return the position of this rank among the members."""
-        return self.process_group.rank()
+        return self.members.index(dist.get_rank()) if self.members else self.process_group.rank()
 
     def isend(self, tensor: Tensor, rank: int, tag: int = 0) -> Work:
         """Start to send a tensor to a global rank."""
@@ -207,10 +209,12 @@ class ProcessGroups:
             world = dist.group.WORLD
             assert world is not None
             self._groups.append(world)
+            opened = [Group(world, transport)]
             for ranks in members:  # a collective of all ranks: each opens every group, in the same order
                 group = bounded(partial(dist.new_group, ranks, timeout=self._timeout, backend=transport.backend))
                 if rank in ranks:
                     self._groups.append(group)
+                    opened.append(Group(group, transport, tuple(ranks)))
         except BaseException:
             self.connections.shut_down()
             thread.close(within_s=MARGIN_S)  # torch's state is global: leave no thread that changes it
@@ -221,7 +225,7 @@ class ProcessGroups:
             self.connections.check_address(self._host.address)
         run_id = self.client.get(_RUN_ID)
         self._heartbeat = Heartbeat(self.client, rank, heartbeat_interval_s(self._timeout.total_seconds()))
-        return run_id, [Group(each, transport) for each in self._groups]
+        return run_id, opened
 
     def open_communicator(
         self, transport: OrderedTransport, device: torch.device, name: str, ranks: Sequence[int]

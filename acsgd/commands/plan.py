@@ -258,6 +258,8 @@ class Planned:
             print(
                 "pp.layers=auto is planned for ranks that are alike; the run chooses by what it measures at its start"
             )
+        if self.config.pp.hosts is not None and self.config.pp.stages > 1:
+            print("pp.hosts is planned for hosts and links that are alike")
         if self.config.dp.compress is not None:
             print(f"dp.compress={self.config.dp.compress} is planned as allreduce; the run chooses at its start")
         if self.planner.host_bytes is not None:

@@ -30,6 +30,12 @@ def check(config: Config) -> None:
         raise ValueError(
             "dp.domain is empty; give a name such as --dp.domain rack-1, the same on all hosts of a domain"
         )
+    hosts = config.pp.host_order
+    if hosts is not None and {*hosts} != {*range(len(hosts))}:
+        raise ValueError(
+            f"pp.hosts={' '.join(map(str, hosts))} does not name each host once, by its number from 0; give, for "
+            "example, --pp.hosts 2 0 1"
+        )
     _check_evaluation(config)
     _check_elastic(config.elastic)
     _check_adapter(config)

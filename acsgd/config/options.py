@@ -207,11 +207,20 @@ class PipelineConfig:
     layers: tuple[Annotated[int, Range(0, 2**16)], ...] | Literal["auto"] | None = None
     """Transformer blocks per stage, first to last, without the embedding and the head. Default: balanced by estimated
     cost; "auto" = by the time that each rank measures at the start, and by its memory, for ranks that are unequal."""
+    hosts: tuple[Annotated[int, Range(0, 2**16)], ...] | Literal["auto"] | None = None
+    """Order of the hosts along the pipelines, by their numbers in torchrun; the first one holds the first stages of the
+    first pipeline. Default: 0 1 2 ...; "auto" = that of the shortest step, by what hosts and the links between them
+    measure at the start."""
 
     @property
     def blocks(self) -> tuple[int, ...] | None:
         """Blocks per stage if `layers` gives them."""
         return None if self.layers == "auto" else self.layers
+
+    @property
+    def host_order(self) -> tuple[int, ...] | None:
+        """Order of the hosts if `hosts` gives it."""
+        return None if self.hosts == "auto" else self.hosts
 
     @property
     def num_exact_steps(self) -> int:

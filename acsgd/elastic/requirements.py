@@ -75,6 +75,11 @@ def _check_given(config: Config) -> None:
             "pp.layers=auto measures all ranks at the start, and those of an elastic run come and go; give the blocks "
             "of each stage, such as --pp.layers 8 4, or let faster replicas get more work: --data.deal speed"
         )
+    if config.pp.hosts is not None and config.pp.stages > 1:
+        raise ValueError(
+            "pp.hosts orders the hosts of a run that keeps them; an elastic run gives each rank to the worker that "
+            "holds most of its layers: remove pp.hosts"
+        )
     if config.dp.compress is not None:
         raise ValueError(
             f"dp.compress={config.dp.compress} measures the links between replicas at the start, and those of an "

@@ -1,4 +1,4 @@
-"""Codecs chosen by pp.compress on links that differ and change; needs root:
+"""Codecs chosen by pp.compress, and hosts ordered by pp.hosts, on links that differ and change; needs root:
 
     .venv/bin/python -m benchmarks.pipeline.chosen [--json runs/benchmarks/chosen.json]
 
@@ -10,6 +10,8 @@ one     four stages; the last link is so slow that uncompressed messages take --
 falls   two stages; the link has 1 Gbit/s, then --slow, then 1 Gbit/s. Each change of a codec is printed with the
         number of steps since the link has changed
 none    two stages on an unlimited link: steps with pp.compress=auto and steps without it take turns
+hosts   four stages without codecs; the second host is so slow that the messages of one boundary take --ratio times the
+        compute. Runs with hosts in order, and in the order that pp.hosts=auto takes, take turns
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,6 +45,7 @@ from acsgd.pp.wire.ladder import Auto
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.session import Session
+from acsgd.run.setup.auto import choose_hosts, chooses_hosts
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import plan_activation_caches
 from acsgd.run.step.hooks import LoopState
@@ -86,10 +89,12 @@ class Setting:
     forms: tuple[str, ...]
     schedule: str = "1f1b:lead=2"
     vocabulary: int = 512
+    hosts: Literal["auto"] | None = None
 
     def config(self, form: str) -> Config:
         """Return the configuration in which the last link has codecs given by hand, or all have chosen ones."""
-        pipeline = PipelineConfig(self.stages, 1, self.schedule, layers=(BLOCKS // self.stages,) * self.stages)
+        layers = (BLOCKS // self.stages,) * self.stages
+        pipeline = PipelineConfig(self.stages, 1, self.schedule, layers=layers, hosts=self.hosts)
         if form == CHOSEN:
             pipeline = replace(pipeline, compress="auto")
         elif form != PLAIN:
@@ -143,9 +148,14 @@ class Run:
 def be_rank(rank: int, setting: Setting, store: str, pipe: Connection) -> None:
     """Run one rank: one step of the requested form for each request, until the pipe is closed."""
     jobs = [prepare(setting.config(form), Launch(rank, 0, setting.stages)) for form in setting.forms]
-    batch = make_batch(rank, setting)
-    files = dist.FileStore(store, setting.stages)
-    opened = connect(jobs[0].topology, timeout=timedelta(seconds=TIMEOUT_S), store=files)
+    files, timeout = dist.FileStore(store, setting.stages), timedelta(seconds=TIMEOUT_S)
+    if chooses_hosts(jobs[0]):
+        with connect(jobs[0].topology, timeout=timeout, store=dist.PrefixStore("hosts", files)) as groups:
+            jobs[0], choice = choose_hosts(jobs[0], groups)
+        if rank == 0:
+            print(choice.text)
+    batch = make_batch(jobs[0].topology.stage_rank, setting)
+    opened = connect(jobs[0].topology, timeout=timeout, store=files)
     with contextlib.suppress(EOFError), opened as groups:
         runs = {}
         for form, job in zip(setting.forms, jobs, strict=True):
@@ -156,7 +166,7 @@ def be_rank(rank: int, setting: Setting, store: str, pipe: Connection) -> None:
 
 
 def make_batch(rank: int, setting: Setting) -> Batch:
-    """Return the batch of every step."""
+    """Return the batch of every step. rank: of the pipeline."""
     tokens = zipf_tokens(setting.micros, setting.vocabulary)[:, None, : SEQUENCE + 1]
     batch = Batch(
         {"input_ids": tokens[..., :-1]} if rank == 0 else None,
@@ -248,11 +258,38 @@ def measure_none(model: Path, options: argparse.Namespace, console: Console) -> 
     return {"ratios": ratios, "none_changes": changes}
 
 
+def measure_hosts(model: Path, options: argparse.Namespace, console: Console) -> dict[str, object]:
+    """Compare the order of hosts that is chosen with that of their numbers, where the second host is slow."""
+    setting = Setting(model, 4, options.micros, (PLAIN,))
+    orders = (setting, replace(setting, hosts="auto"))
+    seconds: dict[str, list[float]] = {"in order": [], "chosen": []}
+    with netlab.lab(hosts=4) as network:
+        with running(setting, network) as pipes:
+            compute_s = statistics.median(run_step(pipes, PLAIN).seconds for _ in range(4))
+        mbit = options.micros * SEQUENCE * WIDTH * 4 * 8e-6 / (options.ratio * compute_s)
+        network.limit(mbit, 1)
+        console.print(f"compute {compute_s:.2f} s, host 1 has {mbit:.2f} Mbit/s")
+        for _ in range(options.rounds):
+            for times, each in zip(seconds.values(), orders, strict=True):
+                with running(each, network) as pipes:
+                    steps = [run_step(pipes, PLAIN).seconds for _ in range(4)]
+                times.append(statistics.median(steps[1:]))
+    ratios = [chosen / plain for plain, chosen in zip(*seconds.values(), strict=True)]
+    shown = ", ".join(f"{name} {statistics.median(times):.2f} s" for name, times in seconds.items())
+    console.print(
+        f"{shown}; chosen / in order: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    )
+    return {"hosts": {"compute_s": compute_s, "mbit": mbit, "seconds": seconds}}
+
+
+MEASURES = {"one": measure_one, "falls": measure_falls, "none": measure_none, "hosts": measure_hosts}
+
+
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/chosen.json"), help="where the numbers go")
-    parser.add_argument("--parts", nargs="+", default=["one", "falls", "none"], choices=["one", "falls", "none"])
+    parser.add_argument("--parts", nargs="+", default=[*MEASURES], choices=[*MEASURES])
     parser.add_argument("--micros", type=int, default=8, help="micro-batches per step")
     parser.add_argument("--ratio", type=float, default=4.0, help="uncompressed transfer over compute")
     parser.add_argument("--slow", type=float, default=20.0, help="rate to which the link falls, Mbit/s")
@@ -260,12 +297,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=ANSWER, help="steps between two changes of the link")
     options, console = parser.parse_args(), Console(width=160)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    measures = {"one": measure_one, "falls": measure_falls, "none": measure_none}
     results: dict[str, object] = {"max_loss_cost": asdict(Auto())["max_loss_cost"]}
     with tempfile.TemporaryDirectory() as directory:
         model = save_model(Path(directory) / "model", vocabulary=Setting.vocabulary, tied=False, width=WIDTH)
         for part in options.parts:
-            results |= measures[part](model, options, console)
+            results |= MEASURES[part](model, options, console)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(results, indent=1))
 

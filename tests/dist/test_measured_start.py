@@ -55,11 +55,14 @@ def start_and_train(
         patch.setattr(measured, "measure_layers", slowed)
         patch.setattr(auto, "timed_divisions", recorded)
         launch = Launch(rank, rank, world_size)
-        job = prepare(config, launch)
-        with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(store), world_size)) as groups:
-            job, choices = auto.choose_options(
-                job, launch, groups, measured.find_transports(job, groups, measures=True)
-            )
+        job, files = prepare(config, launch), dist.FileStore(str(store), world_size)
+        assert auto.chooses_hosts(job)
+        with connect(job.topology, timeout=TIMEOUT, store=dist.PrefixStore("hosts", files)) as groups:
+            job, of_hosts = auto.choose_hosts(job, groups)
+        with connect(job.topology, timeout=TIMEOUT, store=files) as groups:
+            transports = measured.find_transports(job, groups, measures=True)
+            job, choices = auto.choose_options(job, launch, groups, transports)
+            choices.insert(0, of_hosts)
             assert groups.all_equal(job.fingerprint())
             session = build_session(job, open_weight_source(job), groups)
             losses = train(session, batches_of(job))
@@ -67,22 +70,28 @@ def start_and_train(
     return job.config, [each.text for each in choices], found[0], [losses, *given]
 
 
-def test_ranks_measure_and_decide_alike_and_train_as_with_the_schedule_and_the_layers_given(
+def test_ranks_measure_and_decide_alike_and_train_as_with_what_they_choose_given(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    config = make_config(tiny_model("gpt2", n_layer=6, n_embd=16), tmp_path, stages=3, schedule="auto", layers="auto")
+    chosen_ones = dict.fromkeys(("schedule", "layers", "hosts"), "auto")
+    config = make_config(tiny_model("gpt2", n_layer=6, n_embd=16), tmp_path, stages=3, **chosen_ones)
     by_rank = on_ranks(3, start_and_train, tmp_path / "store", config)
-    (chosen, (note, of_layers), ranks, losses), *others = by_rank
+    (chosen, (of_hosts, note, of_layers), ranks, losses), *others = by_rank
     assert all(each == by_rank[0] for each in others)
     assert chosen.pp.schedule != "auto"
     assert note.startswith(f"pp.schedule=auto takes {chosen.pp.schedule}: a step of 6 micro-batches is predicted")
     blocks = chosen.pp.blocks
     assert blocks is not None
-    assert blocks[0] > blocks[-1], "the first rank is three times as fast as the last"
+    order = chosen.pp.host_order
+    assert order is not None
+    assert of_hosts.startswith(
+        f"pp.hosts=auto takes {' '.join(map(str, order))}: a step of 6 micro-batches is predicted"
+    )
+    assert blocks[order.index(0)] > blocks[order.index(2)], "rank 0 is three times as fast as rank 2"
     assert of_layers.startswith(f"pp.layers=auto takes {' '.join(map(str, blocks))}: a step of 6 micro-batches is ")
     assert {*ranks.links} == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 0), (0, 2)}
     assert all(link.bytes_per_s > 0 < link.delay_s for link in ranks.links.values())
-    assert [{*times.forward_s} for times in ranks.layers] == [{1.0}, {2.0}, {3.0}], "each rank has its own times"
+    assert [{*times.forward_s} for times in ranks.layers] == [{1.0 + rank} for rank in order], "each has its own times"
     assert losses[0] == losses[1]
 
 

@@ -46,6 +46,8 @@ FEATURES: Sequence[dict[str, str]] = [
     {"pp.tied": "dense", "dp.mode": "sharded_ps:bucket_mb=0.01"},
     {"pp.forward": "none:dtype=fp32", "dp.mode": "central_ps"},
 ]
+HOSTS = (2, 0, 3, 1)
+"""Order of the hosts, of which each has one rank, in most cases of four ranks."""
 SPEEDS = {1: [], 2: [(1.0, 1.0), (0.0, 1.0), (5.0, 1.0), (1.0, 0.0)]}
 """Of the replicas, by step: some get no micro-batch."""
 
@@ -97,7 +99,8 @@ class Table:
             schedule = schedule.replace("chunks=3", "chunks=2")  # there are 8 layers, else 6
         micro = 1 + (case.topology + case.schedule) % 3
         model = self._tiny_model(family, **options, **blocks_of(family, 6 if stages == 4 else 4))
-        config = make_config(model, self._directory, stages=stages, schedule=schedule, micro=micro)
+        hosts = HOSTS if ranks_of(case) == len(HOSTS) and not case.optimizer % 2 else None
+        config = make_config(model, self._directory, stages=stages, schedule=schedule, micro=micro, hosts=hosts)
         if ROWS[case.rows] == "padded":
             config = dataclasses.replace(
                 config, data=dataclasses.replace(config.data, sources=str(self._texts), rows="single")

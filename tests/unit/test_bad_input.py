@@ -109,6 +109,8 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("--pp.schedule interleaved:chunks=999999999", 1, "which is more than 65536 forwards"),
         ("--pp.micro 3", 1, "pp.micro=3 does not divide data.batch=4"),
         ("--pp.stages 2 --pp.layers 3 2", 2, "pp.layers=[3, 2] adds up to 5, but the model has 6 blocks"),
+        ("--pp.stages 2 --pp.hosts 1 2", 2, "pp.hosts=1 2 does not name each host once, by its number from 0"),
+        ("--pp.stages 2 --pp.hosts 1 0 2", 2, "3 hosts for 2 processes, of which this host has 1; give --pp.hosts 0 1"),
         ("--pp.stages 2 --pp.layers 6", 2, "pp.layers=[6] has 1 entries, but there are 2 stages"),
         ("--model.freeze transformer.x.*", 1, 'model.freeze="transformer.x.*": "transformer.x.*" matches no parameter'),
         ("--model.freeze * --adapter.spec lora", 1, "model.freeze: adapter.spec freezes all parameters of the model"),

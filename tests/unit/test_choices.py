@@ -66,6 +66,7 @@ WRONG: list[tuple[dict[str, dict[str, Any]], float, str]] = [
     ({"optim": {"schedule": "wsd:decay=0.001"}}, 2, "the learning rate does not fall in any step"),
     ({"pp": {"schedule": "interleaved:chunks=2"}}, 2, "pp.schedule=interleaved:chunks=2 has no effect: there is one"),
     ({"pp": {"schedule": "auto"}}, 2, "pp.schedule=auto has no effect: there is one stage; remove it"),
+    ({"pp": {"hosts": "auto"}}, 2, "pp.hosts=auto has no effect: there is one stage; give --pp.stages 2, or remove it"),
     ({"pp": {"stages": 2, "micro": 2}}, 2, "fewer micro-batches than its 2 stages, which wait for each other"),
     (
         {
@@ -185,6 +186,7 @@ UNUSED: dict[str, Any] = {
     "pp.exact_steps": 5,
     "pp.exact_eval": False,
     "pp.layers": (2,),
+    "pp.hosts": (0,),
     "dp.mode": "cocktail",
     "dp.compress": "auto",
     "dp.local": "none",

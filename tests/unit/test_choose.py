@@ -1,11 +1,12 @@
-"""Laws of pp.schedule=auto and dp.compress=auto: what is taken is what is predicted to be the shortest."""
+"""Laws of options that are chosen at the start: what is taken is what is predicted to be the shortest."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import operator
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,19 @@ from acsgd.launch import Launch
 from acsgd.pp.schedules.lowering import lower
 from acsgd.pp.schedules.schedules import CANDIDATES, SCHEDULES
 from acsgd.pp.schedules.simulate import Cost, simulate
-from acsgd.run.plan.choose import GAIN, SPLIT, MeasuredRanks, TimedRun, timed_divisions, timed_modes
+from acsgd.run.plan.choose import (
+    GAIN,
+    MAX_ORDERS,
+    SPLIT,
+    HostPlanner,
+    MeasuredHosts,
+    MeasuredRanks,
+    TimedRun,
+    compare_orders,
+    timed_divisions,
+    timed_modes,
+    timed_orders,
+)
 from acsgd.run.plan.job import prepare
 from acsgd.run.plan.model import describe_run_model
 from acsgd.run.plan.partition import Partition, divide_model, open_grid
@@ -169,6 +182,78 @@ def test_ranks_without_memory_get_fewer_layers(most: int, config: Config, monkey
         auto._first_fitting(timed, times, job, Launch(0, 0, 4), groups)
     is_sure = False
     assert auto._first_fitting(timed, times, job, Launch(0, 0, 4), groups) == timed[0]
+
+
+def hosts_of(links: dict[frozenset[int], LinkRate], *, layer_s: float = 1e-3, hosts: int = 4) -> MeasuredHosts:
+    """Return hosts that are alike. links: by both ends, others are fast; layer_s: as for `ranks`."""
+    pairs = itertools.permutations(range(hosts), 2)
+    layers = (LayerTimes("", (layer_s,) * 8, (2 * layer_s,) * 8),) * hosts
+    return MeasuredHosts(layers, {pair: links.get(frozenset(pair), LinkRate(1e9)) for pair in pairs})
+
+
+def on_hosts(config: Config, stages: int, **pp: Any) -> Partition:
+    """Return a run on four hosts of one rank each."""
+    config = replace(config, pp=PipelineConfig(stages, schedule="1f1b", hosts="auto", **pp))
+    grid = open_grid(config, Launch(0, 0, 4))
+    return divide_model(config, grid, describe_run_model(config), open_streams("cpu", 0))
+
+
+def test_no_other_order_of_hosts_makes_a_shorter_step(config: Config) -> None:
+    """Each is simulated anew, and no host is faster than its fastest link allows."""
+    rng, partition, sent = random.Random(0), on_hosts(config, 4), 48 + config.data.sequence * 64 * 4
+    pairs = [frozenset(pair) for pair in itertools.combinations(range(4), 2)]
+    measured = hosts_of({pair: LinkRate(10 ** rng.uniform(4, 7), rng.uniform(0, 0.1)) for pair in pairs})
+    schedule: Any = from_spec("1f1b", SCHEDULES, key="")
+    times = {}
+    for order in itertools.permutations(range(4)):
+        links = [measured.links[pair] for pair in itertools.pairwise(order)]
+        wire = [sent / link.bytes_per_s for link in links]
+        cost = Cost(2e-3, 4e-3, wire, wire, [link.delay_s for link in links])
+        messages = {host: 8 * sent * (1 + (0 < order.index(host) < 3)) for host in range(4)}
+        busy = [messages[host] / measured.fastest(host)[0] for host in range(4)]
+        times[order] = max(*busy, float(simulate(lower(schedule.program(4, 8)), cost).makespan))
+    found = timed_orders(partition, measured)
+    assert {each.hosts: each.step_s for each in found} == pytest.approx(times)
+    near = [order for order in times if times[order] <= GAIN * min(times.values())]
+    assert found[0].hosts == near[0], "of those that are as short, the nearest to the order of the numbers"
+    assert timed_orders(partition, hosts_of({}))[0].hosts == (0, 1, 2, 3), "hosts that are alike keep their order"
+
+
+def test_a_host_with_a_slow_network_stands_at_an_end_of_the_pipeline(config: Config) -> None:
+    measured = hosts_of({frozenset((1, other)): LinkRate(1e5) for other in (0, 2, 3)})
+    first, *others = timed_orders(on_hosts(config, 4), measured)
+    assert first.hosts.index(1) in (0, 3)
+    plain = next(each.step_s for each in others if each.hosts == (0, 1, 2, 3))
+    assert first.step_s < 0.65 * plain, "it carries the messages of one boundary instead of two"
+
+
+@pytest.mark.parametrize(("hidden", "hosts"), [(4096, (0, 2, 1, 3)), (1, (0, 1, 2, 3))])
+def test_slow_links_carry_messages_or_updates_whichever_are_smaller(
+    hidden: int, hosts: tuple[int, ...], config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts 0 and 2 share a site, and hosts 1 and 3: two replicas of two stages are each in a site, or each in both."""
+    links = {frozenset(pair): LinkRate(1e5) for pair in itertools.product((0, 2), (1, 3))}
+    partition, sizes = on_hosts(config, 2), ([hidden * 1e3], [hidden * 1e3])
+    monkeypatch.setattr(HostPlanner, "_sizes", sizes)
+    monkeypatch.setattr("acsgd.run.plan.choose.message_bytes", lambda _: sizes)
+    assert timed_orders(partition, hosts_of(links))[0].hosts == hosts
+
+
+@pytest.mark.parametrize(("hosts", "least"), [(5, 1.0), (7, 1.4), (16, None)])
+def test_orders_of_many_hosts_are_searched(hosts: int, least: float | None) -> None:
+    """Relative to the shortest step of all orders, where these are few enough to be compared here."""
+    rng, numbers = random.Random(hosts), range(hosts)
+    times = {frozenset(pair): rng.random() for pair in itertools.combinations(numbers, 2)}
+
+    def step_s(order: Sequence[int]) -> float:
+        return sum(times[frozenset(pair)] for pair in itertools.pairwise(order))
+
+    steps = compare_orders(hosts, step_s)
+    assert next(iter(steps)) == tuple(numbers)
+    assert len(steps) <= MAX_ORDERS
+    found = min(steps.values())
+    assert found < 0.8 * step_s(numbers)
+    assert least is None or found <= least * min(map(step_s, itertools.permutations(numbers)))
 
 
 RATES = [1e12, *(10.0**power for power in range(10, 2, -1))]

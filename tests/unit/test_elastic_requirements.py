@@ -59,6 +59,8 @@ def test_what_is_measured_at_the_start_is_refused(tiny_model: Callable[..., Path
     check_elastic(prepare(one_stage, Launch()))
     with pytest.raises(ValueError, match=r"pp\.schedule=auto measures all ranks at the start"):
         check_elastic(prepare(two_stages, Launch(0, 0, 2)))
+    with pytest.raises(ValueError, match=r"pp\.hosts orders the hosts of a run that keeps them; .*: remove pp\.hosts"):
+        check_elastic(prepare(make_config(tiny_model(), tmp_path, stages=2, hosts="auto"), Launch(0, 0, 2)))
     with pytest.raises(ValueError, match=r"dp\.compress=auto measures the links .* give the mode"):
         check_elastic(prepare(dataclasses.replace(one_stage, dp=ReplicaConfig(compress="auto")), Launch()))
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 
 import pytest
 
+from acsgd.config.options import PipelineConfig
 from acsgd.launch import Launch, refuse_several_processes
+from acsgd.run.plan.partition import topology_of
+from acsgd.run.setup.choices import DEFAULTS
 from acsgd.topology import Axis, Topology
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "none"}
@@ -58,9 +62,11 @@ def test_processes_of_a_job_without_torchrun_are_refused_once(
     assert Launch.from_env().rank == 3
 
 
+@pytest.mark.parametrize("is_ordered", [False, True])
 @pytest.mark.parametrize(("world_size", "stages"), [(1, 1), (4, 1), (4, 2), (4, 4), (6, 3), (12, 4)])
-def test_every_rank_has_one_position_and_is_among_its_peers(world_size: int, stages: int) -> None:
-    grid = [Topology.of(rank, world_size, stages) for rank in range(world_size)]
+def test_every_rank_has_one_position_and_is_among_its_peers(world_size: int, stages: int, is_ordered: bool) -> None:
+    order = tuple(range(1, world_size, 2)) + tuple(range(0, world_size, 2)) if is_ordered else ()
+    grid = [Topology.of(rank, world_size, stages, order) for rank in range(world_size)]
     assert len({(t.replica, t.stage_rank) for t in grid}) == world_size
     for t in grid:
         assert t.world_size == t.replicas * stages == world_size
@@ -73,6 +79,14 @@ def test_neighbours_in_a_pipeline_are_adjacent_ranks() -> None:
     assert topology.ranks_along("replica") == [1, 5]
     assert topology.lines("pipeline") == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert topology.lines("replica") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_hosts_change_places_with_all_of_their_ranks() -> None:
+    config = dataclasses.replace(DEFAULTS, pp=PipelineConfig(stages=4, hosts=(2, 0, 3, 1)))
+    topology = topology_of(config, Launch(5, 1, 8, local_world_size=2))
+    assert topology.lines("pipeline") == [[4, 5, 0, 1], [6, 7, 2, 3]]
+    assert topology.lines("replica") == [[4, 6], [5, 7], [0, 2], [1, 3]]
+    assert (topology.replica, topology.stage_rank) == (0, 1)
 
 
 def test_any_number_of_axes_makes_a_grid() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, cast
@@ -28,6 +30,8 @@ SPLIT = 1.05
 """Time of a backward in two parts relative to that of a whole one: a few percent longer, more in small blocks."""
 ADAMW_BYTES = 28
 """Bytes that AdamW reads and writes per parameter: weight, two moments, and the gradient, which it only reads."""
+MAX_ORDERS = 240
+"""Number of orders of hosts that are compared at most: all of up to five hosts; of more, see `compare_orders`."""
 NO_TIME = LinkRate(math.inf)
 
 
@@ -47,6 +51,32 @@ class MeasuredRanks(NamedTuple):
         if sender == receiver or not self.links:
             return NO_TIME
         return self.links.get((sender, receiver)) or functools.reduce(LinkRate.slower_of, self.links.values())
+
+
+class MeasuredHosts(NamedTuple):
+    """What hosts have measured, by their numbers."""
+
+    layers: tuple[LayerTimes, ...]
+    """The longest times of the ranks of each host."""
+    links: Mapping[tuple[int, int], LinkRate]
+    """By sender and receiver, of all pairs."""
+
+    def link(self, sender: int, receiver: int) -> LinkRate:
+        """Return a link; within a host, one that takes no time."""
+        return NO_TIME if sender == receiver else self.links[sender, receiver]
+
+    def fastest(self, host: int) -> tuple[float, float]:
+        """Return the highest rates at which a host sends to another, and receives: all its links share them."""
+        rates = ([link.bytes_per_s for pair, link in self.links.items() if pair[end] == host] for end in range(2))
+        sends, receives = map(max, rates)
+        return sends, receives
+
+
+class TimedOrder(NamedTuple):
+    """An order of hosts, see pp.hosts, and the predicted time of a step, seconds."""
+
+    hosts: tuple[int, ...]
+    step_s: float
 
 
 class TimedRun(NamedTuple):
@@ -122,6 +152,113 @@ def _with_layers(partition: Partition, measured: MeasuredRanks, largest: Mapping
         divisions.insert(0, [*layout.specs])
     for blocks in dict.fromkeys(map(blocks_of, divisions)):
         yield with_options(partition, replace(config, pp=replace(config.pp, layers=blocks)))
+
+
+def timed_orders(partition: Partition, measured: MeasuredHosts) -> list[TimedOrder]:
+    """Return the orders of hosts that pp.hosts=auto may take, the one to take first.
+
+    Those within GAIN of the shortest step come first, the order of the hosts' numbers before others. partition: in that
+    order, on hosts with equal numbers of ranks.
+    """
+    steps = compare_orders(len(measured.layers), HostPlanner(partition, measured).step_s)
+    limit = GAIN * min(steps.values())
+    return sorted(itertools.starmap(TimedOrder, steps.items()), key=lambda each: max(each.step_s, limit))
+
+
+def compare_orders(hosts: int, step_s: Callable[[tuple[int, ...]], float]) -> dict[tuple[int, ...], float]:
+    """Return the times of steps by order of hosts, that of their numbers first.
+
+    These are all orders, or up to MAX_ORDERS, each the best so far with two hosts swapped, or a part reversed.
+    """
+    if math.factorial(hosts) <= MAX_ORDERS:
+        return {order: step_s(order) for order in itertools.permutations(range(hosts))}
+    best = tuple(range(hosts))
+    steps, before = {best: step_s(best)}, None
+    while before != best:
+        before = best
+        for first, second in itertools.combinations(range(hosts), 2):
+            swapped = [*best]
+            swapped[first], swapped[second] = best[second], best[first]
+            part = best[first : second + 1]
+            for order in (tuple(swapped), (*best[:first], *part[::-1], *best[second + 1 :])):
+                if order not in steps and len(steps) < MAX_ORDERS:
+                    steps[order] = step_s(order)
+                    best = min(best, order, key=steps.__getitem__)
+    return steps
+
+
+class HostPlanner:
+    """Predicts steps of a run whose hosts have another order. partition: see `timed_orders`."""
+
+    def __init__(self, partition: Partition, measured: MeasuredHosts) -> None:
+        self._partition, self._measured = partition, measured
+        self._built = partition.model.build(partition.shapes.dtype)
+        rates = Rates("", False, partition.config.model.dtype, operations_per_s=math.inf, bytes_per_s=math.inf)
+        self._planner = StepPlanner(self._built, (), partition.config.pp.micro, rates, None)
+        self._known: dict[tuple[int, ...], tuple[list[float], list[float]]] = {}
+
+    def step_s(self, order: tuple[int, ...]) -> float:
+        """Return the time of a step: of computations, messages, and what replicas exchange.
+
+        No host sends or receives faster than over its fastest link, whatever their number.
+        """
+        topology, per_host = self._partition.topology, self._partition.local_world_size
+        hosts = [host for host in order for _ in range(per_host)]
+        pipelines = [tuple(hosts[first : first + topology.stages]) for first in range(0, len(hosts), topology.stages)]
+        ends, last = (
+            [max(of_rank) for of_rank in zip(*each, strict=True)]
+            for each in zip(*map(self._ends, pipelines), strict=True)
+        )
+        replicas = [*zip(*pipelines, strict=True)]
+        links = [self._slowest_of_ring(ring) for ring in replicas]
+        loads, waits = self._planner.exchanges(self._partition, ends, last, links)
+        sent, received = Counter[int](), Counter[int]()
+        for pipeline in pipelines:
+            self._count_messages(pipeline, sent, received)
+        for ring, load in zip(replicas, loads, strict=True):
+            for host in ring if len({*ring}) > 1 else ():
+                sent[host] += load.nbytes
+                received[host] += load.nbytes
+        fastest = {host: self._measured.fastest(host) for host in order}
+        busy = [max(sent[host] / out, received[host] / into) for host, (out, into) in fastest.items()]
+        return max(*busy, *map(sum, zip(ends, waits, strict=True)))
+
+    def _ends(self, pipeline: tuple[int, ...]) -> tuple[list[float], list[float]]:
+        """Return when each rank ends its computations, and the times of the backwards of its last micro-batch."""
+        if pipeline not in self._known:
+            partition, placement = self._partition, self._partition.layout.placement
+            pairs = itertools.permutations(range(len(pipeline)), 2)
+            links = {(a, b): self._measured.link(pipeline[a], pipeline[b]) for a, b in pairs}
+            layers = tuple(self._measured.layers[host] for host in pipeline)
+            cost = step_cost(partition, MeasuredRanks(layers, links), self._built)
+            backward = cast(Sequence[float], cost.backward)
+            last = [sum(backward[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
+            self._known[pipeline] = ends_of(partition, len(partition.micro_ids), cost), last
+        return self._known[pipeline]
+
+    def _slowest_of_ring(self, hosts: Sequence[int]) -> LinkRate:
+        pairs = zip(hosts, [*hosts[1:], hosts[0]], strict=True)
+        return functools.reduce(LinkRate.slower_of, itertools.starmap(self._measured.link, pairs), NO_TIME)
+
+    def _count_messages(self, pipeline: Sequence[int], sent: Counter[int], received: Counter[int]) -> None:
+        """Add the bytes that the hosts of a pipeline send to each other in a step."""
+        partition, micros = self._partition, len(self._partition.micro_ids)
+        rank_of, route = partition.layout.placement.rank_of, next(iter(partition.programs.routes), None)
+        pairs = [(boundary, boundary + 1, *sizes) for boundary, sizes in enumerate(zip(*self._sizes, strict=True))]
+        rows = () if route is None else [(route.owner, route.user, self._rows, self._rows)]
+        for first, second, ahead, back in (*pairs, *rows):
+            here, there = pipeline[rank_of(first)], pipeline[rank_of(second)]
+            if here != there:
+                sent.update({here: micros * ahead, there: micros * back})
+                received.update({there: micros * ahead, here: micros * back})
+
+    @functools.cached_property
+    def _sizes(self) -> tuple[list[float], list[float]]:
+        return message_bytes(self._partition)
+
+    @functools.cached_property
+    def _rows(self) -> float:
+        return row_bytes(self._partition, self._built)
 
 
 def timed_modes(partition: Partition, measured: MeasuredRanks, rungs: Sequence[ModeRung]) -> list[TimedRun]:

@@ -176,8 +176,8 @@ class PlanCache:
 
     def weights(self, partition: Partition, built: PreTrainedModel) -> RankWeights:
         """Return the weights of a rank. built: see `TracedModel`."""
-        cut, rank, config = partition.layout.cut, partition.topology.rank, partition.config
-        key = cut, partition.layout.placement, rank % partition.topology.stages, config.pp.tied, config.optim.offload
+        cut, config = partition.layout.cut, partition.config
+        key = cut, partition.layout.placement, partition.topology.stage_rank, config.pp.tied, config.optim.offload
         if key not in self._weights:
             self._weights[key] = RankWeights(partition, built)
         return self._weights[key]

@@ -120,7 +120,7 @@ class Partition:
 
 def open_grid(config: Config, launch: Launch) -> RankGrid:
     """Divide ranks and micro-batches. Raises ValueError that names the key and says what to type."""
-    topology = Topology.of(launch.rank, launch.world_size, config.pp.stages)
+    topology = topology_of(config, launch)
     plugins = parse_plugins(config)
     if topology.replicas > 1:
         check_capabilities(config, plugins.mode.requires, plugins.optimizer.capabilities)
@@ -132,6 +132,22 @@ def open_grid(config: Config, launch: Launch) -> RankGrid:
     if splits_backward:
         check_split(config)
     return RankGrid(topology, plugins, micro_ids, launch.local_world_size)
+
+
+def topology_of(config: Config, launch: Launch) -> Topology:
+    """Return the grid of ranks. Raises ValueError that names the key and says what to type."""
+    order, per_host = config.pp.host_order, launch.local_world_size
+    if order is None or config.pp.stages == 1:
+        return Topology.of(launch.rank, launch.world_size, config.pp.stages)
+    if len(order) * per_host != launch.world_size:
+        hosts = -(-launch.world_size // per_host)
+        raise ValueError(
+            f"pp.hosts={' '.join(map(str, order))} gives {len(order)} hosts for {launch.world_size} processes, of "
+            f"which this host has {per_host}; give --pp.hosts {' '.join(map(str, range(hosts)))} in another order, "
+            "with equal numbers of processes on all hosts, or remove it"
+        )
+    ranks = tuple(host * per_host + local for host in order for local in range(per_host))
+    return Topology.of(launch.rank, launch.world_size, config.pp.stages, ranks)
 
 
 def most_micros(config: Config, micro_ids: range) -> int:

@@ -23,7 +23,7 @@ from acsgd.run.plan.layout import sizes_of
 from acsgd.run.plan.measure import layers_key
 from acsgd.run.plan.memory import PlanCache, RankMemory, TracedModel, least_memory, plan_memory, trace_model
 from acsgd.run.plan.model import RunModel, layers_cache
-from acsgd.run.plan.partition import Partition, divide_model, open_grid
+from acsgd.run.plan.partition import Partition, divide_model, open_grid, topology_of
 from acsgd.run.plan.rates import LinkRate, Rates
 from acsgd.run.plan.step_time import PlannedStep, StepPlanner
 from acsgd.streams import Streams
@@ -106,6 +106,7 @@ class RunPlanner:
     def partition(self, config: Config) -> Partition:
         """Divide the model. Raises ValueError if the run is not possible."""
         check_options(config)
+        config = replace(config, pp=replace(config.pp, hosts=None))  # which changes no rank of a pipeline
         grid = open_grid(config, Launch(world_size=self.world, local_world_size=self._per_host))
         streams = Streams(torch.device("cuda" if self.on_gpu else "cpu"))
         costs = self.costs if config.pp.blocks is None and config.pp.stages > 1 else None
@@ -326,7 +327,9 @@ def check_fit(config: Config, launch: Launch, model: RunModel, streams: Streams)
     except Exception as error:  # of a plug-in or a model whose code no plan can run without values
         return f"memory: not planned ({type(error).__name__}: {error})"
     first_here = launch.rank - launch.local_rank
-    of_host = [ranks[rank % config.pp.stages] for rank in range(first_here, first_here + launch.local_world_size)]
+    topology = topology_of(config, launch)
+    ranks_here = range(first_here, first_here + launch.local_world_size)
+    of_host = [ranks[replace(topology, rank=rank).stage_rank] for rank in ranks_here]
     planner.host_bytes = host_memory().total if on_gpu else None
     if any(each.offloaded for each in of_host):
         _check_host(planner, [*map(planner.needed_on_host, of_host)], memory)

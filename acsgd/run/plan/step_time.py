@@ -116,14 +116,20 @@ class StepPlanner:
         )
 
     def exchanges(
-        self, partition: Partition, ends: Sequence[float], last: Sequence[float]
+        self,
+        partition: Partition,
+        ends: Sequence[float],
+        last: Sequence[float],
+        links: Sequence[LinkRate] | None = None,
     ) -> tuple[list[LinkLoad], list[float]]:
         """Return what each rank of a pipeline sends to other replicas, and how long it waits for that.
 
-        ends: when each rank ends its computations; last: times of the backwards of its last micro-batch.
+        ends: when each rank ends its computations; last: times of the backwards of its last micro-batch; links: to the
+        other replicas, by rank of the pipeline; default: that between all ranks.
         """
         weights, micros = self.weights(partition), len(partition.micro_ids)
-        loads = [self._exchange(partition, each, micros) for each in weights]
+        links = links or [self._link] * len(weights)
+        loads = [self._exchange(partition, *each, micros) for each in zip(weights, links, strict=True)]
         return loads, [_exposed(partition, *each) for each in zip(loads, ends, last, weights, strict=True)]
 
     def weights(self, partition: Partition) -> list[RankWeights]:
@@ -150,10 +156,10 @@ class StepPlanner:
                     loads.append(LinkLoad(name, nbytes, nbytes / self._link.bytes_per_s))
         return loads
 
-    def _exchange(self, partition: Partition, weights: RankWeights, micros: int) -> LinkLoad:
+    @staticmethod
+    def _exchange(partition: Partition, weights: RankWeights, link: LinkRate, micros: int) -> LinkLoad:
         """Return what a rank sends to other replicas in a step, and its time."""
         config, replicas = partition.config, len(partition.domains)
-        link = self._link
         trained = sum(weight.master.numel() for weight in chain.from_iterable(weights.stages.values()))
         share = (replicas - 1) / replicas
         nbytes = 2 * share * 4 * trained / compression(config.dp.mode)

@@ -23,6 +23,7 @@ from acsgd.run.plan.choose import (
     TimedRun,
     timed_divisions,
     timed_modes,
+    timed_orders,
     with_mode,
     with_options,
 )
@@ -32,7 +33,7 @@ from acsgd.run.plan.planner import check_fit
 from acsgd.run.plan.plugins import parse_modes
 from acsgd.run.plan.rates import LinkRate
 from acsgd.run.plan.transports import Transports
-from acsgd.run.setup.measured import gather_reports, measure_ranks
+from acsgd.run.setup.measured import gather_reports, measure_hosts, measure_ranks
 
 
 class Chosen(NamedTuple):
@@ -46,6 +47,34 @@ class Chosen(NamedTuple):
     def event(self, step: int) -> RunEvent:
         """Return the choice as an event. step: completed ones."""
         return RunEvent("choice", step, self.text, {"option": self.option, "value": self.value})
+
+
+def chooses_hosts(job: Job) -> bool:
+    """Return whether pp.hosts=auto has several hosts to order."""
+    topology = job.topology
+    return job.config.pp.hosts == "auto" and topology.stages > 1 and job.local_world_size < topology.world_size
+
+
+def choose_hosts(job: Job, groups: Groups) -> tuple[Job, Chosen]:
+    """Return the job with the order of hosts that pp.hosts=auto takes, whose groups are others. A collective call.
+
+    Raises ValueError if hosts have different numbers of processes.
+    """
+    with report_if_slow(print_note, lambda: "measuring links between hosts", enabled=job.topology.rank == 0):
+        measured = measure_hosts(job, groups)
+        timed = timed_orders(job, measured)
+    found = timed[0]
+    plain = next(each.step_s for each in timed if each.hosts == tuple(range(len(each.hosts))))
+    shown = " ".join(map(str, found.hosts))
+    before = "" if found.step_s == plain else f", {plain:.3g} s in the order of their numbers"
+    (sender, receiver), slowest = max(measured.links.items(), key=lambda each: 1 / each[1].bytes_per_s)
+    text = (
+        f"pp.hosts=auto takes {shown}: a step of {len(job.micro_ids)} micro-batches is predicted to take "
+        f"{found.step_s:.3g} s{before}; the slowest link between hosts, from {sender} to {receiver}, "
+        f"{_describe_link(slowest)}"
+    )
+    config = replace(job.config, pp=replace(job.config.pp, hosts=found.hosts))
+    return _with(job, with_options(job, config)), Chosen("pp.hosts", shown, text)
 
 
 def choose_options(job: Job, launch: Launch, groups: Groups, transports: Transports) -> tuple[Job, list[Chosen]]:
@@ -129,7 +158,8 @@ def _first_fitting(
             if not reason:
                 return run
             likely = likely or (None if any(of_rank["is_refused"] for of_rank in fits) else run)
-            full = {rank % job.topology.stages for rank, of_rank in enumerate(fits) if of_rank["reason"]}
+            ranks = (replace(job.topology, rank=rank) for rank, of_rank in enumerate(fits) if of_rank["reason"])
+            full = {each.stage_rank for each in ranks}
             run = _relieved(run, full, largest, measured) if job.config.pp.layers == "auto" else None
     if likely is None:
         raise ValueError(reason)

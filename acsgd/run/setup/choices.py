@@ -96,6 +96,12 @@ CHOICES = (
         "replicas of dp.mode={config.dp.mode} exchange nothing",
     ),
     without_effect("pp.layers", lambda job: job.topology.stages == 1, "there is one stage", "give --pp.stages 2, or "),
+    without_effect("pp.hosts", lambda job: job.topology.stages == 1, "there is one stage", "give --pp.stages 2, or "),
+    without_effect(
+        "pp.hosts",
+        lambda job: job.topology.stages > 1 and job.local_world_size == job.topology.world_size,
+        "there is one host",
+    ),
     without_effect("pp.tied", lambda job: not job.tied, "no table is both embedding and head on different ranks"),
     without_effect(
         "pp.exact_steps",

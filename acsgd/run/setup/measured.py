@@ -16,7 +16,7 @@ from acsgd.groups import Groups, machine_name
 from acsgd.pp.wire.channel import Channel
 from acsgd.pp.wire.frame import MessageKind
 from acsgd.pp.wire.probe import Probed, probe, probe_size
-from acsgd.run.plan.choose import NO_TIME, MeasuredRanks
+from acsgd.run.plan.choose import NO_TIME, MeasuredHosts, MeasuredRanks
 from acsgd.run.plan.job import Job
 from acsgd.run.plan.measure import measure_layers, memory_rate
 from acsgd.run.plan.rates import LayerTimes, LinkRate
@@ -98,15 +98,62 @@ def probe_ring(
 
     def measure(number: int) -> tuple[int, Probed]:
         (peer,) = (position for position in pairs[number] if position != me)
-        channel = Channel(
-            MessageKind.ACTIVATION, number, group.ranks[peer], group, groups.waits, "", {}, streams, Meter()
-        )
-        sizes = (probe_size(known[pair].s_per_byte if known else None) for pair in ((me, peer), (peer, me)))
-        return peer, probe(channel, *sizes)
+        channel = _channel(number, group.ranks[peer], group, groups, streams)
+        return peer, probe(channel, *_sizes(known, me, peer))
 
     mine = [number for number, pair in enumerate(pairs) if me in pair]
     with ThreadPoolExecutor(len(mine), thread_name_prefix="links") as threads:
         return dict(threads.map(measure, mine))
+
+
+def measure_hosts(job: Job, groups: Groups) -> MeasuredHosts:
+    """Measure the layers on each rank, and the links between all pairs of hosts. A collective call.
+
+    A host measures one link at a time. Links over NCCL count as taking no time.
+
+    Raises ValueError if hosts have different numbers of processes.
+    """
+    per_host, rank = job.local_world_size, job.topology.rank
+    own = {"processes": per_host, "endpoint": Endpoint(machine_name(), job.streams.gpu, job.streams.nccl_version())}
+    reports = gather_reports(groups, job, own)
+    if len(counts := {each["processes"] for each in reports}) > 1:
+        raise ValueError(
+            f"pp.hosts={job.config.pp.hosts} needs hosts with equal numbers of processes, and they have "
+            f"{' or '.join(map(str, sorted(counts)))}; remove it, or start as many on each"
+        )
+    endpoints = [Endpoint(*each["endpoint"]) for each in reports]
+    transports = choose_transports(job.config, job.plugins, endpoints, has_mesh=job.has_mesh)
+    leaders = range(0, job.topology.world_size, per_host)
+    me, hosts = rank // per_host, len(leaders)
+    # in each turn, all hosts are in pairs, or have none
+    peers = [(turn - me) % hosts for turn in range(hosts) if rank in leaders and 2 * me % hosts != turn]
+
+    def measure(known: Mapping[tuple[int, int], Probed]) -> dict[int, Probed]:
+        found = dict[int, Probed]()
+        for peer in peers:
+            number = min(me, peer) * hosts + max(me, peer)
+            channel = _channel(number, leaders[peer], groups.world, groups, job.streams)
+            found[peer] = probe(channel, *_sizes(known, me, peer))
+        return found
+
+    known = _by_link(gather_reports(groups, job, {"hosts": measure({})}), "hosts", leaders)
+    layers = measure_layers(job, LAYERS_S)
+    probed = _median([measure(known) for _ in range(PROBES)])
+    reports = gather_reports(groups, job, {"layers": (layers.forward_s, layers.backward_s), "hosts": probed})
+    of_hosts = ([reports[leader + local]["layers"] for local in range(per_host)] for leader in leaders)
+    links = _slowest(reports, "hosts", [leaders], lambda pair: transports.uses_nccl("pipeline", pair))
+    return MeasuredHosts(tuple(_longest(layers.key, of_ranks) for of_ranks in of_hosts), links)
+
+
+def _channel(number: int, peer: int, group: Group, groups: Groups, streams: Streams) -> Channel:
+    """Return a channel to a rank, over which nothing else travels. number: of the link."""
+    return Channel(MessageKind.ACTIVATION, number, peer, group, groups.waits, "", {}, streams, Meter())
+
+
+def _sizes(known: Mapping[tuple[int, int], Probed], me: int, peer: int) -> tuple[int, int]:
+    """Return the sizes of what is sent and received to measure a link. known: see `probe_ring`."""
+    sent, received = (known[pair].s_per_byte if known else None for pair in ((me, peer), (peer, me)))
+    return probe_size(sent), probe_size(received)
 
 
 def gather_reports(groups: Groups, job: Job, own: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ class Pace(StepHook):
     def __init__(self, session: Session, note: Callable[[RunEvent], None], idle: Collection[int] = ()) -> None:
         job = session.job
         self._groups = session.groups
-        self._replica = job.topology.replica
+        self._topology = job.topology
         self._note = note
         self._is_by_speed = job.config.data.deal == "speed"
         self._idle = tuple(idle)
@@ -39,7 +39,7 @@ class Pace(StepHook):
 
     def micros(self, step: int) -> range:
         """Return the micro-batches of this replica in a step whose batch is read from now on."""
-        return self._dealer.shares[self._replica]
+        return self._dealer.shares[self._topology.replica]
 
     def before_next(self, state: LoopState) -> None:
         """Record the last step, deal by it, and name ranks that have become slow.
@@ -80,7 +80,9 @@ class Pace(StepHook):
         hosts = self._groups.all_gather_text(
             "naming slow ranks", socket.gethostname(), timeout_s=self._groups.timeout_s
         )
-        for rank, is_slow, factor in changes:
+        ranks = [rank for pipeline in self._topology.lines("pipeline") for rank in pipeline]
+        for position, is_slow, factor in changes:
+            rank = ranks[position]
             state = "is slow" if is_slow else "is no longer slow"
             text = f"rank {rank} on {hosts[rank]} {state}: {factor:.1f} times the time of other ranks of its stages"
             fields = {"rank": rank, "host": hosts[rank], "factor": round(factor, 2)}
@@ -160,7 +162,8 @@ PATIENCE = 20
 class SpeedChange(NamedTuple):
     """A rank that has become slow, or normal again."""
 
-    rank: int
+    position: int
+    """In the grid of ranks."""
     is_slow: bool
     factor: float
     """Its time per micro-batch as a multiple of the median of the other ranks with the same stages; median of the last
@@ -173,7 +176,7 @@ class Stragglers:
     def __init__(self) -> None:
         self._slow = set[int]()
         self._factors: dict[int, list[float]] = {}
-        """Factors of the ranks whose last steps, without a break, speak for a change."""
+        """By position, factors of the ranks whose last steps, without a break, speak for a change."""
 
     def record(self, micro_s: list[list[float]]) -> list[SpeedChange]:
         """Record the times of one step per micro-batch, [replicas][stage ranks]; return which ranks have changed.
@@ -189,15 +192,15 @@ class Stragglers:
                     changes += self._compare(replica * stages + stage_rank, seconds / median(others))
         return changes
 
-    def _compare(self, rank: int, factor: float) -> list[SpeedChange]:
-        was_slow = rank in self._slow
+    def _compare(self, position: int, factor: float) -> list[SpeedChange]:
+        was_slow = position in self._slow
         if factor >= NORMAL if was_slow else factor <= SLOW:
-            self._factors.pop(rank, None)
+            self._factors.pop(position, None)
             return []
-        factors = self._factors.setdefault(rank, [])
+        factors = self._factors.setdefault(position, [])
         factors.append(factor)
         if len(factors) < PATIENCE:
             return []
-        self._slow ^= {rank}
-        del self._factors[rank]
-        return [SpeedChange(rank, not was_slow, median(factors))]
+        self._slow ^= {position}
+        del self._factors[position]
+        return [SpeedChange(position, not was_slow, median(factors))]
