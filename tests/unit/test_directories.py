@@ -250,7 +250,7 @@ LACKING = {"no links": ("symlink", "link"), "no renames": ("rename",), "an objec
 
 
 @pytest.mark.parametrize("lacking", LACKING)
-@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.EPROTO])
 def test_checkpoints_are_saved_replaced_and_removed_without_links_or_renames(
     lacking: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

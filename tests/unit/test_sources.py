@@ -271,6 +271,7 @@ KNOWN = suggest("", SOURCES)
             "emptey.jsonl",
             'emptey.jsonl does not exist in {cwd}; give the path of an existing file (did you mean "empty.',
         ),
+        ("emtpy.json", 'emtpy.json does not exist in {cwd}; give the path of an existing file (did you mean "empty.j'),
         ("a.xml:0.5", "a.xml does not exist in {cwd}; give the path of an existing file"),
         ("notes.md", "notes.md has none of the endings of files that can be read, *.jsonl"),
         ("a.jsonl:0.7 demo:0.3", 'sources are separated by commas; write "a.jsonl:0.7,demo:0.3"'),

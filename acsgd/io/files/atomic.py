@@ -21,8 +21,9 @@ RESUMABLE = ".resumable"
 """End of the name of the hidden directory of a build that can be continued; the name of the result lies before it."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a disk, a quota or a file size limit that has no room for a file."""
-UNSUPPORTED = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
-"""Errors of a file system that does not have links, or renames, such as exFAT or a mounted object store."""
+UNSUPPORTED = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EPROTO, errno.EROFS)
+"""Errors of a file system that does not have links, or renames: exFAT, a mounted object store, a folder that a virtual
+machine shares with its host."""
 COMPLETING = ("manifest.json", "checksums")
 """Names of files without which the directory that they are in is incomplete."""
 
@@ -181,7 +182,7 @@ def fsync_directory(directory: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (*UNSUPPORTED, errno.EINVAL):
+        if error.errno not in UNSUPPORTED:
             raise
     finally:
         os.close(descriptor)

@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from acsgd.config.spec import nearest
-from acsgd.errors import kind_of_file
+from acsgd.errors import kind_of_file, similar
 from acsgd.io.data.sources.base import BadRecord, NamedSource, RecordCounts, SourceRecord
 from acsgd.io.data.sources.json_records import read_json, read_json_lines
 from acsgd.io.data.sources.tables import read_arrow, read_csv, read_parquet, read_tsv
@@ -319,7 +318,8 @@ def refuse_missing(name: str, other: str = "") -> NoReturn:
     target, near = "", ""
     with contextlib.suppress(OSError):
         target = f", a link to {os.readlink(path)}," if path.is_symlink() else ""
-        near = nearest(path.name, os.listdir(path.parent))
+        stems = {each.partition(".")[0]: each for each in sorted(os.listdir(path.parent))}  # endings are alike anyway
+        near = next((f' (did you mean "{stems[each]}"?)' for each in similar(path.name.partition(".")[0], stems)), "")
     raise ValueError(
         f"{name}{target} does not exist in {Path.cwd()}; give the path of an existing file{near}{other}"
     ) from None
