@@ -22,6 +22,7 @@ from acsgd.io.data.formats.formats import FORMATS, describe_unused, read_options
 from acsgd.io.data.sources.base import ReadOptions, RecordCounts
 from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.data.tokens.encode import DocumentEncoder
+from acsgd.io.data.tokens.encode_examples import PairEncoder
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 
@@ -841,4 +842,8 @@ def test_special_tokens_in_the_text_of_a_message_are_found(
     encoder.encode([plain], encoder.tokenize([plain]))
     assert encoder.note is None
     encoder.encode([found, plain, found], encoder.tokenize([found, plain, found]))
-    assert encoder.note == "chats with special tokens of the tokenizer in the text of a message: as ordinary text 2"
+    note = "chats with special tokens of the tokenizer in the text of a message: as"
+    assert encoder.note == f"{note} ordinary text 2"
+    of_pairs = PairEncoder(chat, 512, "error")
+    of_pairs.encode([found, plain], of_pairs.tokenize([found, plain]))
+    assert of_pairs.note == f"{note} control tokens 1"

@@ -103,10 +103,7 @@ class DocumentEncoder:
         if self._num_cut:
             return f"longer than data.max_prompt or data.max_answer and truncated: {self._num_cut:,}"
         counts = {"ordinary text": self._num_with_plain, "control tokens": self._num_with_control}
-        clauses = [f"as {what} {count:,}" for what, count in counts.items() if count]
-        if not clauses:
-            return None
-        return f"chats with special tokens of the tokenizer in the text of a message: {', '.join(clauses)}"
+        return with_specials(counts) if any(counts.values()) else None
 
     @cached_property
     def _plain_specials(self) -> PlainSpecials:
@@ -214,6 +211,15 @@ class DocumentEncoder:
         if example.ends_document:
             self._begin = self._special.begin_next if end else self._special.begin
         return begin, end
+
+
+def with_specials(counts: Mapping[str, int]) -> str:
+    """Return a clause on chats whose messages have special tokens in their text.
+
+    counts: of these chats, by what such tokens are read as.
+    """
+    clauses = [f"as {what} {count:,}" for what, count in counts.items() if count]
+    return f"chats with special tokens of the tokenizer in the text of a message: {', '.join(clauses)}"
 
 
 def flatten(parts: Sequence[Sequence[int]]) -> NDArray[np.uint32]:

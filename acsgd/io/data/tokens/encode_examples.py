@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from acsgd.io.data.formats.base import Example, FormatError
 from acsgd.io.data.formats.labels import Labels
 from acsgd.io.data.sources.text import PIECE_CHARS, excerpt
-from acsgd.io.data.tokens.encode import Encoded, EncoderState, flatten
+from acsgd.io.data.tokens.encode import Encoded, EncoderState, flatten, with_specials
 from acsgd.model_classes import TOKEN_TYPES
 
 LongExample = Literal["truncate", "skip", "error"]
@@ -48,15 +48,21 @@ class _ExampleEncoder:
         self._long = long
         self._shown_limits = ""
         """Options with smaller limits for messages, if there are any."""
-        self._num_long = 0
+        self._num_long = self._num_with_control = 0
         self._is_within = False  # a record in parts
 
     @property
     def note(self) -> str | None:
-        """Clause that describes the examples that are too long, None if there are none."""
+        """Clause that describes examples that are too long, or chats whose messages have special tokens in their text.
+
+        None if there are none.
+        """
         done = "left out" if self._long == "skip" else "truncated"
         limit = self._shown_limits or f"{self._sequence} tokens"
-        return f"longer than {limit} and {done}: {self._num_long:,}" if self._num_long else None
+        clauses = [f"longer than {limit} and {done}: {self._num_long:,}"] * (self._num_long > 0)
+        if self._num_with_control:
+            clauses.append(with_specials({"control tokens": self._num_with_control}))
+        return "; ".join(clauses) or None
 
     def _texts_of(
         self, texts: Sequence[str], pairs: Sequence[str] | None = None, *, limit: int = 0, as_target: bool = False
@@ -95,6 +101,7 @@ class _ExampleEncoder:
                     f"begins with: {excerpt(example.text)}; give more, or data.long=truncate or skip"
                 )
             self._num_long += tokens.is_long
+            self._num_with_control += example.control_token is not None
             if not tokens.is_long or self._long == "truncate":
                 kept.append(index)
         return kept, refused
