@@ -40,7 +40,7 @@ from acsgd.io.data.sources.sources import parse_sources
 from acsgd.io.data.tokens import pipeline
 from acsgd.io.data.tokens.corpus import TOKENS
 from acsgd.io.data.tokens.encode import DocumentEncoder
-from acsgd.io.data.tokens.encode_examples import PairEncoder
+from acsgd.io.data.tokens.encode_examples import ExampleTokens, PairEncoder
 from acsgd.io.data.tokens.ends import EndFinder, TextEnds
 from acsgd.io.data.tokens.tokens import tokenize
 from acsgd.launch import Launch
@@ -380,4 +380,6 @@ def test_generation_begins_and_stops_where_documents_of_known_tokenizers_do(name
             [example] = examples_of(source.source, tokenizer=tokenizer)
             prompt = PromptReader(ReadOptions(), tokenizer, field=None, is_chat=False).of_record(asked)
             check(example, prompt, tokenizer.convert_tokens_to_ids(ends[0].replace("</s>", tokenizer.eos_token)))
-            assert of_pairs.encode(prompt) == pairs.tokenize([example])[0].parts[0]
+            [tokens] = pairs.tokenize([example])
+            assert isinstance(tokens, ExampleTokens)
+            assert of_pairs.encode(prompt) == tokens.parts[0]

@@ -315,6 +315,8 @@ PROMPTS: list[tuple[str, dict[str, object], str]] = [
     ("--input-format Q:__input__A: --format prompt", {"prompt": "a", "input": "b"}, "Q:a\nbA:"),
     ("--input-format Q:__input__A:", {"text": "a"}, "a"),
     ("--chat", {"input": "a"}, "user:a;assistant:"),
+    ("--chat --format messages", {"prompt": "a"}, "user:a;assistant:"),
+    ("--format text", {"prompt": "a"}, "a"),
     ("--format oig", {"text": "<human>: a\n<bot>: b"}, "<human>: a\n<bot>:"),
     ("--input-format Q:__input__A:", {"input": "b", "history": [["a", "c"]]}, "Q:aA:c\n\nQ:bA:"),
 ]

@@ -140,7 +140,8 @@ class PromptReader:
         names = [*self._formats] if self._options.format == "auto" else [self._options.format]
         for name in names:
             form = self._formats[name]
-            if len(names) > 1 and not form.detect({**fields, form.answer: "."} if form.answer else fields):
+            is_given = len(names) == 1 and (form.answer or TEXT in fields)
+            if not is_given and not form.detect({**fields, form.answer: "."} if form.answer else fields):
                 continue
             if not self._is_chat or name in CHATS:
                 self._format, self.field = form, f"format {name}"

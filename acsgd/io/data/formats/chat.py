@@ -375,14 +375,15 @@ class ShareGpt(Messages):
 class PromptMessages(Messages):
     """Lists of messages under "prompt" and "completion", of which one may be a text. Only the completion is learned."""
 
-    required, answer = ("prompt", "completion"), "completion"
+    required = ("prompt", "completion")
 
     def detect(self, fields: Mapping[str, Any]) -> bool:
         """Return whether one of them is a list."""
         return any(is_list(fields.get(name)) for name in self.required)
 
     def prompt(self, fields: Mapping[str, Any]) -> Example:
-        return super().prompt(fields if has_value(fields.get(self.answer)) else {**fields, self.answer: "."})
+        _, answer = self.required
+        return super().prompt(fields if has_value(fields.get(answer)) else {**fields, answer: "."})
 
     def _turns(self, fields: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
         turns = []

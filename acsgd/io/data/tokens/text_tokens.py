@@ -71,7 +71,7 @@ def plain_prompt_tokens(
     """
     text = f"{prompt}{FOLLOWING}" if prompt[-1:].isspace() else prompt
     found = specials.encode(text, plain, tokenizer(text, add_special_tokens=False, **QUIET)["input_ids"])
-    return found and found.ids[: _token_beyond(found.encoding, len(found.ids), len(prompt))]
+    return None if found is None else found.ids[: _token_beyond(found.encoding, len(found.ids), len(prompt))]
 
 
 class Answer(NamedTuple):
