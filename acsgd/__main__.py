@@ -69,19 +69,22 @@ def _import(argv: list[str], launch: Launch, *, prog: str, command: str) -> Call
 
 
 def _check(argv: list[str], launch: Launch, *, prog: str, command: str) -> None:
-    """Raise ValueError if the options of a command are invalid. command: EVAL, GENERATE, or empty for training."""
+    """Raise ValueError if the options of a command are invalid, or name a model that does not exist.
+
+    command: EVAL, GENERATE, or empty for training.
+    """
     from acsgd.commands.evaluation.options import EvalOptions
     from acsgd.commands.generation.options import GenerateOptions
     from acsgd.config.checks import check
     from acsgd.config.run_file import parse, parse_flags
 
-    match command:
-        case "eval":
-            parse_flags(EvalOptions, argv, prog=prog).check(launch.world_size)
-        case "generate":
-            parse_flags(GenerateOptions, argv, prog=prog).check(launch.world_size)
-        case _:
-            check(parse(argv, prog=prog))
+    if not command:
+        check(parse(argv, prog=prog))
+        return
+    kind: type[EvalOptions | GenerateOptions] = EvalOptions if command == EVAL else GenerateOptions
+    options = parse_flags(kind, argv, prog=prog)
+    options.check(launch.world_size)
+    options.check_model()
 
 
 if __name__ == "__main__":

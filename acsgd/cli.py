@@ -32,7 +32,7 @@ from acsgd.commands.typed import as_typed
 from acsgd.config.ranges import parse_size
 from acsgd.config.run_file import parse_flags, refuse_pasted
 from acsgd.config.spec import suggest
-from acsgd.errors import ReportedError
+from acsgd.errors import ReportedError, missing
 from acsgd.failures.report import report_startup_error
 from acsgd.failures.signals import build_until_stopped, reporting_stop
 from acsgd.failures.stdio import protect_streams
@@ -76,7 +76,6 @@ class FromHF:
 
     def run(self) -> None:
         """Run the conversion."""
-        from acsgd.shards.convert import describe_shards, from_hf
         from acsgd.shards.hub import find_model
         from acsgd.shards.manifest import MANIFEST
 
@@ -85,6 +84,8 @@ class FromHF:
             raise ValueError(
                 f"{source} has layer shards already; use it as it is, or: acsgd convert to-hf {source} MODEL"
             )
+        from acsgd.shards.convert import describe_shards, from_hf  # takes seconds
+
         with progress_bar() as report:
             _create(
                 self.target,
@@ -122,13 +123,14 @@ class ToHF:
     def run(self) -> None:
         """Run the conversion."""
         from acsgd.io.checkpoint.directory import best_checkpoint
-        from acsgd.shards.convert import describe_hf
-        from acsgd.shards.export import to_hf
         from acsgd.shards.hub import create_repository, push
 
         limit = parse_size(self.shard_size, option="--shard-size", example='"5GB" or "500MB"')
         source = best_checkpoint(self.source) if self.best else _checkpoint(self.source)
         repository = None if self.push is None else create_repository(self.push)  # before work that takes long
+        from acsgd.shards.convert import describe_hf  # takes seconds
+        from acsgd.shards.export import to_hf
+
         with progress_bar() as report:
             _create(
                 self.target,
@@ -155,7 +157,11 @@ class FromLegacy:
 
     def run(self) -> None:
         """Run the conversion."""
-        from acsgd.shards.convert import describe_shards
+        if not self.source.exists():
+            raise ValueError(
+                f"{self.source} {missing(self.source)}; give a directory with pytorch_*.pt or prank_*.pt files"
+            )
+        from acsgd.shards.convert import describe_shards  # takes seconds
         from acsgd.shards.legacy.convert import from_legacy
 
         with progress_bar() as report:
@@ -178,10 +184,10 @@ class ToLegacy:
 
     def run(self) -> None:
         """Run the conversion."""
-        from acsgd.shards.convert import describe_legacy
+        source = _checkpoint(self.source)
+        from acsgd.shards.convert import describe_legacy  # takes seconds
         from acsgd.shards.legacy.convert import to_legacy
 
-        source = _checkpoint(self.source)
         with progress_bar() as report:
             _create(self.target, lambda path: to_legacy(source, path, report=report))
         print(describe_legacy(source, self.target))
@@ -198,9 +204,9 @@ class ToPEFT:
 
     def run(self) -> None:
         """Run the conversion."""
-        from acsgd.adapters.export import to_peft
-
         source = _checkpoint(self.source)
+        from acsgd.adapters.export import to_peft  # takes seconds
+
         _create(self.target, lambda path: to_peft(source, path))
         directory = repr(str(self.target))
         print(f"wrote {self.target}; load it with PeftModel.from_pretrained(model, {directory})")
@@ -221,19 +227,22 @@ class MergeCommand:
 
     def run(self) -> None:
         """Run the conversion."""
-        from acsgd.adapters.export import merge
-        from acsgd.commands.merge import merge_peft
-        from acsgd.shards.convert import describe_shards
         from acsgd.shards.files import ADAPTER_CONFIG
         from acsgd.shards.manifest import MANIFEST
 
-        source = _checkpoint(self.source)
-        if (source / ADAPTER_CONFIG).exists() and not (source / MANIFEST).exists():
-            _create(self.target, lambda path: merge_peft(source, self.model, path))
+        if (self.source / ADAPTER_CONFIG).exists() and not (self.source / MANIFEST).exists():
+            from acsgd.commands.merge import merge_peft  # takes seconds
+            from acsgd.shards.convert import describe_shards
+
+            _create(self.target, lambda path: merge_peft(self.source, self.model, path))
             print(describe_shards(self.target))
             return
+        source = _checkpoint(self.source)
         if self.model is not None:
             raise ValueError(f"--model is for adapter directories of PEFT, but {source} holds its base; remove --model")
+        from acsgd.adapters.export import merge  # takes seconds
+        from acsgd.shards.convert import describe_shards
+
         with progress_bar() as report:
             _create(self.target, lambda path: merge(source, path, report=report))
         print(describe_shards(self.target))
@@ -258,12 +267,9 @@ class Convert:
     def run(self) -> None:
         """Run the subcommand."""
         target = self.direction.target
-        was_there = os.path.lexists(target)  # and is not written, so that it is not called complete
-
-        def outcome() -> str:
-            return "nothing was written" if was_there else describe_stopped_build(target)
-
-        with as_typed(type(self.direction)), reporting_stop(outcome):
+        if os.path.lexists(target):
+            raise ValueError(f"{target} exists already; give a directory that does not, or remove it")
+        with as_typed(type(self.direction)), reporting_stop(lambda: describe_stopped_build(target)):
             self.direction.run()
 
 
@@ -280,6 +286,9 @@ class Inspect:
         """Print the report."""
         from rich.console import Console
 
+        from acsgd.io.checkpoint.directory import directories_at
+
+        directories_at(self.path)  # what is none is refused before the next line, which takes seconds
         from acsgd.io.checkpoint.inspect import as_tables, inspect
 
         reports = inspect(self.path)
@@ -298,7 +307,8 @@ class Generate(GenerateOptions):
     def run(self) -> None:
         """Check the options, then generate."""
         self.check()
-        from acsgd.commands.generation.command import generate
+        self.check_model()
+        from acsgd.commands.generation.command import generate  # takes seconds
 
         with as_typed(Generate):
             generate(self)
@@ -360,18 +370,18 @@ def run(argv: list[str]) -> None:
 
 
 def _checkpoint(path: Path) -> Path:
-    """Return the newest checkpoint of a run directory; another path itself."""
+    """Return the newest checkpoint of a run directory; another path itself. Raises ValueError if it is not one."""
     from acsgd.io.checkpoint.directory import newest_checkpoint
+    from acsgd.shards.manifest import find_manifest
 
     if (found := newest_checkpoint(path)) != path:
         print_note(f"the newest checkpoint of {path} is {found}")
+    find_manifest(found)
     return found
 
 
 def _create(target: Path, build: Callable[[Path], None], *, resumable: bool = False) -> None:
     """Build a directory at `target`. Raises ValueError if the name is taken. resumable: as in `build_atomically`."""
-    if os.path.lexists(target):
-        raise ValueError(f"{target} exists already; give a directory that does not, or remove it")
 
     def make(directory: Path) -> None:
         directory.mkdir(exist_ok=resumable)

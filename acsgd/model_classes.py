@@ -1,4 +1,8 @@
-"""Classes of models, which determine head, inputs and labels: language models, classifiers, encoder-decoders."""
+"""Classes of models, which determine head, inputs and labels: language models, classifiers, encoder-decoders.
+
+Commands that read manifests or data need their names; torch and transformers, which take seconds, are imported to build
+a model.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,13 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from acsgd.layers.description import ModelLayers, Verification
-from acsgd.layers.skeleton import set_buffer, set_parameter, weights_on_meta
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
 TOKEN_TYPES = "token_type_ids"
@@ -26,7 +28,7 @@ UNTIED = "untied_weights"
 """Field of a config with the names of parameters that the model's class ties, but whose values differ in the files of
 the model: T5 1.1 and FLAN-T5 have a head of their own, and transformers ties the head of every T5."""
 
-LogitsLoss = Callable[[Tensor, Tensor, float], Tensor]
+LogitsLoss: TypeAlias = "Callable[[Tensor, Tensor, float], Tensor]"
 """Function of logits, labels and label smoothing (Szegedy et al. 2015, arXiv:1512.00567, section 7) that returns the
 loss summed over the labels, fp32."""
 
@@ -58,7 +60,7 @@ class ModelClass:
     @property
     def auto_class(self) -> Any:
         """transformers' class that builds the model with its head."""
-        import transformers  # takes a second
+        import transformers
 
         return getattr(transformers, self.auto_name)
 
@@ -79,6 +81,10 @@ class ModelClass:
 
     def build(self, config: PreTrainedConfig) -> PreTrainedModel:
         """Build the model, in training mode, with parameters on the meta device, which need no memory."""
+        from torch import nn
+
+        from acsgd.layers.skeleton import set_parameter, weights_on_meta
+
         with weights_on_meta(), _without_advice():
             model: PreTrainedModel = self.auto_class.from_config(config)
         for name in getattr(config, UNTIED, ()):
@@ -90,6 +96,10 @@ class ModelClass:
 
         Computed in bf16, the rotary tables of GPT-J are wrong.
         """
+        import torch
+
+        from acsgd.layers.skeleton import set_buffer
+
         config = copy.deepcopy(config)
         config.dtype = torch.float32
         exact = self.build(config)
@@ -103,7 +113,7 @@ class ModelClass:
 
     def layers(self, config: PreTrainedConfig) -> ModelLayers:
         """Derive the layers of the model. Raises LayersError with the reason if it cannot be divided into layers."""
-        from acsgd.layers.derive import derive  # imports transformers' code of models, which takes seconds
+        from acsgd.layers.derive import derive
 
         return derive(lambda: self.build(config), self.inputs_of(config))
 
@@ -112,7 +122,7 @@ class ModelClass:
 
         layers: derived from `config`.
         """
-        from acsgd.layers.verify import verify  # as in `layers`
+        from acsgd.layers.verify import verify
 
         return verify(self.build, config, self.inputs_of(config), layers, predicted=self.predicted)
 
@@ -136,7 +146,9 @@ def _without_advice() -> Iterator[None]:
 
 def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Return the cross-entropy summed over the labels. logits: [..., C]; labels: [...], classes or IGNORED."""
-    return nn.functional.cross_entropy(
+    from torch.nn import functional
+
+    return functional.cross_entropy(
         logits.flatten(0, -2).float(),
         labels.flatten(),
         ignore_index=IGNORED,

@@ -20,7 +20,7 @@ from acsgd.io.files.remote import (
     is_address,
 )
 from acsgd.notes import print_note
-from acsgd.shards.files import ADAPTER_CONFIG, CONFIG, has_tokenizer
+from acsgd.shards.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, has_tokenizer
 from acsgd.shards.manifest import MANIFEST
 
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.spm")
@@ -60,6 +60,31 @@ def find_model(name: str, *, option: str, weights: bool = True, config_only: boo
         raise ValueError(f"{option}={name} {missing(path)}; give a directory or a Hugging Face id, owner/name")
     patterns = [CONFIG] if config_only else [*MODEL_FILES, *([_weights_pattern(name)] if weights else [])]
     return find_model(_download(name, patterns, option=option), option=option)
+
+
+def refuse_unknown(name: str, adapter: Path | None) -> None:
+    """Raise ValueError if a name of a model is neither a path nor an id of the Hub: before imports that take seconds.
+
+    adapter: as `check_adapter`, None = none. Downloads files other than weights.
+    """
+    if adapter is not None:
+        check_adapter(adapter)
+    if not os.path.lexists(name):
+        find_model(name, option="model", weights=False)
+
+
+def check_adapter(directory: Path) -> None:
+    """Raise ValueError if a directory is not an adapter directory of PEFT."""
+    if not os.path.lexists(directory):
+        raise ValueError(f"--adapter {directory} {missing(directory)}; give an adapter directory of PEFT")
+    if os.path.lexists(directory / MANIFEST):
+        raise ValueError(
+            f"--adapter {directory} is a checkpoint; it holds model and adapter, so give it as the model, or convert "
+            f"its adapter: acsgd convert to-peft {directory} DIRECTORY"
+        )
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not os.path.lexists(directory / name):
+            raise ValueError(f"--adapter {directory} is not an adapter directory of PEFT: it has no {name}")
 
 
 def find_remote(address: str, *, option: str, weights: bool = True, config_only: bool = False) -> Path:

@@ -14,6 +14,7 @@ from acsgd.io.files.atomic import fsync_directory
 from acsgd.io.files.checksum import check_file_checksum, new_file_checksum
 from acsgd.io.files.fields import Natural, from_json
 from acsgd.layers.description import ModelLayers, Verification
+from acsgd.model_classes import MODEL_CLASSES
 from acsgd.shards.files import ADAPTER_CONFIG, check_file_name, unusable
 
 MANIFEST = "manifest.json"
@@ -29,10 +30,19 @@ OTHERS = {
 
 
 def _check_task(name: str) -> None:
-    from acsgd.model_classes import MODEL_CLASSES  # imports torch, which takes seconds
-
     if name not in MODEL_CLASSES:
         raise ValueError(f"{name[:70]!r} is not one of {', '.join(MODEL_CLASSES)}")
+
+
+def find_manifest(directory: Path) -> Path:
+    """Return the path of the manifest of a complete shard directory. Raises ValueError if `directory` is not one."""
+    path = directory / MANIFEST
+    if not os.path.lexists(directory):
+        raise ValueError(f"{directory} {missing(directory)}; give a checkpoint or a layer-shard directory")
+    if not os.path.lexists(path):
+        kind = next((kind for file, kind in OTHERS.items() if os.path.lexists(directory / file)), "")
+        raise ValueError(f"{directory} is not a checkpoint or layer-shard directory: it has no {MANIFEST}{kind}")
+    return path
 
 
 @dataclass(frozen=True)
@@ -131,12 +141,7 @@ class Manifest:
 
         Raises ValueError if `directory` is not one or has another version, CorruptFileError if the manifest is corrupt.
         """
-        path = directory / MANIFEST
-        if not os.path.lexists(directory):
-            raise ValueError(f"{directory} {missing(directory)}; give a checkpoint or a layer-shard directory")
-        if not os.path.lexists(path):
-            kind = next((kind for file, kind in OTHERS.items() if os.path.lexists(directory / file)), "")
-            raise ValueError(f"{directory} is not a checkpoint or layer-shard directory: it has no {MANIFEST}{kind}")
+        path = find_manifest(directory)
         if (problem := unusable(path)) is not None:
             raise CorruptFileError(path, problem)
         try:

@@ -74,36 +74,70 @@ finally:
     assert not {"torch", "numpy"} & sys.modules.keys()
 """
 
-WITHOUT_MODELS = """
+WITHOUT = """
 import json, sys
-from acsgd import cli
-try:
-    for arguments in json.loads(sys.argv[1]):
-        cli.run(arguments)
-finally:
-    assert not {"transformers.modeling_utils", "torch._dynamo", "peft", "scipy", "datasets"} & sys.modules.keys()
+from acsgd import __main__, cli
+packages, lines = map(json.loads, sys.argv[1:])
+codes = []
+for line in lines:
+    try:
+        (__main__ if line[0] == "eval" else cli).run(line, **{"prog": "acsgd"} if line[0] == "eval" else {})
+        codes.append(0)
+    except SystemExit as end:
+        codes.append(end.code)
+    if found := [name for name in packages if name in sys.modules]:
+        sys.exit(f"{line} has imported {found}")
+print(codes)
 """
+"""Runs commands, and ends with a sentence if one has imported a package."""
+OF_MODELS = ["transformers.modeling_utils", "torch._dynamo", "peft", "scipy", "datasets"]
+OF_TOKENIZERS = ["transformers", "tokenizers", *OF_MODELS[1:]]
+HEAVY = ["torch", *OF_TOKENIZERS]
 
 
-WITHOUT_TRANSFORMERS = """
-import json, sys
-from acsgd import cli
-try:
-    for arguments in json.loads(sys.argv[1]):
-        cli.run(arguments)
-finally:
-    assert not {"transformers", "tokenizers", "torch._dynamo", "peft", "scipy", "datasets"} & sys.modules.keys()
-"""
-
-
-def run_python(code: str, *commands: list[str]) -> subprocess.CompletedProcess[str]:
+def run_without(packages: list[str], *lines: list[str], directory: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code, json.dumps(commands)],
+        [sys.executable, "-c", WITHOUT, json.dumps(packages), json.dumps(lines)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=directory,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+MISTAKES = [
+    ("inspect a/b/c", "a/b/c does not exist; give a checkpoint, a layer-shard directory or a run directory"),
+    ("convert from-hf ./a new", "source=./a does not exist; give a directory or a Hugging Face id"),
+    ("convert from-hf model rows.jsonl", "rows.jsonl exists already; give a directory that does not"),
+    ("convert to-hf a new", "a does not exist; give a checkpoint or a layer-shard directory"),
+    ("convert to-hf model new", "model is not a checkpoint or layer-shard directory: it has no manifest.json; it is a"),
+    ("convert to-legacy a new", "a does not exist; give a checkpoint or a layer-shard directory"),
+    ("convert to-peft a new", "a does not exist; give a checkpoint or a layer-shard directory"),
+    ("convert merge a new", "a does not exist; give a checkpoint or a layer-shard directory"),
+    ("convert from-legacy a new", "a does not exist; give a directory with pytorch_*.pt or prank_*.pt files"),
+    ("generate ./a --prompt b", "model=./a does not exist; give a directory or a Hugging Face id"),
+    ("eval a", "a does not exist; give a run or a checkpoint or, for a Hugging Face id, --data"),
+    ("eval ./a --data rows.jsonl", "model=./a does not exist; give a directory or a Hugging Face id"),
+    ("data show a.jsonl --model model", 'source="a.jsonl": a.jsonl does not exist'),
+    ("data show rows.jsonl --model ./a", "--model=./a does not exist; give a directory or a Hugging Face id"),
+    ("data check rows.jsonl --model ./a", "--model=./a does not exist; give a directory or a Hugging Face id"),
+    ("data dedup rows.jsonl -o rows.txt", "--output=rows.txt is not a file of JSON lines; write, for example"),
+    ("data dedup rows.jsonl -o rows.jsonl", "--output=rows.jsonl exists already; give a file that does not"),
+]
+"""Command line in a directory with a model and data, and the beginning of the message."""
+
+
+def test_a_missing_input_is_named_before_the_imports_that_take_seconds(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "a"}\n')
+    dedup = ["data", "dedup", "rows.jsonl", "-o", "new.jsonl"]
+    done = run_without(HEAVY, *(line.split() for line, _ in MISTAKES), dedup, directory=tmp_path)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, str([2] * len(MISTAKES) + [0])), done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    for error, (line, message) in zip(errors, MISTAKES, strict=True):
+        assert error.startswith(f"error: {message}"), line
 
 
 def test_a_valid_checkpoint_and_a_converted_model_are_inspected_without_transformers(
@@ -114,7 +148,7 @@ def test_a_valid_checkpoint_and_a_converted_model_are_inspected_without_transfor
     checkpoints = train_alone(small_run(model, run))
     (tmp_path / "shards").mkdir()
     from_hf(model, tmp_path / "shards")
-    done = run_python(WITHOUT_TRANSFORMERS, ["inspect", str(checkpoints)], ["inspect", str(tmp_path / "shards")])
+    done = run_without(OF_TOKENIZERS, ["inspect", str(checkpoints)], ["inspect", str(tmp_path / "shards")])
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("all files are valid") == 2
 
@@ -129,8 +163,8 @@ def test_data_and_corrupt_files_are_shown_without_the_code_of_models(
         tmp_path
     )
     show = ["data", "show", str(tmp_path / "chats.jsonl"), "--model", str(tiny_model())]
-    done = run_python(WITHOUT_MODELS, show, ["inspect", str(tmp_path)])
-    assert (done.returncode, done.stderr) == (1, "")
+    done = run_without(OF_MODELS, show, ["inspect", str(tmp_path)])
+    assert (done.returncode, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "[0, 1]")
     assert f"CORRUPT: {tmp_path / 'config.json'} is missing" in done.stdout
 
 

@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2LM
 from acsgd import cli
 from acsgd.commands.generation.model import load
 from acsgd.io.checkpoint.directory import CheckpointDirectory
-from acsgd.shards import convert, export, hub
+from acsgd.shards import convert, export
 from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf
 from acsgd.shards.hub import find_model
@@ -159,16 +159,6 @@ def test_a_stop_signal_during_an_export_leaves_nothing(
     code, printed = acsgd("convert", "to-hf", shards, tmp_path / "target")
     assert (code, printed) == (128 + signal.SIGTERM, "error: stopped by SIGTERM; nothing was written\n")
     assert os.listdir(tmp_path) == ["shards"]
-
-
-def test_a_stop_signal_before_a_directory_that_exists_does_not_call_it_complete(
-    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "target").mkdir()
-    monkeypatch.setattr(hub, "find_model", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
-    code, printed = acsgd("convert", "from-hf", tiny_model("gpt2", **SMALL), tmp_path / "target")
-    assert (code, printed) == (128 + signal.SIGTERM, "error: stopped by SIGTERM; nothing was written\n")
-    assert os.listdir(tmp_path / "target") == []
 
 
 def test_each_direction_prints_what_was_written_and_what_to_type_next(

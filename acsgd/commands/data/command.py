@@ -59,6 +59,15 @@ class DataOptions:
         values: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
         return DataConfig(**{"sources": self.source, "sequence": 1, "batch": 1, **values})
 
+    def check(self) -> None:
+        """Raise ValueError for the first number out of range, and unless sources and model exist: before imports."""
+        from acsgd.io.data.sources.sources import parse_sources
+        from acsgd.shards.hub import find_model
+
+        self.config()
+        parse_sources(self.source, key="source")
+        find_model(self.model, option="--model", weights=False)
+
     def model_config(self) -> ModelConfig:
         """Return the model and its tokenizer as options of a run."""
         return ModelConfig(self.model, tokenizer=self.tokenizer, task=self.task)
@@ -92,15 +101,16 @@ class Show(DataOptions):
 
     def run(self) -> None:
         """Print the records or rows."""
-        from acsgd.commands.data.show import show_records
-
+        self.check()
         if self.sequence is not None:
-            from acsgd.commands.data.show import show_rows  # imports torch
+            from acsgd.commands.data.show import show_rows  # takes seconds
 
             show_rows(self.config(), self.model_config(), self.n, lambda text: typed(text, Show))
             return
         if (self.task, self.objective, self.rows or self.long) != (Show.task, Show.objective, None):
             raise ValueError("--task, --rows, --long and --objective are options of rows; give --sequence, too")
+        from acsgd.commands.data.show import show_records  # takes seconds
+
         show_records(self.config(), self.model_config(), self.n, lambda text: typed(text, Show))
 
 
@@ -117,7 +127,8 @@ class Check(DataOptions):
 
     def run(self) -> None:
         """Print the report."""
-        from acsgd.commands.data.check import check
+        self.check()
+        from acsgd.commands.data.check import check  # takes seconds
 
         if not check(self.config(), self.model_config(), self.sequence, lambda text: typed(text, Check)):
             sys.exit(1)

@@ -16,11 +16,11 @@ import numpy as np
 import xxhash
 
 from acsgd.commands.data.findings import Finding
-from acsgd.commands.data.show import refuse_streams
 from acsgd.failures.signals import build_until_stopped
 from acsgd.io.data.formats.base import names_of
 from acsgd.io.data.sources.base import TEXT, BadRecord, OnError, ReadOptions, RecordCounts, Source, SourceRecord
 from acsgd.io.data.sources.sources import parse_sources
+from acsgd.io.data.sources.streamed import refuse_streams
 from acsgd.notes import print_note, report_if_slow
 
 SHINGLE_WORDS = 5

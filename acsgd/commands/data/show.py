@@ -20,7 +20,7 @@ from acsgd.io.data.formats.formats import describe_unused, read_each, read_optio
 from acsgd.io.data.row_spec import RowSpec
 from acsgd.io.data.sources.base import BadRecord, RecordCounts, Source
 from acsgd.io.data.sources.sources import WeightedSource, parse_sources
-from acsgd.io.data.sources.streamed import PREFIX, Streamed
+from acsgd.io.data.sources.streamed import refuse_streams
 from acsgd.io.data.tokens.encode import DocumentEncoder
 from acsgd.io.data.tokens.ends import EndFinder, TextEnds
 from acsgd.run.setup.rows import RowMaker
@@ -30,13 +30,6 @@ from acsgd.shards.generation import known_ends, set_special_tokens
 from acsgd.shards.hub import find_model, find_tokenizer
 from acsgd.shards.tokenizer import load_tokenizer
 from acsgd.tasks import check_options, find_task
-
-
-def refuse_streams(sources: Sequence[Source], action: str) -> None:
-    """Raise ValueError if a source is streamed. action: what needs all records at once."""
-    for source in sources:
-        if isinstance(source, Streamed):
-            raise ValueError(f"{source.key}: {action} reads all records of {source.name}; remove {PREFIX}")
 
 
 def open_sources(

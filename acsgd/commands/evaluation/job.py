@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from acsgd.commands.evaluation.options import EvalOptions
-from acsgd.commands.generation.adapter import PEFTAdapter, check_adapter, is_adapter
+from acsgd.commands.generation.adapter import PEFTAdapter, is_adapter
 from acsgd.commands.merge import merge_peft
 from acsgd.commands.recorded import READING, RecordedModel
 from acsgd.config.options import (
@@ -29,7 +29,7 @@ from acsgd.io.checkpoint.directory import newest_checkpoint
 from acsgd.io.data.row_spec import RowStage, data_options
 from acsgd.io.files.cache import open_cached
 from acsgd.run.initial_weights import CachedModel
-from acsgd.shards.hub import find_model
+from acsgd.shards.hub import check_adapter, find_model
 from acsgd.shards.manifest import VERSION
 
 OF_ROWS = data_options(RowStage.LAYOUT, RowStage.ROWS)
@@ -96,8 +96,7 @@ def data_of(options: EvalOptions, model: RecordedModel) -> EvaluationOptions:
     elif model.options.get("data.eval_fraction"):
         names = (*names, "sources", "eval_fraction")
     else:
-        if not (path := Path(model.name)).exists():
-            raise ValueError(f"{path} {missing(path)}; give a run or a checkpoint or, for a Hugging Face id, --data")
+        options.check_model()
         raise ValueError(
             f"there is nothing to evaluate on: {model.name} is of no run that evaluates; give --data SOURCES, or "
             "--lm-eval TASKS"

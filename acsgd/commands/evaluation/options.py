@@ -12,6 +12,7 @@ import tyro
 
 from acsgd.commands.generation.options import Decoding
 from acsgd.config.ranges import Range, out_of_range
+from acsgd.errors import missing
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Types of parameters by their names in options of a run -> names in torch."""
@@ -103,6 +104,15 @@ class EvalOptions:
         if world_size > 1 and (self.generate or self.lm_eval is not None):
             option = "--generate" if self.generate else "--lm-eval"
             raise ValueError(f"{option} runs in one process; start acsgd eval without torchrun")
+
+    def check_model(self) -> None:
+        """Raise ValueError if model or adapter do not exist, or if the model is not local and there is no --data."""
+        from acsgd.shards.hub import refuse_unknown
+
+        path = Path(self.model)
+        if self.data is None and self.lm_eval is None and not path.exists():
+            raise ValueError(f"{path} {missing(path)}; give a run or a checkpoint or, for a Hugging Face id, --data")
+        refuse_unknown(self.model, self.adapter)
 
     def describe_unread(self) -> list[str]:
         """Return a sentence on the options that are given but have no effect on what is evaluated, if there are any."""

@@ -20,12 +20,12 @@ from acsgd.adapters.initial import BASE_CHECKSUM, DTYPE, BaseChecksum
 from acsgd.adapters.inject import modules_named, take_virtual_tokens, virtual_tokens_in_peft
 from acsgd.codecs.identity import DTYPES
 from acsgd.config.adapters import NAME, VirtualTokens
-from acsgd.errors import InputError, missing
+from acsgd.errors import InputError
 from acsgd.layers.skeleton import parameter_names
 from acsgd.notes import print_note
 from acsgd.shards.check import first_names
 from acsgd.shards.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, blame, open_tensors, read_json_object
-from acsgd.shards.hub import find_model
+from acsgd.shards.hub import check_adapter, find_model
 from acsgd.shards.manifest import MANIFEST
 
 
@@ -175,20 +175,6 @@ def is_adapter(directory: Path) -> bool:
     """Whether a directory is an adapter directory of PEFT, and no model."""
     has_model = any(os.path.lexists(directory / name) for name in (MANIFEST, CONFIG))
     return os.path.lexists(directory / ADAPTER_CONFIG) and not has_model
-
-
-def check_adapter(directory: Path) -> None:
-    """Raise ValueError if a directory is not an adapter directory of PEFT."""
-    if not os.path.lexists(directory):
-        raise ValueError(f"--adapter {directory} {missing(directory)}; give an adapter directory of PEFT")
-    if os.path.lexists(directory / MANIFEST):
-        raise ValueError(
-            f"--adapter {directory} is a checkpoint; it holds model and adapter, so give it as the model, or convert "
-            f"its adapter: acsgd convert to-peft {directory} DIRECTORY"
-        )
-    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-        if not os.path.lexists(directory / name):
-            raise ValueError(f"--adapter {directory} is not an adapter directory of PEFT: it has no {name}")
 
 
 @contextlib.contextmanager

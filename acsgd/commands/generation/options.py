@@ -91,6 +91,12 @@ class GenerateOptions:
     timeout: Annotated[float, Range(0.1, 10**6)] = 600.0
     """Of several processes: maximum time that one waits for a message of another, or for it to load, seconds."""
 
+    def check_model(self) -> None:
+        """Raise ValueError if the model or the adapter does not exist."""
+        from acsgd.shards.hub import refuse_unknown
+
+        refuse_unknown(self.model, self.adapter)
+
     def check(self, world_size: int = 1) -> None:
         """Raise ValueError for the first invalid option. world_size: number of processes."""
         self.decoding.check()

@@ -18,14 +18,9 @@ from torch import Tensor
 
 from acsgd.config.adapters import parse_adapter
 from acsgd.config.spec import from_spec
-from acsgd.dp import MODES
-from acsgd.dp.resize import ReplicaState
-from acsgd.dp.sync import Mode
 from acsgd.errors import CorruptFileError
 from acsgd.io.checkpoint.progress import RunState
 from acsgd.model_classes import MODEL_CLASSES
-from acsgd.optim import OPTIMIZERS
-from acsgd.optim.base import OptimizerSpec
 from acsgd.shards.check import FLOATING, Expected, check_tensors, first_names
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.layer_tensors import describe_tensors
@@ -34,6 +29,10 @@ from acsgd.shards.weights import StateTensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from acsgd.dp.resize import ReplicaState
+    from acsgd.dp.sync import Mode
+    from acsgd.optim.base import OptimizerSpec
 
 LOCAL_OPTIMIZER = "optimizer."
 """Prefix of the names of optimizer state that is saved per replica, since replicas have local weights."""
@@ -178,6 +177,8 @@ def optimizer_spec(run: RunState) -> str:
 
 def _optimizer_states(run: RunState) -> Sequence[StateTensor] | None:
     """Return the state of the optimizer that saved a checkpoint; None if this installation does not have it."""
+    from acsgd.optim import OPTIMIZERS  # as in `_mode_states`
+
     try:
         optimizer: OptimizerSpec = from_spec(optimizer_spec(run), OPTIMIZERS, key="optim.name")
     except ValueError:
@@ -187,6 +188,8 @@ def _optimizer_states(run: RunState) -> Sequence[StateTensor] | None:
 
 def _mode_states(run: RunState) -> Sequence[ReplicaState] | None:
     """Return the state of the data-parallel mode that saved a checkpoint; None if it is not recorded or not known."""
+    from acsgd.dp import MODES  # takes a tenth of a second, which a converted model need not wait for
+
     try:
         mode: Mode = from_spec(run.options.get("dp.mode") or "", MODES, key="dp.mode")
     except ValueError:

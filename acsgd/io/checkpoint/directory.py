@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from acsgd.errors import RunError
+from acsgd.errors import RunError, missing
 from acsgd.io.files.atomic import UNSUPPORTED, flush, fsync_directory, rename
 from acsgd.layers.description import ModelLayers
 from acsgd.shards.manifest import MANIFEST, StoredFile
@@ -235,6 +235,26 @@ def best_checkpoint(path: Path) -> Path:
             return best
     # not by the option's name, in place of which a command shows its own --best
     raise ValueError(f"{path} has no best checkpoint, since its run had no metric to choose one by; leave out --best")
+
+
+def directories_at(path: Path) -> list[Path]:
+    """Return all checkpoints of a run, oldest first; else the path itself, a checkpoint or a layer-shard directory.
+
+    Raises ValueError if it is none of these.
+    """
+    if path.is_symlink():  # "best"
+        path = path.parent / path.readlink()
+    if not path.is_dir():
+        problem = "is not a directory" if path.exists() else missing(path)
+        raise ValueError(f"{path} {problem}; give a checkpoint, a layer-shard directory or a run directory")
+    if checkpoints := checkpoints_of(path):
+        return checkpoints
+    if step_of(path) is None and not (path / MANIFEST).is_file():
+        raise ValueError(
+            f"{path} has no checkpoints and no {MANIFEST}; "
+            "give a checkpoint, a layer-shard directory or a run directory"
+        )
+    return [path]
 
 
 def newest_checkpoint(path: Path) -> Path:

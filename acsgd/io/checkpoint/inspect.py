@@ -12,9 +12,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from acsgd.errors import CorruptFileError, missing
+from acsgd.errors import CorruptFileError
 from acsgd.io.checkpoint.contents import Contents, build_tensors
-from acsgd.io.checkpoint.directory import checkpoints_of, step_of
+from acsgd.io.checkpoint.directory import directories_at
 from acsgd.io.checkpoint.progress import RunState
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.files import tensor_headers
@@ -70,19 +70,7 @@ def inspect(path: Path) -> list[CheckpointReport]:
 
     Reads and verifies every byte, and checks every tensor. Raises ValueError if `path` is none of these.
     """
-    if path.is_symlink():  # "best"
-        path = path.parent / path.readlink()
-    if not path.is_dir():
-        problem = "is not a directory" if path.exists() else missing(path)
-        raise ValueError(f"{path} {problem}; give a checkpoint, a layer-shard directory or a run directory")
-    if checkpoints := checkpoints_of(path):
-        return [_report(checkpoint) for checkpoint in checkpoints]
-    if step_of(path) is None and not (path / MANIFEST).is_file():
-        raise ValueError(
-            f"{path} has no checkpoints and no {MANIFEST}; "
-            "give a checkpoint, a layer-shard directory or a run directory"
-        )
-    return [_report(path)]
+    return [_report(directory) for directory in directories_at(path)]
 
 
 def _report(path: Path) -> CheckpointReport:

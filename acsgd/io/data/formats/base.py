@@ -7,12 +7,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from acsgd.io.data.sources.base import Label, ReadOptions, SourceRecord
 from acsgd.io.data.sources.text import excerpt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 AS_TEXT = ":text"
 """End of the name of a field in data.fields whose value is read as text."""

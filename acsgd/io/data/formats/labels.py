@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from transformers import PreTrainedConfig
 
 from acsgd.io.data.formats.base import FormatError
 from acsgd.io.data.sources.base import Label
 from acsgd.io.data.sources.text import excerpt
 from acsgd.model_classes import IGNORED
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 MAX_VALUE = float(np.finfo(np.float32).max)
 HELP = "acsgd data check --task classification lists all labels"

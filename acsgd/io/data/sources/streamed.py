@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Protocol
 from urllib.parse import urlsplit
 
 from acsgd.io.data.sources.address import FsspecFiles
-from acsgd.io.data.sources.base import BadRecord, NamedSource, RecordCounts, SourceRecord
+from acsgd.io.data.sources.base import BadRecord, NamedSource, RecordCounts, Source, SourceRecord
 from acsgd.io.data.sources.files import STATE, Files, version_of
 from acsgd.io.data.sources.hub import PREFIX as HUB
 from acsgd.io.data.sources.hub import first_line, from_hub_or_cache, is_saved, load_dataset, loading, parse_name
@@ -34,6 +34,13 @@ DELAYS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 """Seconds before each attempt to continue after a lost connection. An attempt that yields a record starts anew."""
 BUFFER_BYTES = 2**20
 """Bytes of a remote file that are requested at a time."""
+
+
+def refuse_streams(sources: Sequence[Source], action: str) -> None:
+    """Raise ValueError if a source is streamed. action: what needs all records at once."""
+    for source in sources:
+        if isinstance(source, Streamed):
+            raise ValueError(f"{source.key}: {action} reads all records of {source.name}; remove {PREFIX}")
 
 
 class RecordStream(Protocol):
