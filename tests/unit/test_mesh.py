@@ -8,6 +8,7 @@ import datetime
 import errno
 import json
 import os
+import re
 import resource
 import secrets
 import socket
@@ -63,6 +64,7 @@ class Host:
         has_port: bool = True,
         announced: str | None = None,
         secret_file: Path | None = None,
+        has_file: bool = True,
     ) -> None:
         self.rejected: list[tuple[str, str]] = []
         self.notes: list[str] = []
@@ -74,7 +76,9 @@ class Host:
             file.touch(0o600)
             file.write_bytes(secret)
         self.secret_file = file
-        options = MeshOptions(run, secret, file, endpoints or (self.announced or "",), listener, self.announced)
+        options = MeshOptions(
+            run, secret, file if has_file else None, endpoints or (self.announced or "",), listener, self.announced
+        )
         self.socket_path = directory / secrets.token_hex(4)
         self.mesh = Mesh(
             options,
@@ -261,6 +265,20 @@ def test_a_socket_of_ipv6_reaches_a_port_too(start: Callable[..., Host]) -> None
             pytest.skip(f"no IPv6: {error}")
         connection.sendall(b"x")
         assert connection.recv(1) == b"x"
+
+
+def test_a_host_whose_name_leads_to_another_address_is_found_there(
+    start: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places, look_up = {"home.example": "127.0.0.9"}, socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **how: look_up(places.get(host, host), *rest, **how))
+    monkeypatch.setattr(forwarder, "REDIAL_S", 0.05)
+    one = start()
+    other = start((f"home.example:{one.port}",))
+    time.sleep(0.2)
+    assert not other.knows(one), "another address is there"
+    places["home.example"] = "127.0.0.1"
+    wait_until(lambda: other.knows(one) and one.knows(other))
 
 
 def test_hosts_find_each_other_through_any_member(start: Callable[..., Host]) -> None:
@@ -800,6 +818,10 @@ def test_a_rotation_in_which_a_host_cannot_take_part_changes_nothing(
         mesh.request(one.socket_path, "rotate", WAIT_S)
     wait_until(lambda: one.mesh.forwarder.identity.secrets == other.mesh.forwarder.identity.secrets == (SECRET,))
     assert read_secret(one.secret_file) == SECRET
+    one, without = two(start, has_file=False)
+    for each in (one, without):
+        with pytest.raises(ValueError, match=re.escape(rotation.NO_FILE)):
+            mesh.request(each.socket_path, "rotate", WAIT_S)
 
 
 def test_steps_of_a_rotation_that_has_ended_have_no_effect_if_they_are_sent_again(
