@@ -8,8 +8,9 @@ and a rate of 20 to 200 Mbit/s. Each host sees, by a mount namespace, one disk o
 lab, office  open ports; container: behind a router that maps one port; home, cafe: behind routers, without a port. What
              these two send to each other passes through another host
 
-Events follow from the seed alone; with --kinds they are of these kinds, where one of them is possible. With --stages 2,
-five hosts are two replicas of two stages and a spare, and three are one replica and a spare.
+Events follow from the seed, and from what is possible at the time; those of kinds that have occurred least are the
+most probable. With --kinds they are of these kinds, where one of them is possible. With --stages 2, five hosts
+are two replicas of two stages and a spare, and three are one replica and a spare.
 
 kill      all processes of a host end at once; its disk stays
 leave     a host leaves by Ctrl-C
