@@ -1,6 +1,6 @@
 """Two ranks on GPUs: step time against torch's tools over NCCL, and the time of a message between them:
 
-    .venv/bin/python -m benchmarks.gpu.ranks [--quick] [--only NAME] [--transport gloo]
+    .venv/bin/python -m benchmarks.gpu.ranks [--quick] [--only NAME] [--transport gloo] [--rehearse]
         [--json runs/benchmarks/gpu/ranks.json]
 
     2 replicas    against DistributedDataParallel, and against FSDP2 (fully_shard of each block and of the model)
@@ -12,6 +12,9 @@ with an untied head, fp32. The other side sends over NCCL, and so does acsgd, bu
 Each rank has a GPU of its own if there are two. On one GPU, both ranks share it: NCCL takes them for two hosts
 (NCCL_HOSTID) and sends over the loopback interface. Then compute takes twice as long, and messages pass through host
 memory on both sides: the figures are no measure of two GPUs.
+
+--rehearse runs all of it on CPUs, with a small model and gloo in place of NCCL: it shows that the program ends, and its
+times mean nothing.
 
 The two processes run all cases; rank 0 writes the results after each, so that they remain. After a case that fails, the
 others run in new processes. One that hangs for HANG_S is ended by torch, or by acsgd.
@@ -26,6 +29,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +39,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers import GPT2LMHeadModel
@@ -46,21 +51,19 @@ from acsgd.launch import Launch, set_nccl_variables
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.setup.build import build_session
 from benchmarks.common.compare import Cost, RankRounds, Step, alternate, on_ranks, run_all, setting, summarise
-from benchmarks.gpu.step import DeviceWeights, copy_weights
+from benchmarks.gpu.step import DeviceWeights, copy_weights, synchronize
 from benchmarks.runs.speed import (
     GPT2,
-    OPTIM,
     WARMUP,
     Case,
     Size,
     acsgd,
     config_of,
+    loop,
     make_adamw,
     pipelined,
     plain,
     save_tokenizer,
-    summed_loss,
-    tokens_of,
 )
 
 LOSS_TOLERANCE = 1e-4
@@ -69,35 +72,29 @@ Results = dict[str, Any]
 RANKS = 2
 HANG_S = 40.0
 """Time limit of an operation, seconds."""
+TINY = Size(vocabulary=256, width=32, blocks=4, heads=2, sequence=16, micro=2, num_micros=4)
+"""Of a rehearsal."""
 MESSAGES = {"4 KB": 4096, "1 MB": 2**20, "16 MB": 2**24}
 
 
 def fsdp(job: Job, size: Size, model: GPT2LMHeadModel, group: dist.ProcessGroup | None) -> Step:
-    """Return the step of a plain loop with FSDP2, which shards parameters, gradients and moments over the ranks."""
-    device, replicas = job.streams.device, job.topology.replicas
+    """Return the step of a plain loop with FSDP2, which shards gradients and moments over the ranks.
+
+    Parameters are gathered once per step, not once per micro-batch: so each rank sends as much as with all-reduce.
+    """
     assert group is not None
-    mesh = DeviceMesh.from_group(group, device.type)
+    mesh = DeviceMesh.from_group(group, job.streams.device.type)
     for block in model.transformer.h:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    adamw = make_adamw(model)
-    rows = slice(job.micro_ids.start, job.micro_ids.stop)
+        fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
-    def step(number: int) -> float:
-        total = torch.zeros((), device=device)
-        batch = tokens_of(number, size)[rows].to(device)
-        for index, micro in enumerate(batch):
-            model.set_requires_gradient_sync(index == len(batch) - 1)
-            logits = model(micro[:, :-1], use_cache=False).logits
-            loss = summed_loss(logits, micro[:, 1:]) / batch[..., 1:].numel()
-            loss.backward()
-            total += loss.detach()
-        nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip)
-        adamw.step()
-        adamw.zero_grad()
-        return total.item() / replicas
+    def during(is_last: bool) -> AbstractContextManager[None]:
+        model.set_is_last_backward(is_last)
+        model.set_requires_gradient_sync(is_last)
+        model.set_reshard_after_backward(is_last)
+        return nullcontext()
 
-    return step
+    return loop(job, size, model, make_adamw(model), during)
 
 
 def case(name: str, baseline: str, open_baseline: Opener, **options: Any) -> Case:
@@ -111,6 +108,11 @@ CASES = [
     case("2 stages, gpipe", "torch pipelining, GPipe", pipelined, stages=2, schedule="gpipe"),
     case("2 replicas, FSDP2", "fully_shard", fsdp, replicas=2),
 ]
+
+
+def rehearsed(case: Case) -> Case:
+    """Return a case as it is rehearsed."""
+    return replace(case, size=TINY, device="cpu")
 
 
 class Message(NamedTuple):
@@ -128,10 +130,12 @@ def run_rank(rank: int, directory: Path, options: argparse.Namespace, names: Seq
     gpus = torch.cuda.device_count()
     if gpus < RANKS:
         os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo")
-    where = f"2 ranks on {'one' if gpus < RANKS else 'two'} {torch.cuda.get_device_name()}"
-    results: Results = {**setting(where), "transport": options.transport}
+    name = "CPU, a rehearsal" if options.rehearse else torch.cuda.get_device_name()
+    where = f"2 ranks on {'one' if gpus < RANKS else 'two'} {name}"
+    transport = "gloo" if options.rehearse else options.transport
+    results: Results = {**setting(where), "transport": transport}
     results |= read_results(options.json) or {"cases": [], "messages": {}}
-    for compared in (each for each in CASES if each.name in names):
+    for compared in (rehearsed(each) if options.rehearse else each for each in CASES if each.name in names):
         run_case(compared, directory, Launch(rank, rank if gpus >= RANKS else 0, RANKS), options, results)
         write_results(options.json, rank, results)
 
@@ -154,22 +158,23 @@ def run_case(compared: Case, directory: Path, launch: Launch, options: argparse.
     device, store = job.streams.device, dist.FileStore(str(directory / compared.name), RANKS)
 
     def barrier() -> None:
-        torch.cuda.synchronize()
+        synchronize(device)
         dist.barrier()
 
     with connect(job.topology, timeout=timedelta(seconds=HANG_S), store=store) as groups:
-        nccl = dist.new_group(backend="nccl", timeout=timedelta(seconds=HANG_S))
+        backend = "gloo" if options.rehearse else "nccl"
+        nccl = dist.new_group(backend=backend, timeout=timedelta(seconds=HANG_S))
         if not results["messages"]:
             results["messages"] = time_messages(launch.rank, nccl, device)
             write_results(options.json, launch.rank, results)
-        if options.transport == "nccl":  # a run would refuse it where the ranks share a GPU
+        if options.transport == "nccl" and not options.rehearse:  # a run would refuse it where the ranks share a GPU
             groups = groups.with_transport(NCCL, device, lambda axis, ranks: True)
         session = build_session(job, DeviceWeights(device), groups)
         with device:
             whole = GPT2LMHeadModel(config_of(size, tied=False)).train()
         copy_weights(session, whole)
         sides = acsgd(session, size), compared.open_baseline(job, size, whole, nccl)
-        rounds = 5 if options.quick else 15
+        rounds = 2 if options.rehearse else 5 if options.quick else 15
         mine = alternate(*sides, warmup=WARMUP, rounds=rounds, steps=1, barrier=barrier)
         texts = groups.all_gather_text("rounds", json.dumps(mine), timeout_s=HANG_S)
     of_ranks = [json.loads(text) for text in texts]
@@ -183,10 +188,10 @@ def run_case(compared: Case, directory: Path, launch: Launch, options: argparse.
 
 def time_messages(rank: int, nccl: dist.ProcessGroup, device: torch.device, rounds: int = 10) -> dict[str, Message]:
     """Send messages of several lengths there and back, over gloo through pinned memory and over NCCL."""
-    results = {}
+    results = dict[str, Message]()
     for name, nbytes in MESSAGES.items():
         x = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+        host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=x.is_cuda)
 
         def send(group: dist.ProcessGroup | None, x: Tensor = x, host: Tensor = host) -> None:
             if group is None:
@@ -205,8 +210,10 @@ def time_messages(rank: int, nccl: dist.ProcessGroup, device: torch.device, roun
                 started = time.perf_counter()
                 for part in order:
                     part(group)
-                torch.cuda.synchronize()
+                synchronize(device)
                 times[backend].append((time.perf_counter() - started) / 2)
+        if not results:
+            results[f"{name}, the first one, which connects"] = Message(*(each[0] for each in times.values()))
         results[name] = Message(*(statistics.median(each[1:]) for each in times.values()))
     return results
 
@@ -233,15 +240,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="5 rounds per case instead of 15")
     parser.add_argument("--transport", choices=("nccl", "gloo"), default="nccl", help="of acsgd")
     parser.add_argument("--only", default="", help="run only cases whose name contains this")
+    parser.add_argument("--rehearse", action="store_true", help="run everything small, on CPUs")
     options = parser.parse_args()
     console = Console(width=120)
-    if not torch.cuda.is_available():
+    if not (options.rehearse or torch.cuda.is_available()):
         console.print("No CUDA device: nothing is measured.")
         return
     options.json.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory) / "model"
-        config_of(GPT2, tied=False).save_pretrained(model)
+        config_of(TINY if options.rehearse else GPT2, tied=False).save_pretrained(model)
         save_tokenizer(model)
         options.json.unlink(missing_ok=True)
         failed = run_all(

@@ -310,16 +310,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--torchft", type=Path, help="Python that has torchft; default: torchft is left out")
     parser.add_argument("--torchft-rounds", type=int, default=5, help="number of kills with torchft")
     parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/recovery.json"), help="path of the results")
-    parser.add_argument("--svg", type=Path, default=Path("docs/recovery.svg"), help="path of the picture")
+    parser.add_argument(
+        "--svg", type=Path, default=Path("docs/recovery.svg"), help="path of the picture; /dev/null = none"
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     """Measure, print, save, draw."""
     options = parse_arguments()
-    from benchmarks.common.pictures import save
-    from benchmarks.runs.recovery_picture import draw  # needs matplotlib, which is better missed before than after
-
+    draws = options.svg != Path(os.devnull)
+    if draws:
+        import matplotlib  # noqa: F401  # is better missed before than after
     console = Console(width=120)
     with tempfile.TemporaryDirectory(prefix="recovery-") as scratch:
         directory = Path(scratch)
@@ -346,7 +348,10 @@ def main() -> None:
     cost = [[{"elastic": ours._asdict(), "static": theirs._asdict()} for ours, theirs in blocks] for blocks in starts]
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"about": about, "rows": [asdict(row) for row in rows], "cost": cost}, indent=1))
-    if rows:
+    if rows and draws:
+        from benchmarks.common.pictures import save
+        from benchmarks.runs.recovery_picture import draw
+
         save(draw(rows), options.svg)
 
 

@@ -21,7 +21,7 @@ import json
 import platform
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -144,21 +144,30 @@ def acsgd(session: Session, size: Size = SMALL) -> Step:
 
 def plain(job: Job, size: Size, model: nn.Module, group: dist.ProcessGroup | None) -> Step:
     """Return the step of a plain PyTorch loop, or of DistributedDataParallel if there are replicas."""
-    device = job.streams.device
-    model = model.to(device)
+    model = model.to(job.streams.device)
     adamw = make_adamw(model)
-    replicas, rows = job.topology.replicas, slice(job.micro_ids.start, job.micro_ids.stop)
-    if replicas > 1:
-        model = DistributedDataParallel(
-            model, process_group=group, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True
-        )
+    if job.topology.replicas == 1:
+        return loop(job, size, model, adamw, lambda _: nullcontext())
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
+    return loop(job, size, ddp, adamw, lambda is_last: nullcontext() if is_last else ddp.no_sync())
+
+
+def loop(
+    job: Job,
+    size: Size,
+    model: nn.Module,
+    adamw: torch.optim.Optimizer,
+    during: Callable[[bool], AbstractContextManager[None]],
+) -> Step:
+    """Return the step of a plain loop. during: takes whether a micro-batch is the last one; opens its context."""
+    device, replicas = job.streams.device, job.topology.replicas
+    rows = slice(job.micro_ids.start, job.micro_ids.stop)
 
     def step(number: int) -> float:
         total = torch.zeros((), device=device)
         batch = tokens_of(number, size)[rows].to(device)
         for index, micro in enumerate(batch):
-            accumulate = replicas > 1 and index < len(batch) - 1
-            with model.no_sync() if accumulate else nullcontext():  # type: ignore[operator]
+            with during(index == len(batch) - 1):
                 logits = model(micro[:, :-1], use_cache=False).logits
                 loss = summed_loss(logits, micro[:, 1:]) / batch[..., 1:].numel()
                 loss.backward()

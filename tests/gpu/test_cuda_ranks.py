@@ -7,31 +7,47 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+import signal
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lib.cache import shared_model
+from lib.forks import make_config as make_run
+from lib.forks import started
+from lib.hooked import Run, batch, net
 from lib.models import blocks_of
+from lib.ordered import ordered_transport, register_ordered_transport
 from lib.ranks import on_ranks
 from lib.training import RELATIVE, batches_of, make_config, train
 
+from acsgd import main
 from acsgd.codecs import CODECS
 from acsgd.comm.communicators import NCCL
-from acsgd.config.options import Config, ReplicaConfig, RunConfig
+from acsgd.config.options import CheckpointConfig, Config, ReplicaConfig, RunConfig
 from acsgd.dp import MODES
-from acsgd.groups import connect
+from acsgd.groups import Groups, connect
 from acsgd.launch import Launch, set_nccl_variables
-from acsgd.run.plan.job import prepare
+from acsgd.pp.stage import MicroBatch, Stage
+from acsgd.run.plan import job as plan
+from acsgd.run.plan.job import Job, prepare
+from acsgd.run.plan.transports import Transports
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import open_inputs
+from acsgd.streams import open_streams
 
 TinyModel = Callable[..., Path]
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICES = [pytest.param("cuda", marks=NEEDS_GPU), pytest.param("cpu", marks=pytest.mark.soak)]
+"""On the CPU a transport with the semantics of NCCL takes its place: a rehearsal, so that no time of a GPU is lost."""
 
 TIMEOUT = timedelta(seconds=30)
 EXACT, ROUNDED = 10 * RELATIVE, 1e-3
@@ -54,6 +70,12 @@ ROWS: dict[str, dict[str, Any]] = {
 NO_NCCL = {*(name for name, row in ROWS.items() if "delta" in row.get("forward", "")), "2 replicas, local"}
 """Rows that are refused with NCCL, or send nothing over it."""
 ON_GPU = [*((name, "gloo") for name in ROWS), *((name, "nccl") for name in ROWS if name not in NO_NCCL)]
+
+
+def share_a_gpu(rank: int) -> None:
+    """Let NCCL take two ranks of this host for ranks of two hosts: it takes no two of a host on one GPU."""
+    set_nccl_variables()
+    os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo")
 
 
 def bound_of(row: dict[str, Any]) -> float:
@@ -85,12 +107,9 @@ def train_rank(
     rank: int, world_size: int, store: Path, configs: Sequence[Config], uses_nccl: bool
 ) -> list[list[float] | str]:
     """Train each run on this rank, whose GPU is the first; return the losses of each, or how it failed."""
-    set_nccl_variables()
+    share_a_gpu(rank)
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False
-    os.environ.update(
-        NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo"
-    )  # NCCL takes no two ranks of a host on one GPU
     results: list[list[float] | str] = []
     for number, config in enumerate(configs):
         try:
@@ -144,6 +163,7 @@ def losses(
     }
 
 
+@NEEDS_GPU
 @pytest.mark.parametrize("name_and_transport", ON_GPU, ids=", ".join)
 def test_two_ranks_on_one_gpu_train_as_on_the_cpu(
     name_and_transport: tuple[str, str], losses: dict[tuple[str, str], Any]
@@ -153,3 +173,78 @@ def test_two_ranks_on_one_gpu_train_as_on_the_cpu(
     assert isinstance(on_cpu[0], list), on_cpu
     assert on_gpu[0] == on_gpu[1], "ranks differ"
     assert on_gpu[0] == pytest.approx(on_cpu[0], rel=bound_of(ROWS[name]))
+
+
+Hooked = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]
+
+
+def train_with_hook(rank: int, world_size: int, store: Path, device: str) -> dict[str, list[Hooked]]:
+    """Train with hooks of DDP over gloo and over NCCL; return the weights, the state and the sent bytes."""
+    share_a_gpu(rank)
+    torch.set_num_threads(1)
+    transport, backend = "nccl", "cpu:gloo,cuda:nccl"
+    if device == "cpu":
+        transport, backend = register_ordered_transport(rank), "gloo"
+    file_store = dist.FileStore(str(store), world_size)
+    dist.init_process_group(backend, store=file_store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    trained: dict[str, list[Hooked]] = {}
+    for each in ("gloo", transport):
+        trained[each] = []
+        for form in ("few", "corrected", "few bits"):
+            run = Run(form, net().to(device), transport=each)
+            for step in range(5):
+                run.optimizer.zero_grad()
+                run.model(batch(rank, step).to(device)).backward()
+                run.optimizer.step()
+            states = run.weights(), run.state.state_dict()
+            on_cpu = [{name: x.cpu() for name, x in state.items()} for state in states]
+            trained[each].append((*on_cpu, run.state.meter.sent_bytes))
+            del run
+    dist.barrier()
+    dist.destroy_process_group()
+    return trained
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_hooks_of_ddp_train_over_nccl_as_over_gloo(device: str, tmp_path: Path) -> None:
+    """Bit for bit, and with as many bytes."""
+    for trained in on_ranks(2, train_with_hook, tmp_path / "store", device):
+        for (weights, saved, sent), (others, theirs, sent_over) in zip(*trained.values(), strict=True):
+            assert all(torch.equal(weights[name], x) for name, x in others.items())
+            assert all(torch.equal(saved[name], x) for name, x in theirs.items())
+            assert sent == sent_over > 0
+
+
+def end_within_a_step(rank: int, *, notice: Path, device: str) -> None:
+    """Let the ranks of a run share a device and exchange its tensors over NCCL, and let rank 1 end in step 3."""
+    share_a_gpu(rank)
+    forward, transport = Stage.forward, ordered_transport(rank) if device == "cpu" else NCCL
+
+    def ends(stage: Stage, micro: MicroBatch, *args: Any) -> Any:
+        if rank == 1 and micro.step == 2:
+            notice.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return forward(stage, micro, *args)
+
+    def open_transport(job: Job, groups: Groups, _: Transports) -> tuple[Groups, list[str]]:
+        return groups.with_transport(transport, job.streams.device, lambda axis, ranks: True), []
+
+    Stage.forward = ends  # type: ignore[method-assign]
+    main.open_transports = open_transport
+    plan.open_streams = lambda device, local_rank: open_streams(device, 0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_rank_that_ends_within_an_operation_of_nccl_is_named(stages: int, device: Any, tmp_path: Path) -> None:
+    """Once, by a rank that would wait for ever."""
+    model, checkpoint = shared_model(tmp_path, blocks=2), CheckpointConfig()
+    config = make_run(model, tmp_path / "run", processes=2, steps=100_000, checkpoint=checkpoint)
+    pp, run_config = dataclasses.replace(config.pp, stages=stages, layers=None), RunConfig(device=device, timeout=30.0)
+    config, notice = dataclasses.replace(config, pp=pp, run=run_config), tmp_path / "ended"
+    with started(config, 2, setup=partial(end_within_a_step, notice=notice, device=device)) as run:
+        run.wait_until(notice.exists)
+        assert run.join(60.0, ranks=[0]) == [1], run.stderr
+        (error,) = run.errors
+        assert re.match(rf"error: rank 0 on {socket.gethostname()}: \w+ .+, with ranks \[1\]: ", error)
+        assert "Traceback" not in run.stderr

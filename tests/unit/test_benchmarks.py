@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pytest
+
 from benchmarks.common.compare import run_all
+from benchmarks.gpu.tables import texts
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,3 +73,12 @@ def test_cases_after_one_that_fails_still_run() -> None:
     assert failed == ["b (fault of b)", "d (fault of d)"]
     assert runs == [["a", "b", "c", "d"], ["c", "d"]]
     assert results == ["a", "c"]
+
+
+@pytest.mark.soak
+def test_benchmarks_of_gpus_are_rehearsed_on_cpus(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--quick", "--out", str(tmp_path)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert {*texts(tmp_path)} == {"ranks", "messages", "step", "overlap", "recovery"}, "tables for the documentation"
