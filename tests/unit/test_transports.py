@@ -119,7 +119,7 @@ def test_nccl_is_refused_where_it_cannot_be_used(
     options: str, endpoints: list[Endpoint], has_mesh: bool, reason: str
 ) -> None:
     key = options.split("=")[0]
-    with pytest.raises(ValueError, match=rf"^{key}=nccl: .*{reason}.*; use --(pp|dp).transport gloo for"):
+    with pytest.raises(ValueError, match=rf"^{key}=nccl: .*{reason}.*; use --(pp|dp|run).transport gloo( for|,)"):
         choose(options, endpoints, has_mesh=has_mesh)
     auto = choose(options.replace("=nccl", "=auto"), endpoints, has_mesh=has_mesh)
     assert any(reason in text for text in auto), "auto tells why it uses gloo"
@@ -127,8 +127,14 @@ def test_nccl_is_refused_where_it_cannot_be_used(
 
 def test_nccl_on_a_cpu_is_refused_before_ranks_connect() -> None:
     config = config_of("run.transport=nccl")
-    with pytest.raises(ValueError, match=r"run.transport=nccl: NCCL connects GPUs, and this rank runs on the CPU; use"):
+    cpu = "NCCL connects GPUs, and this rank runs on the CPU"
+    with pytest.raises(ValueError, match=f"^run.transport=nccl: {cpu}; use --run.transport gloo, or change that$"):
         check_transports(config, parse_plugins(config), on_gpu=False, has_mesh=False)
+    of_stages, entropy = config_of("pp.transport=nccl"), config_of(f"run.transport=nccl pp.forward={ENTROPY}")
+    with pytest.raises(ValueError, match=f"^pp.transport=nccl: {cpu}; use --pp.transport gloo for messages between"):
+        check_transports(of_stages, parse_plugins(of_stages), on_gpu=False, has_mesh=False)
+    with pytest.raises(ValueError, match=r"; use --pp.transport gloo for messages between stages, or change that$"):
+        check_transports(entropy, parse_plugins(entropy), on_gpu=True, has_mesh=False)
     check_transports(config, parse_plugins(config), on_gpu=True, has_mesh=False)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -120,23 +120,19 @@ def _own_transport(config: Config, axis: Axis) -> OwnTransport:
 
 def check_transports(config: Config, plugins: Plugins, *, on_gpu: bool, has_mesh: bool) -> None:
     """Raise ValueError if NCCL is to carry what it cannot, as far as this rank alone knows."""
-    for axis in SECTIONS:
-        if wanted_transport(config, axis) == "nccl":
-            reason = _obstacle(config, plugins, axis, has_mesh=has_mesh)
-            if not on_gpu:
-                reason = "NCCL connects GPUs, and this rank runs on the CPU"
-            if reason is not None:
-                raise _refusal(config, axis, reason)
+    reasons = {axis: _obstacle(config, plugins, axis, has_mesh=has_mesh) for axis in SECTIONS}
+    if not on_gpu:
+        reasons = dict.fromkeys(SECTIONS, "NCCL connects GPUs, and this rank runs on the CPU")
+    _refuse(config, reasons)
 
 
 def choose_transports(config: Config, plugins: Plugins, endpoints: Sequence[Endpoint], *, has_mesh: bool) -> Transports:
     """Choose the transports of a run from where its ranks are. Raises ValueError if NCCL cannot be used as asked."""
-    chosen = Transports(endpoints, {}, {})
-    for axis in SECTIONS:
+    chosen, of_ranks = Transports(endpoints, {}, {}), _obstacle_of_ranks(endpoints)
+    reasons = {axis: _obstacle(config, plugins, axis, has_mesh=has_mesh) or of_ranks for axis in SECTIONS}
+    _refuse(config, reasons)
+    for axis, reason in reasons.items():
         wanted = wanted_transport(config, axis)
-        reason = _obstacle(config, plugins, axis, has_mesh=has_mesh) or _obstacle_of_ranks(endpoints)
-        if wanted == "nccl" and reason:
-            raise _refusal(config, axis, reason)
         if wanted == "gloo" or reason:
             chosen.nccl[axis] = "nowhere"
         else:
@@ -188,7 +184,16 @@ def _obstacle_of_ranks(endpoints: Sequence[Endpoint]) -> str | None:
     return None
 
 
-def _refusal(config: Config, axis: Axis, reason: str) -> ValueError:
-    section = SECTIONS[axis]
-    key = "run.transport" if _own_transport(config, axis) == "run" else f"{section}.transport"
-    return ValueError(f"{key}=nccl: {reason}; use --{section}.transport gloo for {SUBJECTS[axis]}, or change that")
+def _refuse(config: Config, reasons: Mapping[Axis, str | None]) -> None:
+    """Raise ValueError if NCCL is asked for along an axis, and there is a reason why it cannot be used there."""
+    used = [axis for axis in SECTIONS if axis == "replica" or config.pp.stages > 1]
+    asked = [axis for axis in used if reasons[axis] and wanted_transport(config, axis) == "nccl"]
+    if not asked:
+        return
+    axis, section = asked[0], SECTIONS[asked[0]]
+    of_run = [each for each in used if _own_transport(config, each) == "run"]
+    key = "run.transport" if axis in of_run else f"{section}.transport"
+    instead = f"--{section}.transport gloo for {SUBJECTS[axis]}"
+    if axis in of_run and all(reasons[each] == reasons[axis] for each in of_run):
+        instead = "--run.transport gloo"
+    raise ValueError(f"{key}=nccl: {reasons[axis]}; use {instead}, or change that")
