@@ -80,7 +80,9 @@ def derive_layers(directory: Path, config: PreTrainedConfig, task: str) -> Model
             return MODEL_CLASSES[task].layers(config)
         except LayersError as error:
             reason = str(error)
-    raise LayersError(f"{path} describes a model that cannot be divided into layers: {reason}")
+    raise LayersError(
+        f"{path} describes a model that cannot be divided into layers: {reason}; give one of a type in docs/models.md"
+    )
 
 
 def longest_sequence(config: PreTrainedConfig) -> int | None:

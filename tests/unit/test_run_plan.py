@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import XLNetConfig
 
 from acsgd import cli
 from acsgd.config.checks import check
@@ -38,10 +39,11 @@ from acsgd.run.plan import planner
 from acsgd.run.plan.dry_run import AbsentPeers, dry_run
 from acsgd.run.plan.job import prepare
 from acsgd.run.plan.layer_trace import MemoryTracker
-from acsgd.run.plan.memory import PlanCache, gradients_in_flight, least_memory, plan_memory, trace_model
+from acsgd.run.plan.memory import PlanCache, least_memory, plan_memory
 from acsgd.run.plan.model import describe_run_model
 from acsgd.run.plan.planner import GIB, RunPlanner
 from acsgd.run.plan.rates import rates_of_gpu
+from acsgd.run.plan.step_memory import gradients_in_flight, trace_model
 from acsgd.run.setup.build import build_session
 from acsgd.shards.weights import Weight
 from acsgd.streams import Streams
@@ -401,3 +403,14 @@ def test_a_plan_refuses_in_one_sentence(
     assert not out
     assert message in text.replace("\n", " ")
     assert "Traceback" not in text
+
+
+def test_a_model_without_layers_is_refused(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"vocab_size": 64, "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 32}
+    XLNetConfig(**sizes, architectures=["XLNetLMHeadModel"]).save_pretrained(tmp_path / "xlnet")
+    code, out, text = plan(capsys, str(run_file), "--model.name", str(tmp_path / "xlnet"))
+    assert code
+    assert not out
+    text = text.replace("\n", " ")
+    assert "cannot be divided into layers: hidden enters layer block-00000 with axis 1" in text
+    assert text.strip().endswith("give one of a type in docs/models.md")

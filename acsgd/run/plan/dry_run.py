@@ -20,8 +20,8 @@ from acsgd.comm.waits import DirectWaits, Meter
 from acsgd.config.options import OptimConfig, ShardKind
 from acsgd.dp.modes.allreduce import open_sync
 from acsgd.dp.peers import AsyncResult, Peers
-from acsgd.dp.sync import Mode
-from acsgd.optim.base import OptimizerSpec, SecondMoments
+from acsgd.dp.sync import GradSync, Mode
+from acsgd.optim.base import Optimizer, OptimizerSpec, SecondMoments
 from acsgd.optim.offload import open_optimizer
 from acsgd.optim.ownership import OwnedWeights, Ownership
 from acsgd.run.plan.layer_trace import MemoryTracker
@@ -132,20 +132,35 @@ def dry_run(
         for sync in syncs:
             sync.reduce()
             sync.wait()
-        reduction_peak, update_peak, moments = tracker.peak - held - state - gradients, 0, SecondMoments({}, 0.0)
-        with _until_values_are_read():
-            opened = open_optimizer(optimizer, owned.of(weights), config, Streams(peers.device))
-            tracker.peak = before = tracker.now
-            opened.step(step)
-            update_peak = tracker.peak - max(before, tracker.now)
-            moments = opened.second_moments(weights)
+        reduction_peak = tracker.peak - held - state - gradients
+
+        def open_own() -> Optimizer:
+            return open_optimizer(optimizer, owned.of(weights), config, Streams(peers.device))
+
+        return UpdateMemory(state, has_buckets, reduction_peak, _update_peak(tracker, syncs, step, open_own, weights))
+
+
+def _update_peak(
+    tracker: MemoryTracker,
+    syncs: Sequence[GradSync],
+    step: int,
+    open_own: Callable[[], Optimizer],
+    weights: Sequence[Weight],
+) -> int:
+    """Make a step of the optimizer and the exchange after it; return their largest memory, beyond that before each."""
+    peak, moments = 0, SecondMoments({}, 0.0)
+    with _until_values_are_read():
+        opened = open_own()
         tracker.peak = before = tracker.now
-        with _until_values_are_read():
-            for sync in syncs:
-                sync.exchange(step, moments)
-                sync.after_step(step, moments)
-        update_peak = max(update_peak, tracker.peak - before)
-    return UpdateMemory(state, has_buckets, reduction_peak, update_peak)
+        opened.step(step)
+        peak = tracker.peak - max(before, tracker.now)
+        moments = opened.second_moments(weights)
+    tracker.peak = before = tracker.now
+    with _until_values_are_read():
+        for sync in syncs:
+            sync.exchange(step, moments)
+            sync.after_step(step, moments)
+    return max(peak, tracker.peak - before)
 
 
 @contextlib.contextmanager

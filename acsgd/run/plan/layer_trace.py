@@ -225,8 +225,7 @@ def trace_layers(
     same = alike(model, layers)
     runs = [index for index in range(len(layers.layers)) if index not in same]
     generators = generator_states()
-    for names in parameter_names(model).values():  # loading casts all of them, also those that PEFT makes in fp32
-        set_tied_parameter(model, names, nn.Parameter(model.get_parameter(names[0]).detach().to(dtype)))
+    _cast(model, dtype)
     with on_fake_tensors(model), experts_without_values(model), KnownValues() as known:
         for key in layers.frozen:
             model.get_parameter(key).requires_grad_(False)
@@ -250,15 +249,20 @@ def trace_layers(
         stage.graph_per_layer = splits_backward
         first_part = composed.run_inputs(stage, batch, labels, sizes[BATCH]) if splits_backward else {}
     restore_generators(generators)
-    traces: list[LayerTrace] = []
-    for index in range(len(layers.layers)):
-        if index in same:
-            traces.append(traces[-1])
-            continue
-        ahead, back, earlier = forward[index], backward.get(index, NOTHING), first.get(index, NOTHING)
-        part = first_part.get(index, NOTHING)
-        traces.append(LayerTrace(ahead.grown, ahead.peak, back.peak, earlier.peak, part.peak, part.grown))
-    return traces
+    found = {
+        index: LayerTrace(ahead.grown, ahead.peak, back.peak, earlier.peak, part.peak, part.grown)
+        for index, ahead in forward.items()
+        for back, earlier, part in [[each.get(index, NOTHING) for each in (backward, first, first_part)]]
+    }
+    for index in same:  # in ascending order
+        found[index] = found[index - 1]
+    return [found[layer.index] for layer in layers.layers]
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast all parameters in place, as loading does, also those that PEFT makes in fp32."""
+    for names in parameter_names(model).values():
+        set_tied_parameter(model, names, nn.Parameter(model.get_parameter(names[0]).detach().to(dtype)))
 
 
 def alike(model: PreTrainedModel, layers: ModelLayers) -> list[int]:

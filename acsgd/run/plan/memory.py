@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import chain
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from acsgd.codecs.base import wire_bytes
-from acsgd.dp.exchange.buckets import split_weights
-from acsgd.dp.exchange.sharded import MAX_PENDING
-from acsgd.dp.modes.allreduce import AllReduce
-from acsgd.layers.quantize import is_quantized
 from acsgd.optim.offload import MAX_IN_FLIGHT
 from acsgd.optim.ownership import OwnedWeights
-from acsgd.pp.recompute import KEEP_ALL, Recompute
 from acsgd.pp.schedules.actions import Action, Op
 from acsgd.pp.wire.cache_plan import plan_capacity
-from acsgd.pp.wire.coder import EXACT, TensorSpec
+from acsgd.pp.wire.coder import EXACT
 from acsgd.pp.wire.delta import Delta
 from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.pp.wire.mailbox import MAX_SENDS_IN_FLIGHT
 from acsgd.run.plan.dry_run import UpdateMemory, dry_run
-from acsgd.run.plan.layer_trace import LayerTrace, trace_layers
 from acsgd.run.plan.limits import ParameterCount
 from acsgd.run.plan.partition import Partition
+from acsgd.run.plan.step_memory import StepPeak, StepWalk, TracedModel, entering_tensors
 from acsgd.shards.layer_tensors import hidden_matrices
-from acsgd.shards.plan import StageSpec
 from acsgd.shards.weights import Weight
 
 
@@ -90,48 +83,6 @@ class RankMemory:
 
 KINDS = tuple(field.name for field in fields(RankMemory) if field.name not in ("cache_per_sequence", "offloaded"))
 """Fields that add up to the total."""
-
-
-@dataclass(frozen=True)
-class TracedModel:
-    """A model whose layers were traced with micro-batches of one size."""
-
-    built: PreTrainedModel
-    """With its adapter, on the meta device."""
-    layers: Sequence[LayerTrace]
-    dequantized: Mapping[int, int]
-    """By layer, bytes of the largest weight that is quantized, in the dtype of the run."""
-    again: Sequence[LayerTrace] = ()
-    """Layers whose activations are kept: those of a group of several layers while its backward runs. Empty = none."""
-
-
-def trace_model(partition: Partition, built: PreTrainedModel | None = None) -> TracedModel:
-    """Trace the model of a run with its micro-batches; the result depends on no rank.
-
-    built: the model on the meta device, if it is there; it is only read.
-    """
-    config, model, shapes, recompute = partition.config, partition.model, partition.shapes, partition.plugins.recompute
-
-    def trace(recompute: Recompute) -> list[LayerTrace]:
-        return trace_layers(
-            model.task,
-            model._replace(quantization=None).build(shapes.dtype),
-            model.description,
-            shapes.sizes,
-            dtype=shapes.dtype,
-            label_smoothing=config.optim.label_smoothing,
-            recompute=recompute,
-            splits_backward=partition.programs.splits_backward,
-            logits_at_once=partition.streams.logits_at_once,
-        )
-
-    traces = trace(recompute._replace(layers=min(recompute.layers, 1)))
-    again = trace(KEEP_ALL) if recompute.layers > 1 else []
-    built, largest = built or model.build(shapes.dtype), dict[int, int]()
-    for layer in model.layers:
-        sizes = [param.numel() for key in layer.parameters if is_quantized(param := built.get_parameter(key))]
-        largest[layer.index] = max(sizes, default=0) * shapes.dtype.itemsize
-    return TracedModel(built, traces, largest, again)
 
 
 class RankWeights:
@@ -212,58 +163,6 @@ def least_memory(partition: Partition, traced: TracedModel, cache: PlanCache) ->
     )
 
 
-@dataclass(frozen=True)
-class _Peak:
-    """Memory of the forwards and backwards of a step when it is largest, bytes."""
-
-    activations: int = 0
-    logits: int = 0
-    gradients: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.activations + self.logits + self.gradients
-
-
-class _StepMemory:
-    """Memory during the forwards and backwards of a step, bytes. last: index of the layer that makes the logits."""
-
-    def __init__(self, last: int, gradients: int) -> None:
-        self._last = last
-        self.activations = self.logits = 0
-        self.gradients = gradients
-        self.peak = _Peak()
-
-    def keep(self, layer: int, nbytes: int) -> None:
-        """Add what a layer keeps for its backward, or remove it."""
-        if layer == self._last:
-            self.logits += nbytes
-        else:
-            self.activations += nbytes
-
-    def reach(self, layer: int, nbytes: int) -> None:
-        """Note the largest memory of a layer while it runs, beyond what is there."""
-        is_head = layer == self._last
-        now = _Peak(self.activations + nbytes * (not is_head), self.logits + nbytes * is_head, self.gradients)
-        self.peak = max(self.peak, now, key=lambda each: each.total)
-
-
-SUM_COPIES = 3
-"""Bytes that the sum of a bucket of gradients takes, in messages, received parts and sums, per byte of the bucket."""
-
-
-def gradients_in_flight(buckets: Sequence[int], made: int) -> int:
-    """Return the bytes of gradients of a backward that are whole, since the link is slow, with those of their sum.
-
-    buckets: bytes of each, in the order in which the backward makes them; made: bytes of the gradients so far.
-    """
-    ends = [*accumulate(buckets)]
-    complete = sum(end <= made for end in ends)
-    filling = made - (ends[complete - 1] if complete else 0)
-    waiting = buckets[max(0, complete - MAX_PENDING) : complete]
-    return sum(waiting) + filling + SUM_COPIES * max(waiting, default=0)
-
-
 class _RankPlan:
     """The memory of one rank."""
 
@@ -272,7 +171,6 @@ class _RankPlan:
         self._traced = traced
         self._cache = cache
         self._weights = cache.weights(partition, traced.built)
-        self._last = len(partition.model.layers) - 1
         self._ownership = partition.ownership(self._weights.stages.values())
         owned = OwnedWeights([*chain.from_iterable(self._weights.stages.values())], self._ownership)
         self._parts = owned.of(owned.weights)
@@ -280,7 +178,7 @@ class _RankPlan:
     @property
     def least_bytes(self) -> int:
         """Memory on the device without that of the update and the mode. Activations: if the layers were traced."""
-        peak = self._walk(has_buckets=False).total if self._traced.layers else 0
+        peak = self._peak(has_buckets=False).total if self._traced.layers else 0
         if self._offloads:
             return self._weight_bytes + 2 * self._in_flight_bytes + peak
         return self._weight_bytes + self._master_bytes + self._moment_bytes + max(peak, self._gradient_bytes)
@@ -343,7 +241,7 @@ class _RankPlan:
     def memory(self, sequences: int | None) -> RankMemory:
         partition = self._partition
         update = self._update()
-        peak = self._walk(has_buckets=update.has_buckets)
+        peak = self._peak(has_buckets=update.has_buckets)
         gradients = self._gradient_bytes
         updates = max(update.reduction_peak, update.update_peak)
         offloaded = 0
@@ -354,7 +252,7 @@ class _RankPlan:
         elif peak.total > gradients + updates:
             updates, gradients = 0, peak.gradients
         else:
-            peak = _Peak()
+            peak = StepPeak()
         delta = partition.plugins.delta
         is_bounded = sequences is not None or (delta is not None and delta.cache_gib > 0)
         return RankMemory(
@@ -376,126 +274,9 @@ class _RankPlan:
     def _actions(self) -> Sequence[Action]:
         return self._partition.programs.actions(len(self._partition.micro_ids)).train
 
-    def _walk(self, *, has_buckets: bool) -> _Peak:
-        """Follow the program of a step. has_buckets: whether gradients lie in buffers that the mode keeps."""
-        keeps_gradients = not self._offloads
-        in_buckets = keeps_gradients and has_buckets
-        memory = _StepMemory(self._last, self._weights.count.gradient_bytes if in_buckets else 0)
-        buckets = self._summed_buckets() if keeps_gradients else ()
-        started = set[int]()
-        """Stages whose gradients exist."""
-        for action in self._actions:
-            if not action.is_compute:
-                continue
-            if action.operation.phase == "forward":
-                self._run_forward(action, memory)
-                continue
-            completes = action.operation.completes
-            creates = keeps_gradients and completes and action.stage not in started and not has_buckets
-            self._run_backward(action, memory, creates_gradients=creates, buckets=buckets)
-            if completes:
-                started.add(action.stage)
-        return memory.peak
-
-    @property
-    def _sums_passes(self) -> bool:
-        """Whether gradients are summed over replicas after each backward, and whole ones are dropped then."""
-        return self._partition.config.dp.shard == "gradients" and self._partition.topology.replicas > 1
-
-    def _summed_buckets(self) -> Sequence[int]:
-        """Return the bytes of the buckets that are summed after each backward; none unless `_sums_passes`."""
-        mode = self._partition.plugins.mode
-        if not self._sums_passes or not isinstance(mode, AllReduce):
-            return ()
-        [stage] = self._weights.stages.values()
-        early = [weight for weight in stage if not weight.has_remote_lookups]
-        return [sum(weight.master.nbytes for weight in bucket) for bucket in split_weights(early, mode.bucket_mb)]
-
-    def _run_forward(self, action: Action, memory: _StepMemory) -> None:
-        span = self._partition.layout.spans[action.stage]
-        before = memory.activations, memory.logits
-        memory.activations += self._entering_bytes(span.first)
-        for group in self._groups(span):
-            self._run_layers(group, self._traced.layers, memory)
-            for layer in group[:-1]:  # of which backward starts from the inputs of the first
-                memory.keep(layer, -self._traced.layers[layer].kept)
-        if span.last <= self._partition.model.description.first_trained:  # without a backward
-            memory.activations, memory.logits = before
-
-    def _run_backward(
-        self, action: Action, memory: _StepMemory, *, creates_gradients: bool, buckets: Sequence[int]
-    ) -> None:
-        """Follow a backward. buckets: of gradients that are summed after each one."""
-        span, made = self._partition.layout.spans[action.stage], 0
-        traces, ends = self._traced.layers, dict[int, range]()
-        if self._traced.again:
-            traces, ends = self._traced.again, {group[-1]: group for group in self._groups(span)}
-        for layer in reversed(range(*span)):
-            if group := ends.get(layer):
-                self._run_layers(group, traces, memory)
-                memory.keep(layer, -self._traced.layers[layer].kept)  # its output is counted in its trace
-            trace = traces[layer]
-            needed = trace.first_backward_peak if creates_gradients or buckets else trace.backward_peak
-            if action.op is Op.I:
-                needed = trace.inputs_peak
-            whole = gradients_in_flight(buckets, made)
-            memory.gradients += whole
-            memory.reach(layer, needed + self._traced.dequantized[layer] + self._entering_bytes(layer + 1))
-            memory.gradients -= whole
-            early = (each for each in self._last_used(action.stage, layer) if not each.has_remote_lookups)
-            made += sum(weight.master.nbytes for weight in early) * bool(buckets)
-            if action.operation.completes:
-                memory.keep(layer, -trace.kept)
-            if action.op in (Op.I, Op.W):
-                memory.keep(layer, trace.kept_between * (1 if action.op is Op.I else -1))
-            if creates_gradients:
-                memory.gradients += self._layer_gradient_bytes(action.stage, layer)
-        whole = gradients_in_flight(buckets, made)
-        memory.gradients += whole
-        memory.reach(span.first, 0)
-        memory.gradients -= whole
-        if action.operation.completes:
-            memory.activations -= self._entering_bytes(span.first)
-
-    def _groups(self, span: StageSpec) -> Iterator[range]:
-        """Yield the layers of a stage in groups of which backward starts from the inputs of the first one."""
-        together = self._partition.plugins.recompute.layers or 1
-        for first in range(*span, together):
-            yield range(first, min(first + together, span.last))
-
-    def _run_layers(self, layers: range, traces: Sequence[LayerTrace], memory: _StepMemory) -> None:
-        """Follow the forward of some layers."""
-        for layer in layers:
-            memory.reach(layer, traces[layer].forward_peak + self._traced.dequantized[layer])
-            memory.keep(layer, traces[layer].kept)
-
-    def _entering_bytes(self, layer: int) -> int:
-        """Return the bytes of the tensors that enter a layer, of a micro-batch."""
-        return sum(spec_bytes(spec) for spec in self._entering(layer).values())
-
-    def _entering(self, layer: int) -> dict[str, TensorSpec]:
-        if not 0 < layer <= self._last:
-            return {}
-        shapes = self._partition.shapes
-        return {
-            name: TensorSpec(*shape.resolve(shapes.sizes, shapes.dtype), shape.dims)
-            for name, shape in self._partition.model.description.boundary(layer).items()
-        }
-
-    def _layer_gradient_bytes(self, stage: int, layer: int) -> int:
-        """Return the bytes of the gradients that stay of the weights that a layer is the last of its stage to use."""
-        own, replicas = self._last_used(stage, layer), self._partition.topology.replicas
-        return sum(
-            weight.master.nbytes // (replicas if self._sums_passes and not weight.has_remote_lookups else 1)
-            for weight in own
-        )
-
-    def _last_used(self, stage: int, layer: int) -> list[Weight]:
-        """Return the weights that a layer is the last of its stage to use."""
-        model, specs = self._partition.model, self._partition.layout.specs
-        later = {key for other in model.layers[layer + 1 : specs[stage].last] for key in other.parameters}
-        keys = {*model.layers[layer].parameters} - later
-        return [weight for weight in self._weights.stages[stage] if weight.key in keys]
+    def _peak(self, *, has_buckets: bool) -> StepPeak:
+        walk = StepWalk(self._partition, self._traced, self._weights, offloads=self._offloads)
+        return walk.peak(self._actions, has_buckets=has_buckets)
 
     def _message_bytes(self) -> int:
         """Return the bytes of the buffers of all links."""
@@ -520,7 +301,7 @@ class _RankPlan:
         """Return the bytes of the messages that carry a micro-batch over the boundary before a stage."""
         plugins, total = self._partition.plugins, 0
         codecs = [*(plugins.backward if is_gradient else plugins.forward)]
-        for spec in self._entering(self._partition.layout.specs[stage].first).values():
+        for spec in entering_tensors(self._partition, self._partition.layout.specs[stage].first).values():
             if is_gradient and not spec.dtype.is_floating_point:
                 continue
             used = [each for each in codecs if not isinstance(each, Delta)] if spec.dtype.is_floating_point else []
@@ -538,8 +319,3 @@ class _RankPlan:
             entry = sum(delta.entry_bytes(spec) for spec in specs.values() if spec.dtype.is_floating_point)
             total += entry * plan_capacity(delta, entry, samples=sequences, per_step=per_step)
         return total
-
-
-def spec_bytes(spec: TensorSpec) -> int:
-    """Return the bytes of a tensor of a shape."""
-    return math.prod(spec.shape) * spec.dtype.itemsize

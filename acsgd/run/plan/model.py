@@ -19,6 +19,7 @@ from acsgd.launch import Launch
 from acsgd.layers.description import LayerSpec, ModelLayers
 from acsgd.layers.quantize import QuantizedFormat, least_bytes
 from acsgd.layers.skeleton import parameter_names
+from acsgd.model_classes import ModelClass
 from acsgd.run.plan.layers_cache import LayersCache
 from acsgd.run.plan.limits import ParameterCount, check_memory, check_sequence
 from acsgd.shards.config import derive_layers, longest_sequence
@@ -121,12 +122,7 @@ def _describe(
         has_adapter=has_adapter,
         config_only=config_only,
     )
-    if config.model.attention == "sdpa" and not task.model_class.has_sdpa(found.config):
-        raise ValueError(
-            f"model.attention=sdpa: {found.config.model_type} has no sdpa; use --model.attention eager, or auto"
-        )
-    if config.model.attention != "auto":
-        found.config._attn_implementation = config.model.attention
+    _set_attention(found.config, config.model.attention, task.model_class)
     tokenizer = found.directory if config_only else _find_tokenizer(config.model, found)
     check_sequence(config.data.sequence, longest_sequence(found.config))
     has_frozen = config.model.freeze is not None or config.adapter.spec is not None
@@ -156,6 +152,14 @@ def _describe(
         quantization,
         is_verified=found.layers is not None,
     )
+
+
+def _set_attention(config: PreTrainedConfig, attention: str, model_class: ModelClass) -> None:
+    """Let a model use the attention of model.attention. Raises ValueError if it has no such one."""
+    if attention == "sdpa" and not model_class.has_sdpa(config):
+        raise ValueError(f"model.attention=sdpa: {config.model_type} has no sdpa; use --model.attention eager, or auto")
+    if attention != "auto":
+        config._attn_implementation = attention
 
 
 def _find_tokenizer(options: ModelConfig, found: FoundModel) -> Path:

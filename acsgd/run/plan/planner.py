@@ -21,10 +21,11 @@ from acsgd.launch import Launch
 from acsgd.pp.schedules.schedules import CANDIDATES
 from acsgd.run.plan.layout import sizes_of
 from acsgd.run.plan.measure import layers_key
-from acsgd.run.plan.memory import PlanCache, RankMemory, TracedModel, least_memory, plan_memory, trace_model
+from acsgd.run.plan.memory import PlanCache, RankMemory, least_memory, plan_memory
 from acsgd.run.plan.model import RunModel, layers_cache
 from acsgd.run.plan.partition import Partition, divide_model, open_grid, topology_of
 from acsgd.run.plan.rates import LinkRate, Rates
+from acsgd.run.plan.step_memory import TracedModel, trace_model
 from acsgd.run.plan.step_time import PlannedStep, StepPlanner
 from acsgd.streams import Streams
 from acsgd.tasks import check_options

@@ -1,0 +1,258 @@
+"""Memory of the forwards and backwards of a step: traced layers, followed through the program of a rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
+
+from acsgd.dp.exchange.buckets import split_weights
+from acsgd.dp.exchange.sharded import MAX_PENDING
+from acsgd.dp.modes.allreduce import AllReduce
+from acsgd.layers.quantize import is_quantized
+from acsgd.pp.recompute import KEEP_ALL, Recompute
+from acsgd.pp.schedules.actions import Action, Op
+from acsgd.pp.wire.coder import TensorSpec
+from acsgd.run.plan.layer_trace import LayerTrace, trace_layers
+from acsgd.run.plan.partition import Partition
+from acsgd.shards.plan import StageSpec
+from acsgd.shards.weights import Weight
+
+if TYPE_CHECKING:
+    from acsgd.run.plan.memory import RankWeights
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A model whose layers were traced with micro-batches of one size."""
+
+    built: PreTrainedModel
+    """With its adapter, on the meta device."""
+    layers: Sequence[LayerTrace]
+    dequantized: Mapping[int, int]
+    """By layer, bytes of the largest weight that is quantized, in the dtype of the run."""
+    again: Sequence[LayerTrace] = ()
+    """Layers whose activations are kept: those of a group of several layers while its backward runs. Empty = none."""
+
+
+def trace_model(partition: Partition, built: PreTrainedModel | None = None) -> TracedModel:
+    """Trace the model of a run with its micro-batches; the result depends on no rank.
+
+    built: the model on the meta device, if it is there; it is only read.
+    """
+    config, model, shapes, recompute = partition.config, partition.model, partition.shapes, partition.plugins.recompute
+
+    def trace(recompute: Recompute) -> list[LayerTrace]:
+        return trace_layers(
+            model.task,
+            model._replace(quantization=None).build(shapes.dtype),
+            model.description,
+            shapes.sizes,
+            dtype=shapes.dtype,
+            label_smoothing=config.optim.label_smoothing,
+            recompute=recompute,
+            splits_backward=partition.programs.splits_backward,
+            logits_at_once=partition.streams.logits_at_once,
+        )
+
+    traces = trace(recompute._replace(layers=min(recompute.layers, 1)))
+    again = trace(KEEP_ALL) if recompute.layers > 1 else []
+    built, largest = built or model.build(shapes.dtype), dict[int, int]()
+    for layer in model.layers:
+        sizes = [param.numel() for key in layer.parameters if is_quantized(param := built.get_parameter(key))]
+        largest[layer.index] = max(sizes, default=0) * shapes.dtype.itemsize
+    return TracedModel(built, traces, largest, again)
+
+
+@dataclass(frozen=True)
+class StepPeak:
+    """Memory of the forwards and backwards of a step when it is largest, bytes."""
+
+    activations: int = 0
+    logits: int = 0
+    gradients: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.logits + self.gradients
+
+
+class _StepMemory:
+    """Memory during the forwards and backwards of a step, bytes. last: index of the layer that makes the logits."""
+
+    def __init__(self, last: int, gradients: int) -> None:
+        self._last = last
+        self.activations = self.logits = 0
+        self.gradients = gradients
+        self.peak = StepPeak()
+
+    def keep(self, layer: int, nbytes: int) -> None:
+        """Add what a layer keeps for its backward, or remove it."""
+        if layer == self._last:
+            self.logits += nbytes
+        else:
+            self.activations += nbytes
+
+    def reach(self, layer: int, nbytes: int) -> None:
+        """Note the largest memory of a layer while it runs, beyond what is there."""
+        is_head = layer == self._last
+        now = StepPeak(self.activations + nbytes * (not is_head), self.logits + nbytes * is_head, self.gradients)
+        self.peak = max(self.peak, now, key=lambda each: each.total)
+
+
+SUM_COPIES = 3
+"""Bytes that the sum of a bucket of gradients takes, in messages, received parts and sums, per byte of the bucket."""
+
+
+def gradients_in_flight(buckets: Sequence[int], made: int) -> int:
+    """Return the bytes of gradients of a backward that are whole, since the link is slow, with those of their sum.
+
+    buckets: bytes of each, in the order in which the backward makes them; made: bytes of the gradients so far.
+    """
+    ends = [*accumulate(buckets)]
+    complete = sum(end <= made for end in ends)
+    filling = made - (ends[complete - 1] if complete else 0)
+    waiting = buckets[max(0, complete - MAX_PENDING) : complete]
+    return sum(waiting) + filling + SUM_COPIES * max(waiting, default=0)
+
+
+class StepWalk:
+    """Follows the program of a step of one rank. offloads: whether gradients are in another memory than the weights."""
+
+    def __init__(self, partition: Partition, traced: TracedModel, weights: RankWeights, *, offloads: bool) -> None:
+        self._partition = partition
+        self._traced = traced
+        self._weights = weights
+        self._offloads = offloads
+        self._last = len(partition.model.layers) - 1
+
+    def peak(self, actions: Sequence[Action], *, has_buckets: bool) -> StepPeak:
+        """Follow the program of a step; return its peak.
+
+        has_buckets: whether gradients lie in buffers that the mode keeps.
+        """
+        keeps_gradients = not self._offloads
+        in_buckets = keeps_gradients and has_buckets
+        memory = _StepMemory(self._last, self._weights.count.gradient_bytes if in_buckets else 0)
+        buckets = self._summed_buckets() if keeps_gradients else ()
+        started = set[int]()
+        """Stages whose gradients exist."""
+        for action in actions:
+            if not action.is_compute:
+                continue
+            if action.operation.phase == "forward":
+                self._run_forward(action, memory)
+                continue
+            completes = action.operation.completes
+            creates = keeps_gradients and completes and action.stage not in started and not has_buckets
+            self._run_backward(action, memory, creates_gradients=creates, buckets=buckets)
+            if completes:
+                started.add(action.stage)
+        return memory.peak
+
+    @property
+    def _sums_passes(self) -> bool:
+        """Whether gradients are summed over replicas after each backward, and whole ones are dropped then."""
+        return self._partition.config.dp.shard == "gradients" and self._partition.topology.replicas > 1
+
+    def _summed_buckets(self) -> Sequence[int]:
+        """Return the bytes of the buckets that are summed after each backward; none unless `_sums_passes`."""
+        mode = self._partition.plugins.mode
+        if not self._sums_passes or not isinstance(mode, AllReduce):
+            return ()
+        [stage] = self._weights.stages.values()
+        early = [weight for weight in stage if not weight.has_remote_lookups]
+        return [sum(weight.master.nbytes for weight in bucket) for bucket in split_weights(early, mode.bucket_mb)]
+
+    def _run_forward(self, action: Action, memory: _StepMemory) -> None:
+        span = self._partition.layout.spans[action.stage]
+        before = memory.activations, memory.logits
+        memory.activations += entering_bytes(self._partition, span.first)
+        for group in self._groups(span):
+            self._run_layers(group, self._traced.layers, memory)
+            for layer in group[:-1]:  # of which backward starts from the inputs of the first
+                memory.keep(layer, -self._traced.layers[layer].kept)
+        if span.last <= self._partition.model.description.first_trained:  # without a backward
+            memory.activations, memory.logits = before
+
+    def _run_backward(
+        self, action: Action, memory: _StepMemory, *, creates_gradients: bool, buckets: Sequence[int]
+    ) -> None:
+        """Follow a backward. buckets: of gradients that are summed after each one."""
+        span, made = self._partition.layout.spans[action.stage], 0
+        traces, ends = self._traced.layers, dict[int, range]()
+        if self._traced.again:
+            traces, ends = self._traced.again, {group[-1]: group for group in self._groups(span)}
+        for layer in reversed(range(*span)):
+            if group := ends.get(layer):
+                self._run_layers(group, traces, memory)
+                memory.keep(layer, -self._traced.layers[layer].kept)  # its output is counted in its trace
+            trace = traces[layer]
+            needed = trace.first_backward_peak if creates_gradients or buckets else trace.backward_peak
+            if action.op is Op.I:
+                needed = trace.inputs_peak
+            whole = gradients_in_flight(buckets, made)
+            memory.gradients += whole
+            memory.reach(layer, needed + self._traced.dequantized[layer] + entering_bytes(self._partition, layer + 1))
+            memory.gradients -= whole
+            early = (each for each in self._last_used(action.stage, layer) if not each.has_remote_lookups)
+            made += sum(weight.master.nbytes for weight in early) * bool(buckets)
+            if action.operation.completes:
+                memory.keep(layer, -trace.kept)
+            if action.op in (Op.I, Op.W):
+                memory.keep(layer, trace.kept_between * (1 if action.op is Op.I else -1))
+            if creates_gradients:
+                memory.gradients += self._layer_gradient_bytes(action.stage, layer)
+        whole = gradients_in_flight(buckets, made)
+        memory.gradients += whole
+        memory.reach(span.first, 0)
+        memory.gradients -= whole
+        if action.operation.completes:
+            memory.activations -= entering_bytes(self._partition, span.first)
+
+    def _groups(self, span: StageSpec) -> Iterator[range]:
+        """Yield the layers of a stage in groups of which backward starts from the inputs of the first one."""
+        together = self._partition.plugins.recompute.layers or 1
+        for first in range(*span, together):
+            yield range(first, min(first + together, span.last))
+
+    def _run_layers(self, layers: range, traces: Sequence[LayerTrace], memory: _StepMemory) -> None:
+        """Follow the forward of some layers."""
+        for layer in layers:
+            memory.reach(layer, traces[layer].forward_peak + self._traced.dequantized[layer])
+            memory.keep(layer, traces[layer].kept)
+
+    def _layer_gradient_bytes(self, stage: int, layer: int) -> int:
+        """Return the bytes of the gradients that stay of the weights that a layer is the last of its stage to use."""
+        own, replicas = self._last_used(stage, layer), self._partition.topology.replicas
+        return sum(
+            weight.master.nbytes // (replicas if self._sums_passes and not weight.has_remote_lookups else 1)
+            for weight in own
+        )
+
+    def _last_used(self, stage: int, layer: int) -> list[Weight]:
+        """Return the weights that a layer is the last of its stage to use."""
+        model, specs = self._partition.model, self._partition.layout.specs
+        later = {key for other in model.layers[layer + 1 : specs[stage].last] for key in other.parameters}
+        keys = {*model.layers[layer].parameters} - later
+        return [weight for weight in self._weights.stages[stage] if weight.key in keys]
+
+
+def entering_bytes(partition: Partition, layer: int) -> int:
+    """Return the bytes of the tensors that enter a layer, of a micro-batch."""
+    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in entering_tensors(partition, layer).values())
+
+
+def entering_tensors(partition: Partition, layer: int) -> dict[str, TensorSpec]:
+    """Return the tensors that enter a layer from the one before, of a micro-batch; none for the first layer."""
+    if not 0 < layer < len(partition.model.layers):
+        return {}
+    shapes = partition.shapes
+    return {
+        name: TensorSpec(*shape.resolve(shapes.sizes, shapes.dtype), shape.dims)
+        for name, shape in partition.model.description.boundary(layer).items()
+    }
