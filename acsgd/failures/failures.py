@@ -142,12 +142,30 @@ def attribute_failure(
     else:
         culprits, state = awaited - reports.keys(), "alive, but stuck or slower than run.timeout"
     if not culprits:
-        return f"{reports[first].text}; all ranks are alive: the network failed, or run.timeout is too short"
+        return _describe_network(reports, first, host)
     witnesses = [rank for rank, report in reports.items() if culprits.intersection(report.awaited)] or [first]
     # a rank that waited for one peer has the more specific message than one that waited for a group
     witness = min(witnesses, key=lambda rank: (len(reports[rank].awaited), rank))
     names = " and ".join(f"rank {rank} on {host(rank)}" for rank in sorted(culprits))
     return f"{reports[witness].text}; {names} {'is' if len(culprits) == 1 else 'are'} {state}; see its log"
+
+
+def _describe_network(reports: Mapping[int, FailureReport], first: int, host: Callable[[int], str]) -> str:
+    """Return the message where all ranks are alive: the link between the only two that wait for each other has failed.
+
+    Others may wait for a rank that relays their messages, and that waits itself. See `attribute_failure`.
+    """
+    pairs = [
+        (rank, other)
+        for rank, report in reports.items()
+        for other in report.awaited
+        if rank < other and rank in reports[other].awaited
+    ]
+    where, what = reports[first].text, "the network"
+    if len(pairs) == 1:
+        ((rank, other),) = pairs
+        where, what = reports[rank].text, f"the network between {host(rank)} and rank {other} on {host(other)}"
+    return f"{where}; all ranks are alive: {what} failed, or run.timeout is too short"
 
 
 class FailureBoard:

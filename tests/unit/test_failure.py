@@ -322,7 +322,16 @@ def message_of(reports: dict[int, tuple[int, ...]], silent: tuple[int, ...], fir
         pytest.param({0: (1,), 3: (2,)}, (1, 2), 3, "0 waited; rank 1 on host-1 and rank 2 on host-2 are", id="two"),
         pytest.param({0: (1,)}, (1, 3), 0, "0 waited; rank 1 on host-1 is silent", id="ended-by-torchrun"),
         pytest.param({0: (1,)}, (), 0, "0 waited; rank 1 on host-1 is alive, but stuck", id="stuck"),
-        pytest.param({0: (1,), 1: (0,)}, (), 1, "1 waited; all ranks are alive", id="network"),
+        pytest.param(
+            {0: (1, 2), 1: (0, 2), 2: (0, 1)}, (), 1, "1 waited; all ranks are alive: the network failed", id="network"
+        ),
+        pytest.param(
+            {0: (1,), 1: (0,), 2: (0,), 3: (2,)},
+            (),
+            3,
+            "0 waited; all ranks are alive: the network between host-0 and rank 1 on host-1 failed",
+            id="blocked-relay",
+        ),
         pytest.param({0: (1,), 1: (), 2: ()}, (), 2, "2 waited", id="own-fault-that-was-first"),
         pytest.param({0: (1,), 1: (), 2: ()}, (3,), 0, "1 waited", id="own-fault"),
     ],

@@ -17,12 +17,14 @@ from acsgd.config.options import Config
 from acsgd.config.run_file import parse, to_toml
 from acsgd.pp.schedules.lowering import lower
 from acsgd.pp.schedules.schedules import OneFOneB
+from acsgd.pp.wire import ladder
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
-from acsgd.pp.wire.ladder import BACKWARD, FORWARD, CodecTime, Rung
+from acsgd.pp.wire.ladder import BACKWARD, FORWARD, CodecTime, Rung, measure_codec
 from acsgd.run.plan.partition import with_useful_delta
 from acsgd.run.plan.plugins import parse_plugins
 from acsgd.run.step.link_codecs import BAND, Choice, Chooser, Direction, Measured
+from acsgd.streams import open_streams
 
 SPEC = TensorSpec((4, 256, 512), torch.float32)
 COMPUTE_S = 0.1
@@ -126,6 +128,25 @@ def test_a_codec_that_takes_longer_than_it_saves_is_not_chosen() -> None:
     slow_codecs = pipeline(200, times=CodecTime(COMPUTE_S, COMPUTE_S))
     assert chooser(2, micros=4).choose(slow_codecs, (0, 0)) == (0, 0)
     assert chooser(2, micros=4).choose(pipeline(200), (0, 0)) != (0, 0)
+
+
+def test_a_process_measures_a_codec_once_for_each_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The views of an elastic run, which choose codecs anew, are on the same device."""
+    measured = list[int]()
+
+    def measure(codec: object, spec: TensorSpec, streams: object) -> CodecTime:
+        measured.append(spec.shape[0])
+        return CodecTime(1.0 * spec.shape[0], 2.0)
+
+    monkeypatch.setattr(ladder, "_measure", measure)
+    monkeypatch.setattr(ladder, "_measured", {})
+    specs = [TensorSpec((rows, 4), torch.float32) for rows in (1, 2)]
+    for _ in range(2):
+        streams = open_streams("cpu", 0)
+        assert measure_codec(Rung("none", 0.0).codec, specs, streams) == CodecTime(3.0, 4.0)
+    assert measured == [1, 2]
+    measure_codec(Rung("fixpoint:bits=8", 0.0).codec, specs[:1], streams)
+    assert measured == [1, 2, 1]
 
 
 def test_the_loss_costs_are_those_of_the_measurements() -> None:

@@ -199,13 +199,24 @@ class CodecTime(NamedTuple):
     decode_s: float
 
 
+_measured: dict[tuple[Codec | Delta, TensorSpec, torch.device], CodecTime] = {}
+"""Times so far: the views of an elastic run are on the same device."""
 VISITS = 3
 """Number of times that a message is encoded and decoded to measure its time, after a first one that is not counted."""
 
 
 def measure_codec(codec: Codec | Delta, specs: Sequence[TensorSpec], streams: Streams) -> CodecTime:
-    """Measure the time of a codec for the floating-point tensors of a message; that of a delta for cache hits."""
-    times = [_measure(codec, spec, streams) for spec in specs if spec.dtype.is_floating_point]
+    """Measure the time of a codec for the floating-point tensors of a message; that of a delta for cache hits.
+
+    A process measures each tensor once.
+    """
+    times = []
+    for spec in specs:
+        if spec.dtype.is_floating_point:
+            key = codec, spec, streams.device
+            if key not in _measured:
+                _measured[key] = _measure(codec, spec, streams)
+            times.append(_measured[key])
     return CodecTime(sum(each.encode_s for each in times), sum(each.decode_s for each in times))
 
 
