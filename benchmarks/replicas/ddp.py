@@ -55,7 +55,7 @@ SentBytes = Callable[[], float]
 class Plain:
     """All-reduce of gradients in fp32."""
 
-    def attach(self, model: DistributedDataParallel, optim: OptimConfig) -> SentBytes:
+    def attach(self, model: DistributedDataParallel, optim: OptimConfig, optimizer: Optimizer) -> SentBytes:
         return lambda: ring_bytes(4 * num_params(model))
 
 
@@ -63,7 +63,7 @@ class Plain:
 class Half:
     """All-reduce of gradients in fp16, with torch's hook."""
 
-    def attach(self, model: DistributedDataParallel, optim: OptimConfig) -> SentBytes:
+    def attach(self, model: DistributedDataParallel, optim: OptimConfig, optimizer: Optimizer) -> SentBytes:
         model.register_comm_hook(None, fp16_compress_hook)
         return lambda: ring_bytes(2 * num_params(model))
 
@@ -76,7 +76,7 @@ class PowerSGD:
     exact_steps: int = 10
     """Number of initial steps that use exact all-reduce, 2 or more."""
 
-    def attach(self, model: DistributedDataParallel, optim: OptimConfig) -> SentBytes:
+    def attach(self, model: DistributedDataParallel, optim: OptimConfig, optimizer: Optimizer) -> SentBytes:
         state = PowerSGDState(None, matrix_approximation_rank=self.rank, start_powerSGD_iter=self.exact_steps)
         model.register_comm_hook(state, powerSGD_hook)
         before = 0
@@ -95,9 +95,12 @@ class CocktailHook:
 
     topk: float = 0.02
     bits: int = 4
+    plain: bool = False
+    """Whether the hook knows no learning rates and clips nothing."""
 
-    def attach(self, model: DistributedDataParallel, optim: OptimConfig) -> SentBytes:
-        state = CocktailState(model, topk=self.topk, bits=self.bits, precondition=optim.betas[1])
+    def attach(self, model: DistributedDataParallel, optim: OptimConfig, optimizer: Optimizer) -> SentBytes:
+        options: dict[str, Any] = {} if self.plain else {"optimizer": optimizer, "clip": optim.clip}
+        state = CocktailState(model, topk=self.topk, bits=self.bits, precondition=optim.betas[1], **options)
         model.register_comm_hook(state, cocktail_hook)
 
         def sent_bytes() -> float:
@@ -151,7 +154,8 @@ def run_rank(rank: int, world_size: int, config: Config, store: str) -> None:
     with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(store, world_size)):
         model = DistributedDataParallel(make_model(job), bucket_cap_mb=BUCKET_MB)
         make = make_sgd if isinstance(variant, CocktailHook) else make_adamw
-        train(job, model, make(model, job.config.optim), variant.attach(model, job.config.optim))
+        optimizer = make(model, job.config.optim)
+        train(job, model, optimizer, variant.attach(model, job.config.optim, optimizer))
 
 
 def make_model(job: Job) -> PreTrainedModel:
@@ -190,6 +194,8 @@ def make_step(
     """Run one optimizer step; return this replica's loss, the mean over its target tokens."""
     assert batch.inputs is not None
     assert batch.labels is not None
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, optim)  # before backward, in which the hook may need it
     loss = 0.0
     for index, (tokens, labels) in enumerate(zip(batch.inputs["input_ids"], batch.labels, strict=True)):
         with nullcontext() if index == len(batch.labels) - 1 else model.no_sync():
@@ -198,8 +204,6 @@ def make_step(
         loss += share.item()
     if isinstance(optimizer, torch.optim.AdamW):  # SGD steps on preconditioned gradients
         nn.utils.clip_grad_norm_(model.parameters(), optim.clip)
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(step, optim)
     optimizer.step()
     optimizer.zero_grad()
     return loss

@@ -53,6 +53,7 @@ MODES = (
     "torch:fp16",
     *(f"torch:powersgd:rank={rank}" for rank in (1, 2, 4)),
     "torch:cocktail_hook:topk=0.02,bits=4",
+    "torch:cocktail_hook:topk=0.02,bits=4,plain=true",
     *(f"powersgd:rank={rank}" for rank in (1, 2, 4)),
     *(f"quantized:bits={bits},exact_steps={{tenth}}" for bits in (1, 4)),
     *(f"cocktail_grad:topk={topk:g},bits={bits}" for topk in (0.1, 0.02, 0.015, 0.005) for bits in (4, 2)),

@@ -49,7 +49,7 @@ FAMILIES = (
     Family("quantized", "#0b7a6b", ("quantized*",)),
     Family("cocktail_grad, 4 bits", "#1f5fbf", ("cocktail_grad*bits=4",)),
     Family("cocktail_grad, 2 bits", "#6a9be0", ("cocktail_grad*bits=2",)),
-    Family("cocktail_hook of DDP", "#0f8fb3", ("torch:cocktail_hook*",)),
+    Family("cocktail_hook of DDP", "#0f8fb3", ("torch:cocktail_hook:topk=0.02,bits=4",)),
     Family("cocktail", "#8a3ab9", ("cocktail", "cocktail:*")),
     Family("sparseloco", "#a61e4d", ("sparseloco*",)),
     Family("diloco", "#9a8a1c", ("diloco:inner=??",)),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from lib.hooked import LR, SMALL_MB, Run, batch, net, on_plain_ranks
+from lib.hooked import CLIP, LR, SMALL_MB, Run, batch, net, on_plain_ranks
 from lib.ordered import register_ordered_transport
 from lib.replicas import count_sent
 from safetensors.torch import load_file, save_file
@@ -22,6 +22,8 @@ from acsgd.dp.exchange.error_feedback import ErrorFeedback
 from acsgd.dp.exchange.second_moments import by_rows
 
 STEPS = 6
+RATES = (0, 0.5, 1, 0, 0.25, 0.125)
+"""Learning rates by step, where the hook knows them. Powers of two, so that products and quotients are exact."""
 U = 2.0**-24
 """Largest relative error of one operation in fp32."""
 
@@ -30,9 +32,9 @@ class Sums(NamedTuple):
     """Results of one replica: sums over all steps, by parameter, fp64."""
 
     made: dict[str, Tensor]
-    """Its gradients."""
+    """Its gradients, clipped if they are, times the learning rates that the hook knows."""
     applied: dict[str, Tensor]
-    """Gradients after the hook."""
+    """Gradients after the hook, times these."""
     residual: Mapping[str, Tensor]
     server_residual: Mapping[str, Tensor]
     largest: float
@@ -51,6 +53,8 @@ def add_up(rank: int, form: str, may_be_unused: bool) -> Sums:
     with pytest.MonkeyPatch.context() as patch:
         magnitudes = record_magnitudes(patch)
         for step in range(STEPS):
+            rate = RATES[step] if "with learning rates" in form else 1
+            run.optimizer.param_groups[0]["lr"] = rate
             # branch 0 is used by replica 0 alone in the first two steps, and then by none until the last
             used = [1] if may_be_unused and (step >= 2 or rank) and step != STEPS - 1 else [0, 1]
             for module in (alone, run.model):
@@ -60,9 +64,11 @@ def add_up(rank: int, form: str, may_be_unused: bool) -> Sums:
             run.model(batch(rank, 2 * step + 1), used).backward()
             for micro in (2 * step, 2 * step + 1):
                 alone(batch(rank, micro), used).backward()
+            if "clipped" in form:
+                assert torch.nn.utils.clip_grad_norm_(alone.parameters(), CLIP) > CLIP
             for total, module in ((made, alone), (applied, run.model.module)):
                 for name, param in module.named_parameters():
-                    total[name] += 0 if param.grad is None else param.grad.double()
+                    total[name] += 0 if param.grad is None else rate * param.grad.double()
             dropped += sum(param.grad is None for param in run.model.parameters())
     saved = run.state.state_dict()
     order = {id(param): index for index, param in enumerate(run.model.parameters())}
@@ -92,7 +98,7 @@ def add_up_all(rank: int, forms: Sequence[str]) -> list[Sums]:
 @pytest.mark.parametrize(
     ("replicas", "forms"),
     [
-        (3, ["few"]),
+        (3, ["few, clipped, with learning rates"]),
         *(pytest.param(*each, marks=pytest.mark.soak) for each in ((2, ["few", "bf16"]), (3, ["few bits"]))),
     ],
 )
@@ -104,11 +110,11 @@ def test_applied_gradients_and_residuals_add_up_to_all_gradients(
     M = largest magnitude of anything. A step rounds a replica's residual twice, to no more than M, and a server's sum
     of R messages, each up to 2 M, R - 1 times, which the mean divides by R; then the mean, its sum with the residual,
     and the new residual: 2 + 2 (R - 1) + 2 + 3 + 1 times u M. The residual of an unused parameter is rounded twice
-    more, to 2 M.
+    more, to 2 M. A factor that clips is rounded a few times.
     """
     by_rank = on_plain_ranks(replicas, add_up_all, tmp_path / "store", forms)
     for case, sums in zip(itertools.product(forms, (False, True)), zip(*by_rank, strict=True), strict=True):
-        bound = STEPS * (2 * replicas + 10) * U * max(each.largest for each in sums) * 1.01
+        bound = STEPS * (2 * replicas + 16) * U * max(each.largest for each in sums) * 1.01
         for name, applied in sums[0].applied.items():
             assert all(torch.equal(applied, each.applied[name]) for each in sums), (case, name)
             residual = torch.stack([each.residual[name].double() for each in sums]).mean(0)
@@ -250,10 +256,13 @@ def train_images(rank: int, last: bool) -> tuple[dict[str, Tensor], dict[str, Te
     return run.weights(), dict(run.state.state_dict())
 
 
+RESUMED = ("few", "preconditioned", "few, clipped, with learning rates")
+
+
 def check_many(rank: int, folder: Path) -> dict[str, Any]:
     return {
         "images": [train_images(rank, last) for last in (False, True)],
-        "resumed": [train_and_resume(rank, form, folder) for form in ("few", "preconditioned")],
+        "resumed": [train_and_resume(rank, form, folder) for form in RESUMED],
         "two models": train_two(rank),
         "transports": [trained_over(each, rank) for each in ("auto", register_ordered_transport(rank))],
     }
@@ -315,7 +324,7 @@ def total_residual(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(checked: list[dict[str, Any]]) -> None:
-    assert [each["resumed"] for each in checked] == [[(True, True, True)] * 2] * 2
+    assert [each["resumed"] for each in checked] == [[(True, True, True)] * len(RESUMED)] * 2
 
 
 def train_two(rank: int) -> bool:

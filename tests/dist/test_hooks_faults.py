@@ -143,6 +143,7 @@ def test_auto_is_what_is_measured_to_be_faster_between_hosts(tmp_path: Path) -> 
 
 def refuse(rank: int) -> list[str]:
     model, messages = DistributedDataParallel(net()), []
+    optimizer, of_other = (torch.optim.SGD(module.parameters()) for module in (model, net()))
     state = MeanState(model)
     good = {**state.state_dict()}
     for attempt in (
@@ -154,6 +155,9 @@ def refuse(rank: int) -> list[str]:
         partial(state.load_state_dict, {**good, "replica": torch.tensor([0, 2])}),
         partial(state.load_state_dict, {**good, "residual/other": torch.zeros(1)}),
         partial(CocktailState(model, precondition=0.9).load_state_dict, good),
+        partial(CocktailState(model, optimizer=optimizer).load_state_dict, good),
+        partial(CocktailState, model, optimizer=of_other),
+        partial(CocktailState, model, clip=0.0),
     ):
         with pytest.raises(ValueError) as failed:
             attempt()
@@ -168,7 +172,10 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     expected += [
         "0.weight has sparse gradients, which the hook does not exchange; build it with sparse=False",
         "the state of replica 0 of 2 cannot be loaded by replica 0 of 1",
-        "the saved state is of another model or",
+        "the saved state is of another model, or",
         "precondition=0.9 differs from that of the saved state",
+        "another moment_correction= or optimizer=: it differs in ['residuals_of_updates']",
+        "the optimizer does not have scale; give the one that updates the wrapped model",
+        "clip=0.0 must be positive",
     ]
     assert all(part in text for text, part in zip(messages, expected, strict=True)), messages

@@ -18,11 +18,17 @@ from lib.patience import NO_LIMIT_S
 from lib.ranks import on_ranks
 
 LR = 0.01
+CLIP = 0.1
+"""Norm of clipped gradients, less than that of any."""
 SMALL_MB = 0.001
 """Size of a bucket, so that there are several."""
 TIMEOUT = timedelta(seconds=NO_LIMIT_S)
 FORMS: dict[str, tuple[Callable[..., HookState], Any]] = {
     "few": (partial(CocktailState, topk=0.1, bits=3, group=16), cocktail_hook),
+    "few, clipped, with learning rates": (
+        partial(CocktailState, topk=0.1, bits=3, group=16, clip=CLIP),
+        cocktail_hook,
+    ),
     "nearly all": (partial(CocktailState, topk=1, bits=8), cocktail_hook),
     "few bits": (partial(MeanState, bits=2), mean_hook),
     "bf16": (partial(MeanState, bits=16), mean_hook),
@@ -73,8 +79,9 @@ class Run:
     ) -> None:
         make, hook = FORMS[form]
         self.model = DistributedDataParallel(module or net(), **{"bucket_cap_mb": SMALL_MB, **of_model})
-        self.state = make(self.model, timeout=timeout, transport=transport)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, weight_decay=0.1)
+        known = {"optimizer": self.optimizer} if form.endswith("with learning rates") else {}
+        self.state = make(self.model, timeout=timeout, transport=transport, **known)
         self.buckets: list[list[int]] = []
         """Parameters of each call of the hook, by id."""
         buckets = self.buckets

@@ -122,8 +122,8 @@ def test_hooks_take_the_arguments_shown() -> None:
     calls = re.findall(r"\b(CocktailState|MeanState)(\([^)]*\))", PAGES["docs/howto/ddp-hooks.md"])
     assert len(calls) == 2
     for name, arguments in calls:
-        call = eval(f"lambda model, f: f{arguments}")
-        call(None, inspect.signature(getattr(hooks, name)).bind)
+        call = eval(f"lambda model, optimizer, f: f{arguments}")
+        call(None, None, inspect.signature(getattr(hooks, name)).bind)
 
 
 def test_links_of_the_readme_lead_to_files() -> None:

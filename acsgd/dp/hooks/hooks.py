@@ -14,7 +14,8 @@ R replicas; n = elements of a buffer.
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with types.
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from acsgd.codecs.base import Codec
 from acsgd.codecs.fixpoint import FixPoint
@@ -34,9 +36,17 @@ from acsgd.comm.communicators import NCCL, Communicator
 from acsgd.comm.host_links import LIMIT_S, HostRing
 from acsgd.comm.process_groups import GLOO, Group
 from acsgd.comm.waits import DIRECT, Meter
-from acsgd.dp.hooks.param_buffer import SECOND_MOMENT, ParamBuffer, PendingBucket, SideStream, make_param_buffers
+from acsgd.dp.hooks.param_buffer import (
+    SECOND_MOMENT,
+    ParamBuffer,
+    PendingBucket,
+    ReadyGradients,
+    SideStream,
+    make_param_buffers,
+)
 from acsgd.dp.peers import Peers
 from acsgd.groups import machine_name
+from acsgd.optim.gradient_scale import clip_factor
 from acsgd.streams import mix_seed
 
 log = logging.getLogger(__name__)
@@ -45,6 +55,8 @@ TIMEOUT = timedelta(minutes=10)
 """Time to wait for another replica. A replica whose process ends is noticed at once."""
 REPLICA = "replica"
 """Name in a saved state of the replica's number and the number of replicas, int64 [2]."""
+OF_UPDATES = "residuals_of_updates"
+"""Name in a saved state that marks residuals as multiplied by the learning rate."""
 GROUP = 128
 """Number of values that share a scale in `mean_hook` with few bits."""
 
@@ -75,23 +87,26 @@ class HookState:
         *,
         precondition: float | None,
         moment_correction: bool,
+        optimizer: Optimizer | None,
+        clip: float | None,
         timeout: timedelta,
         transport: str,
     ) -> None:
-        if precondition is not None and not 0 < precondition < 1:
-            raise ValueError(f"precondition={precondition} must lie between 0 and 1, or be None; 0.999 is usual")
-        if getattr(model, "skip_all_reduce_unused_params", False):
-            raise ValueError("skip_all_reduce_unused_params=True keeps gradients from the hook; leave it out")
-        if (sparse := _sparse_parameter(model)) is not None:
-            raise ValueError(
-                f"{sparse} has sparse gradients, which the hook does not exchange; build it with sparse=False"
-            )
+        _check(model, precondition, clip)
         self.meter = Meter()
         """Bytes sent by this replica since `meter.reset()`."""
         self._precondition = precondition
+        self._clip = math.inf if clip is None else clip
+        self._of_updates = optimizer is not None
+        rate_of = _learning_rates(model, optimizer)
         self._peers = Peers(_open_group(model, timeout, transport), DIRECT)
         self._buffers = make_param_buffers(
-            model, self._peers, codec, precondition=precondition, moment_correction=moment_correction
+            model,
+            self._peers,
+            codec,
+            precondition=precondition,
+            moment_correction=moment_correction,
+            rate_of=rate_of,
         )
         self._streams = {buffer.device: SideStream(buffer.device) for buffer in self._buffers}
         self._buffer_of = {
@@ -109,9 +124,10 @@ class HookState:
         for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
             buffer, name = self._buffer_of[id(param)]
             buffer.ready[name] = grad, pending
-        for buffer in self._buffers:
-            if len(buffer.ready) == len(buffer.params):
-                self._peers.submit(partial(self._exchange, buffer, buffer.ready))
+        complete = [buffer for buffer in self._buffers if len(buffer.ready) == len(buffer.params)]
+        if complete and (math.isinf(self._clip) or len(complete) == len(self._buffers)):
+            self._peers.submit(partial(self._exchange, {buffer: buffer.ready for buffer in complete}))
+            for buffer in complete:
                 buffer.ready = {}
         return pending.future
 
@@ -121,7 +137,8 @@ class HookState:
         Each replica saves its own.
         """
         tensors = {key: tensor for buffer in self._buffers for key, tensor in buffer.state_dict().items()}
-        return {REPLICA: torch.tensor([self._peers.replica, self._peers.size]), **tensors}
+        unit = {OF_UPDATES: torch.ones(1)} if self._of_updates else {}
+        return {REPLICA: torch.tensor([self._peers.replica, self._peers.size]), **unit, **tensors}
 
     @torch.no_grad()
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
@@ -136,24 +153,41 @@ class HookState:
             raise ValueError(f"precondition={self._precondition} differs from that of the saved state")
         if others := self.state_dict().keys() ^ saved.keys():
             raise ValueError(
-                f"the saved state is of another model or moment_correction=: it differs in {sorted(others)}"
+                "the saved state is of another model, or of another moment_correction= or optimizer=: it differs in "
+                f"{sorted(others)}"
             )
         for buffer in self._buffers:
             buffer.load_state_dict(saved)
 
-    def _exchange(self, buffer: ParamBuffer, ready: Mapping[str, tuple[Tensor, PendingBucket]]) -> None:
-        """Replace the gradients of a buffer. Runs in the thread of the peers; the buckets' futures raise its errors."""
-        with self._streams[buffer.device].after({bucket.ready for _, bucket in ready.values()}):
-            try:
-                if self._failure is not None:  # peers would mistake messages of one buffer for those of another
-                    raise self._failure
-                buffer.reduce({name: grad.view(-1) for name, (grad, _) in ready.items()}, self.meter)
-            except Exception as error:
-                if self._failure is None:
-                    self._peers.abort()
-                self._failure = error
-            for _, bucket in ready.values():
-                bucket.count_down(self._failure)
+    def _exchange(self, ready: Mapping[ParamBuffer, ReadyGradients]) -> None:
+        """Replace the gradients of some buffers: of all if they are clipped.
+
+        Runs in the thread of the peers; the buckets' futures raise its errors.
+        """
+        factor = None
+        for buffer, gradients in ready.items():
+            with self._streams[buffer.device].after({bucket.ready for _, bucket in gradients.values()}):
+                try:
+                    if self._failure is not None:  # peers would mistake messages of one buffer for those of another
+                        raise self._failure
+                    if factor is None:
+                        factor = 1.0 if math.isinf(self._clip) else clip_factor(self._norm(ready), self._clip)
+                    buffer.reduce({name: _scaled(grad, factor) for name, (grad, _) in gradients.items()}, self.meter)
+                except Exception as error:
+                    if self._failure is None:
+                        self._peers.abort()
+                    self._failure = error
+                for _, bucket in gradients.values():
+                    bucket.count_down(self._failure)
+
+    def _norm(self, ready: Mapping[ParamBuffer, ReadyGradients]) -> float:
+        """Return the norm of all gradients of this replica."""
+        squares = 0.0
+        for buffer, gradients in ready.items():
+            with self._streams[buffer.device].after({bucket.ready for _, bucket in gradients.values()}):
+                norms = [torch.linalg.vector_norm(grad.float()) for grad, _ in gradients.values()]
+                squares += float(torch.stack(norms).square().sum())
+        return math.sqrt(squares)
 
 
 class CocktailState(HookState):
@@ -173,6 +207,12 @@ class CocktailState(HookState):
         group: Number of values that share a scale.
         precondition: Decay of second moments, in (0, 1); None = no preconditioning.
         moment_correction: Whether to correct second moments; used with precondition only.
+        optimizer: The optimizer of the model's parameters, if its learning rate changes: what waits in a residual is
+            then applied with the learning rate of the step whose gradient it is, and not of the step that sends it.
+            Set the learning rate of a step before its backward, as schedulers do. None = a constant learning rate.
+        clip: Norm to which each replica clips its gradients before anything else, as optim.clip does in acsgd; clipping
+            after backward would be of what has been received. The exchange then begins after the last gradient. None =
+            no clipping.
         timeout: Time to wait for another replica.
         transport: What carries compressed gradients: "gloo", through host memory; "nccl", for a model on one GPU per
             process; "auto" = NCCL if the model's process group uses it on that GPU, and, between hosts, if it is
@@ -188,6 +228,8 @@ class CocktailState(HookState):
         group: int = 128,
         precondition: float | None = None,
         moment_correction: bool = True,
+        optimizer: Optimizer | None = None,
+        clip: float | None = None,
         timeout: timedelta = TIMEOUT,
         transport: str = "auto",
     ) -> None:
@@ -197,6 +239,8 @@ class CocktailState(HookState):
             codec,
             precondition=precondition,
             moment_correction=moment_correction,
+            optimizer=optimizer,
+            clip=clip,
             timeout=timeout,
             transport=transport,
         )
@@ -207,7 +251,7 @@ class MeanState(HookState):
 
     Args:
         bits: Bits per value: 32, 16 (bf16), or 1 to 8 with a scale per 128 values.
-        precondition, moment_correction, timeout, transport: As in CocktailState.
+        precondition, moment_correction, optimizer, clip, timeout, transport: As in CocktailState.
     """
 
     def __init__(
@@ -217,6 +261,8 @@ class MeanState(HookState):
         bits: int = 8,
         precondition: float | None = None,
         moment_correction: bool = True,
+        optimizer: Optimizer | None = None,
+        clip: float | None = None,
         timeout: timedelta = TIMEOUT,
         transport: str = "auto",
     ) -> None:
@@ -227,9 +273,42 @@ class MeanState(HookState):
             codec,
             precondition=precondition,
             moment_correction=moment_correction,
+            optimizer=optimizer,
+            clip=clip,
             timeout=timeout,
             transport=transport,
         )
+
+
+def _check(model: DistributedDataParallel, precondition: float | None, clip: float | None) -> None:
+    """Raise ValueError for an invalid option, or a model whose gradients the hook cannot exchange."""
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip={clip} must be positive, or None for gradients of any norm; 1.0 is usual")
+    if precondition is not None and not 0 < precondition < 1:
+        raise ValueError(f"precondition={precondition} must lie between 0 and 1, or be None; 0.999 is usual")
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        raise ValueError("skip_all_reduce_unused_params=True keeps gradients from the hook; leave it out")
+    if (sparse := _sparse_parameter(model)) is not None:
+        raise ValueError(f"{sparse} has sparse gradients, which the hook does not exchange; build it with sparse=False")
+
+
+def _scaled(grad: Tensor, factor: float) -> Tensor:
+    """Multiply a gradient by a factor, in place; return a view [n]."""
+    return grad.view(-1) if factor == 1.0 else grad.view(-1).mul_(factor)
+
+
+def _learning_rates(model: DistributedDataParallel, optimizer: Optimizer | None) -> Callable[[nn.Parameter], float]:
+    """Return a function of a parameter: its present learning rate, 1 without an optimizer.
+
+    Raises ValueError if the optimizer lacks a parameter of the model.
+    """
+    if optimizer is None:
+        return lambda param: 1.0
+    groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    for name, param in model.module.named_parameters():
+        if param.requires_grad and id(param) not in groups and name not in model.parameters_to_ignore:
+            raise ValueError(f"the optimizer does not have {name}; give the one that updates the wrapped model")
+    return lambda param: float(groups[id(param)]["lr"])
 
 
 def _sparse_parameter(model: DistributedDataParallel) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -76,6 +76,8 @@ class PendingBucket:
         return done.value()
 
 
+ReadyGradients = Mapping[str, tuple[Tensor, PendingBucket]]
+"""Gradients that are complete, with their DDP bucket, by parameter."""
 EPS = 1e-8
 """Term added to the root of a second moment, as in AdamW."""
 SECOND_MOMENT = "second_moment"
@@ -95,10 +97,12 @@ class ParamBuffer:
         *,
         precondition: float | None,
         moment_correction: bool,
+        rate_of: Callable[[nn.Parameter], float],
         may_be_unused: bool,
     ) -> None:
         """precondition: decay of second moments, None = no preconditioning. moment_correction: whether to keep these as
-        large as those of the mean gradient. may_be_unused: whether a step may leave parameters without a gradient."""
+        large as those of the mean gradient. rate_of: the present learning rate of a parameter, by which gradients are
+        multiplied while they are exchanged. may_be_unused: whether a step may leave parameters without a gradient."""
         self.params = params
         self.ready: dict[str, tuple[Tensor, PendingBucket]] = {}
         """Gradients that wait for those of the other parameters, with their DDP bucket."""
@@ -108,6 +112,7 @@ class ParamBuffer:
         self._peers = peers
         self._codec = codec
         self._precondition = precondition
+        self._rate_of = rate_of
         self._may_be_unused = may_be_unused
         self._layout = FlatLayout({name: (param.numel(),) for name, param in params.items()})
         self._feedback = ErrorFeedback(torch.zeros(self._layout.n, device=self.device), peers)
@@ -124,25 +129,26 @@ class ParamBuffer:
         """Replace gradients, by parameter, by their compressed mean, in place. Raises RunError.
 
         Call it in the thread of the peers. A gradient that is 0 on all replicas stays 0, since DDP drops it if no
-        replica has used the parameter; its residual is kept for later.
+        replica has used the parameter; its residual is kept for later, as where the learning rate is 0.
         """
+        rates = {name: self._rate_of(param) for name, param in self.params.items()}
         unused = self._unused(grads, meter) if self._may_be_unused else ()
         used = {name: grad.float() for name, grad in grads.items() if name not in unused}
         shares = self._correction.shares() if self._correction is not None else {}
         for name, grad in used.items():
-            self._residuals[name] += self._update(name, grad, shares.get(name))
+            self._residuals[name].add_(self._update(name, grad, shares.get(name)), alpha=rates[name])
         self._check_finite()
-        kept = {name: self._residuals[name].clone() for name in unused}
-        for name in unused:
+        kept = {name: self._residuals[name].clone() for name in self.params if name in unused or not rates[name]}
+        for name in kept:
             self._residuals[name].zero_()
         mean = self._layout.views(self._exchange(meter))
-        for name in unused:  # the mean may hold server residuals of it
-            self._residuals[name] += mean[name].add_(kept[name])
+        for name, residual in kept.items():  # the mean may hold server residuals of it
+            self._residuals[name] += mean[name].add_(residual)
             mean[name].zero_()
         if self._correction is not None and used:
             self._correct_moments(self._correction, used, meter)
         for name, grad in grads.items():
-            grad.copy_(mean[name])
+            grad.copy_(mean[name].div_(rates[name] or 1.0))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state as "name/parameter" -> tensor in the parameter's shape, not copied."""
@@ -234,6 +240,7 @@ def make_param_buffers(
     *,
     precondition: float | None,
     moment_correction: bool,
+    rate_of: Callable[[nn.Parameter], float],
 ) -> list[ParamBuffer]:
     """Group the parameters of a wrapped model into buffers about as large as its buckets, last parameter first.
 
@@ -261,6 +268,7 @@ def make_param_buffers(
             codec,
             precondition=precondition,
             moment_correction=moment_correction,
+            rate_of=rate_of,
             may_be_unused=unused,
         )
         for group in groups
