@@ -40,7 +40,7 @@ def in_steps(given: int | str, steps_of: Callable[[float], int]) -> str:
 
 TransportName = Literal["auto", "gloo", "nccl"]
 OwnTransport = Literal["run", "auto", "gloo", "nccl"]
-ShardKind = Literal["none", "optimizer", "gradients"]
+ShardKind = Literal["none", "optimizer", "gradients", "weights"]
 
 
 @dataclass(frozen=True)
@@ -246,10 +246,16 @@ class ReplicaConfig:
     replica towards other domains; "none" = each exchanges with all others."""
     shard: ShardKind = "none"
     """What each of R replicas holds 1 / R of, with "allreduce": "optimizer" = fp32 masters and optimizer state (ZeRO
-    stage 1); "gradients" = these and fp32 gradients, which are then summed after each micro-batch (ZeRO stage 2)."""
+    stage 1); "gradients" = these and fp32 gradients, which are then summed after each micro-batch (ZeRO stage 2);
+    "weights" = these and all parameters, of which each layer's are gathered while it runs (ZeRO stage 3)."""
     domain: str | None = None
     """Name of this host's domain, such as a rack with a fast network; hosts may differ in it. Default: each host is
     one."""
+
+    @property
+    def sums_passes(self) -> bool:
+        """Whether gradients are summed over replicas after each backward, so that whole ones are dropped then."""
+        return self.shard in ("gradients", "weights")
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,13 @@ class Part(NamedTuple):
         """Return these rows of a tensor of the weight's shape, not copied."""
         return tensor if self.stop is None else tensor[self.start : self.stop]
 
-    def of(self, weight: Weight) -> Weight:
-        """Return the part of a weight, without a gradient: its parameter is a view, a 16-bit one has its own master."""
-        param = nn.Parameter(self.rows(weight.param.detach()))
+    def of(self, weight: Weight, *, is_view: bool = True) -> Weight:
+        """Return the part of a weight, without a gradient. A 16-bit one has its own master.
+
+        is_view: whether its parameter is a view of the weight's; else it is a copy.
+        """
+        rows = self.rows(weight.param.detach())
+        param = nn.Parameter(rows if is_view else rows.clone(), requires_grad=weight.param.requires_grad)
         master = param
         if weight.master is not weight.param:
             master = nn.Parameter(self.rows(weight.master.detach()).clone())
@@ -81,6 +85,8 @@ class Ownership:
     """Parts of the weights of this rank that are divided, in the order of their rows; the same on all replicas of a
     stage. None = no rank's are; empty = those of other ranks may be.
     Snapshots and the plans of elastic runs know whole weights only."""
+    gathered: frozenset[str] = frozenset()
+    """Parameters, trained or frozen, that are whole while a layer uses them alone: else each replica has its parts."""
 
     @functools.cached_property
     def _by_weight(self) -> dict[str, list[Part]]:
@@ -95,8 +101,9 @@ class Ownership:
 
     def owned(self, weight: Weight) -> tuple[Weight, ...]:
         """Return what this replica owns of a weight: the weight, or parts of it."""
-        parts = self.parts_of(weight)
-        return tuple(part.of(weight) for part in parts if part.owner == self.replica) if parts else (weight,)
+        parts, is_view = self.parts_of(weight), weight.key not in self.gathered
+        own = (part.of(weight, is_view=is_view) for part in parts if part.owner == self.replica)
+        return tuple(own) if parts else (weight,)
 
     def writer(self, turn: int, idle: Collection[int] = ()) -> int:
         """Return the replica that saves or sends, for all, what all replicas hold. They take turns.
@@ -121,12 +128,18 @@ class OwnedWeights:
     Masters of 16-bit weights that have parts keep their shape and their gradient, but no values: parts have them.
     """
 
-    def __init__(self, weights: Sequence[Weight], ownership: Ownership) -> None:
-        self.weights = weights
+    def __init__(self, weights: Iterable[Weight], ownership: Ownership) -> None:
+        self.weights: list[Weight] = []
         self.ownership = ownership
-        self._owned = {weight.key: ownership.owned(weight) for weight in weights}
+        self._owned: dict[str, tuple[Weight, ...]] = {}
+        self.add(weights)
+
+    def add(self, weights: Iterable[Weight]) -> None:
+        """Add weights of the rank, and divide them if they have parts."""
         for weight in weights:
-            if weight.master is not weight.param and ownership.parts_of(weight):
+            self.weights.append(weight)
+            self._owned[weight.key] = self.ownership.owned(weight)
+            if weight.master is not weight.param and self.ownership.parts_of(weight):
                 weight.master.data = weight.master.new_zeros(()).expand(weight.master.shape)
 
     def of(self, weights: Iterable[Weight]) -> list[Weight]:
@@ -136,9 +149,13 @@ class OwnedWeights:
     @torch.no_grad()
     def load(self, weight: Weight, values: Tensor) -> None:
         """Load fp32 values of a weight into its parameter, and into the masters that this rank owns."""
-        weight.param.copy_(values)
+        is_whole = weight.key not in self.ownership.gathered
+        if is_whole:
+            weight.param.copy_(values)
         for owned in self._owned[weight.key]:
             owned.master.copy_(_rows_of(owned.key, values))
+            if not is_whole:
+                owned.param.copy_(_rows_of(owned.key, values))
 
     def state_of(self, optimizer: Optimizer, weights: Iterable[Weight]) -> WeightState:
         """Return the optimizer state of what this rank owns of some of its weights, not copied."""

@@ -71,8 +71,9 @@ class NaNProbe:
     weights in each backward. Every check synchronises with the device.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], micro_ids: Sequence[int]) -> None:
+    def __init__(self, stages: Mapping[int, Stage], owned: OwnedWeights, micro_ids: Sequence[int]) -> None:
         self._stages = stages
+        self._owned = owned
         self._micro_ids = micro_ids
         self._hooks: list[RemovableHandle] = []
         self._uncompiled = contextlib.ExitStack()
@@ -82,7 +83,7 @@ class NaNProbe:
     def __enter__(self) -> NaNProbe:
         for index, stage in self._stages.items():
             self._current = ("weight", index, None)
-            for weight in stage.weights:
+            for weight in self._owned.of(stage.weights):
                 self.check(f"weight {weight.key}", weight.master)
                 self.check(f"weight {weight.key}", weight.param)
             self._register_hooks(stage)
@@ -122,11 +123,11 @@ class NaNProbe:
             value: Literal["nan", "inf"] = "nan" if torch.isnan(values).any() else "inf"
             self._found[current] = NonFiniteTensor(*current, name, value)
 
-    def check_reduced_gradients(self, owned: OwnedWeights) -> None:
+    def check_reduced_gradients(self) -> None:
         """Check the gradients after the reduction over replicas, of what this rank owns of the weights."""
         for index, stage in self._stages.items():
             self._current = ("reduce", index, None)
-            for weight in owned.of(stage.weights):
+            for weight in self._owned.of(stage.weights):
                 if weight.master.grad is not None:
                     self.check(f"gradient summed over replicas of {weight.key}", weight.master.grad)
         self._current = None

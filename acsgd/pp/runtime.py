@@ -126,7 +126,7 @@ class Pipeline:
         Returns the first NaN or inf on this rank; `first_non_finite` over all ranks gives the origin. Has the side
         effects of `run`: error feedback changes once more, and meters count the messages again.
         """
-        with NaNProbe(self._stages, batch.micro_ids) as probe:
+        with NaNProbe(self._stages, owned, batch.micro_ids) as probe:
 
             def checked(compute: Handler) -> Handler:
                 def run_and_check(action: Action) -> None:
@@ -142,7 +142,7 @@ class Pipeline:
                 for op, handler in self._training.items()
             }
             self._train(batch, step, scale, handlers)
-            probe.check_reduced_gradients(owned)
+            probe.check_reduced_gradients()
         return probe.first
 
     def send_ahead(self) -> None:

@@ -10,7 +10,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 
+from acsgd.dp.exchange.layer_gather import LayerGather
 from acsgd.dp.sync import GradSync
 from acsgd.layers.composed import ComposedModel, Context, Inputs, State
 from acsgd.layers.description import Head, LayerSpec
@@ -69,6 +71,7 @@ class Stage:
         first_trained: index of the first layer of the model with a trained parameter; a stage below it runs no backward
         mask_per_sample: draw dropout masks from (seed, sample, layer) instead of (seed, step, micro-batch, layer)
         offload: adds gradients to those of masters in host memory; None = masters are on the device
+        gather: gathers the parameters of each group of layers that run together; None = parameters stay whole
 
     Reseeds torch's global generators before each layer if the model has dropout. With mask_per_sample, training with
     dropout runs one sequence at a time, because one seed determines the masks of all sequences in one call.
@@ -90,6 +93,7 @@ class Stage:
         mask_per_sample: bool = False,
         logits_at_once: int = LOGITS_AT_ONCE,
         offload: GradientOffload | None = None,
+        gather: LayerGather | None = None,
     ) -> None:
         self.layers = layers
         self.weights = in_reduction_order(weight for layer in layers for weight in layer.weights)
@@ -104,6 +108,8 @@ class Stage:
         self._seed_number = seed
         self._label_smoothing = label_smoothing
         self._first_trained = first_trained
+        self._together = recompute.layers or 1
+        """Number of layers of a group, which run together."""
         self._recompute = recompute if self.runs_backward else KEEP_ALL
         self._random = any(layer.random for layer in composed.layers)
         if self._recompute.attention:
@@ -120,6 +126,9 @@ class Stage:
         self._head_use: HeadUse | None = None
         self._logits_at_once = logits_at_once
         self._offload = offload
+        self._gather = gather
+        self._in_backward: int | None = None
+        """Group of layers whose backward runs, if parameters are gathered."""
         self._last_backward = False
         self._final: set[str] = set()
         """Weights whose gradients of this step are complete."""
@@ -233,6 +242,8 @@ class Stage:
         """Accumulate the gradients of all leaves. is_last: whether those of the weights are final afterwards."""
         self._last_backward = is_last
         torch.autograd.backward(part.graphs[-1].differentiable, output_grads)
+        self._end_group()
+        assert self._gather is None or self._gather.is_idle, "a layer has no gradient of its outputs"
         self._end_backward()
         self.sync.backward_done(is_last=is_last)
 
@@ -241,6 +252,34 @@ class Stage:
         self._last_backward = False
         if self._offload is not None:
             self._offload.finish()
+
+    def _begin_group(self, group: int, _: Tensor) -> None:
+        """Make the parameters of a group of layers whole, whose backward begins, and release those of the one before.
+
+        The order of exchanges is the same on all replicas, whichever parameters get a gradient.
+        """
+        self._end_group()
+        assert self._gather is not None
+        reaches_next = self.sends_gradient or self.layers[group * self._together].spec.index > self._first_trained
+        self._gather.enter(group, ahead=group - 1 if reaches_next else -1)
+        self._in_backward = group
+
+    def _end_group(self) -> None:
+        """Report the gradients of the group of layers whose backward has ended, if parameters are gathered.
+
+        Those of other parameters, such as tables of which replicated tensors are made, follow at the end of the pass.
+        """
+        group, self._in_backward = self._in_backward, None
+        if group is None:
+            return
+        assert self._gather is not None
+        if self._offload is not None:
+            self._offload.finish()
+        self._gather.leave(group)
+        for layer in self.layers[group * self._together : (group + 1) * self._together]:
+            for weight in layer.weights:
+                if weight.key in self._gather.keys:
+                    self.sync.grad_ready(weight, is_final=self._last_backward)
 
     def _take_input_grads(self, passes: Sequence[_Pass]) -> State:
         """Return the gradients of the inputs, if they are needed."""
@@ -252,7 +291,8 @@ class Stage:
         was_training = self.composed.model.training
         self.composed.model.eval()
         try:
-            yield
+            with contextlib.nullcontext() if self._gather is None else self._gather.unmetered():
+                yield
         finally:
             self.composed.model.train(was_training)
 
@@ -295,14 +335,16 @@ class Stage:
         self._seed(micro, 0)  # the context may take random numbers of the first layer
         context = self.composed.context(inputs, self._range)
         entering = state
-        together = self._recompute.layers or 1
-        for first in range(0, len(self.layers), together):
-            layers = [layer.spec for layer in self.layers[first : first + together]]
+        for group, first in enumerate(range(0, len(self.layers), self._together)):
+            layers = [layer.spec for layer in self.layers[first : first + self._together]]
             if self.graph_per_layer and graphs is not None and first:
                 graphs.append(_Graph(entering, state))
                 state = entering = {name: x.detach().requires_grad_(x.requires_grad) for name, x in state.items()}
             run = self._run_of(layers, micro, inputs, context, labels)
-            state = run_again(run, state) if self._recompute.layers else run(state)
+            with contextlib.nullcontext() if self._gather is None else self._gather.whole(group):
+                state = run_again(run, state) if self._recompute.layers else run(state)
+            if self._gather is not None and (outputs := [x for x in state.values() if x.requires_grad]):
+                register_multi_grad_hook(outputs, partial(self._begin_group, group), mode="any")
         if graphs is not None:
             graphs.append(_Graph(entering, state))
         return state
@@ -370,7 +412,8 @@ class Stage:
         def accumulated(*, is_final: bool) -> None:
             if is_final:
                 self._final.add(weight.key)
-            self.sync.grad_ready(weight, is_final=is_final)
+            if self._gather is None or weight.has_remote_lookups:
+                self.sync.grad_ready(weight, is_final=is_final)
 
         def grad_ready(param: nn.Parameter) -> None:
             is_final = self._last_backward and not weight.has_remote_lookups

@@ -69,6 +69,7 @@ class LayerLoader:
     looked_up: tied parameters of which another rank sends rows to this rank; they are not loaded. sent: tied parameters
     of which this rank sends rows. defers_constants: load trained weights alone; `load_constants` must follow.
     masters_on_host: keep master weights in host memory, apart from the parameters even if these are fp32.
+    keeps_files: keep constants as they are stored, even if the parameters in use are equal, since these are divided.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class LayerLoader:
         sent: Collection[str] = (),
         defers_constants: bool = False,
         masters_on_host: bool = False,
+        keeps_files: bool = False,
     ) -> None:
         self._model = model
         self._layers = layers
@@ -99,6 +101,7 @@ class LayerLoader:
         """Frozen parameters that are loaded."""
         self._defers_constants = defers_constants
         self._masters_on_host = masters_on_host
+        self._keeps_files = keeps_files
         move_buffers(model, device)
         if not defers_constants:
             self._load_outer_buffers()
@@ -161,7 +164,7 @@ class LayerLoader:
 
     def _constant(self, key: str, tensor: Tensor) -> Tensor:
         """Return a constant as it is stored: the parameter in use, which takes no more memory, if it is the same."""
-        param = self._model.get_parameter(key) if key in self._names else None
+        param = self._model.get_parameter(key) if key in self._names and not self._keeps_files else None
         return tensor if param is None or param.is_meta or param.dtype != tensor.dtype else param.detach()
 
     def _weight(self, key: str, param: nn.Parameter, tensor: Tensor, *, is_copy: bool) -> Weight:

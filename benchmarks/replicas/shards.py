@@ -44,7 +44,7 @@ from benchmarks.pipeline.network_ranks import TIMEOUT_S, on_hosts, request_all, 
 from benchmarks.replicas.domains import sent_bytes
 from benchmarks.replicas.network_ranks import VOCABULARY, Setting, make_batch
 
-SHARDS = ("none", "optimizer", "gradients")
+SHARDS = ("none", "optimizer", "gradients", "weights")
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 
 
@@ -93,7 +93,7 @@ def memory_of(session: Session) -> dict[str, int]:
     gradients = [each.master.grad for each in (*owned, *session.weights) if each.master.grad is not None]
     moments = session.owned.state_of(session.optimizer, session.weights)
     return {
-        "weights": nbytes([weight.param for weight in session.weights]),
+        "weights": nbytes([each.param for each in (*owned, *session.weights)]),
         "masters": nbytes(masters),
         "gradients": nbytes(gradients),
         "moments": nbytes(x for by_key in moments.values() for x in by_key.values()),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,15 @@ from acsgd.config.options import AdapterConfig, Config, OptimConfig, ReplicaConf
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 from acsgd.dp.modes.allreduce import open_sync
+from acsgd.launch import Launch
+from acsgd.layers.composed import ComposedModel
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.ownership import OwnedWeights, Ownership, divide
+from acsgd.pp.stage import MicroBatch
+from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.dry_run import AbsentPeers
+from acsgd.run.plan.job import prepare
+from acsgd.run.setup.build import build_stages
 from acsgd.shards.weights import Weight
 
 HAS_8BIT = importlib.util.find_spec("bitsandbytes") is not None
@@ -88,6 +96,7 @@ def test_a_sharded_run_has_the_losses_and_the_files_of_one_that_is_not(
     """Bit for bit with sums in the same order, hence with "optimizer", and without clipping by a norm.
 
     And where parts are multiples of the vectors of a CPU, since torch's fused AdamW rounds the rest in another way.
+    "weights" sums in the order of "gradients".
     """
     directory, tied = tmp_path / "run", options.get("tied", "rows")
     wide = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 192}  # as 4 bits need
@@ -103,9 +112,10 @@ def test_a_sharded_run_has_the_losses_and_the_files_of_one_that_is_not(
         model=dataclasses.replace(config.model, quantize=options.get("quantize", "none"), freeze=options.get("freeze")),
         pp=dataclasses.replace(config.pp, schedule=options.get("schedule", config.pp.schedule)),
     )
-    runs = [sharded(config, shard) for shard in ("optimizer", "gradients")]
+    shards = ("optimizer",) if "schedule" in options else ("optimizer", "gradients", "weights")
+    runs = [sharded(config, shard) for shard in shards]
     train_each([config, *runs], replicas, tmp_path)
-    expected = tensors(config)
+    expected, before = tensors(config), dict[str, dict[str, Tensor]]()
     for run in runs:
         assert losses(run) == pytest.approx(losses(config), rel=1e-5)
         saved = tensors(run)
@@ -116,14 +126,17 @@ def test_a_sharded_run_has_the_losses_and_the_files_of_one_that_is_not(
                 assert saved[file][key].shape == tensor.shape
                 if run.dp.shard == "optimizer" and replicas == 2 and "clip" not in options:
                     assert torch.equal(saved[file][key], tensor), key
+                if run.dp.shard == "weights":
+                    assert torch.equal(saved[file][key], before[file][key]), key
+        before = saved
 
 
 @pytest.mark.soak
 def test_a_sharded_run_resumes_at_any_size(tiny_model: TinyModel, tmp_path: Path) -> None:
     config = make_replica_config(tiny_model("gpt2", n_layer=2), tmp_path / "run", "allreduce", "bf16", stages=1)
-    config = sharded(config, "gradients")
+    config = sharded(config, "weights")
     train_each([config], 2, tmp_path)
-    others = [("none", 1, 1), ("none", 2, 2), ("optimizer", 1, 4), ("optimizer", 2, 2), ("gradients", 1, 1)]
+    others = [("none", 1, 1), ("none", 2, 2), ("optimizer", 1, 4), ("weights", 2, 2), ("gradients", 1, 1)]
     for shard, stages, replicas in others:
         directory = tmp_path / f"{shard}-{stages}-{replicas}"
         resumed = resumed_at_half(config, directory, stages=stages)
@@ -177,3 +190,44 @@ def test_memory_and_bytes_fall_as_the_number_of_replicas(shard: str, dtype: torc
             reductions = passes if shard == "gradients" else 1
             sent = (replicas - 1) * numel * (4 * reductions + dtype.itemsize) // replicas
             assert sent == sync.meter.sent_bytes, "headers are added by the groups"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=SOAK)])
+def test_a_replica_holds_its_part_of_the_parameters_and_those_of_two_layers(
+    dtype: Any, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Trained, frozen and tied ones, in each forward and backward."""
+    config = make_replica_config(tiny_model("gpt2", n_layer=3), tmp_path, "allreduce", dtype, stages=1)
+    model = dataclasses.replace(config.model, freeze="*.h.1.*")
+    config = dataclasses.replace(config, dp=ReplicaConfig(shard="weights"), model=model)
+    whole, ids = 0, torch.ones(2, 32, dtype=torch.int64)
+    for replicas in (1, 2, 4):
+        job = prepare(config, Launch(0, 0, replicas))
+        composed = ComposedModel(job.model.build(job.shapes.dtype), job.model.description)
+        source, peers = open_weight_source(job), AbsentPeers(0, replicas)
+        stages, owned = build_stages(job, composed, source, peers)
+        stage, params, peaks = stages[0], {*composed.model.parameters()}, list[int]()
+        whole, stand_ins = whole or existing(params), sum(param.itemsize for param in params)
+        for block in map(composed.model.get_submodule, job.model.description.blocks):
+            block.register_forward_hook(lambda *_, params=params, peaks=peaks: peaks.append(existing(params)))
+        for weight in stage.weights:
+            weight.param.register_hook(lambda _, params=params, peaks=peaks: peaks.append(existing(params)))
+        for micro in range(2):
+            stage.sync.begin_step(0)
+            stage.forward(MicroBatch(0, micro, micro, (0, 1)), {"input_ids": ids}, {}, ids)
+            stage.backward(micro, None, last=True)
+            stage.reduce()
+            stage.sync.wait()
+            assert existing(params) == (whole if replicas == 1 else stand_ins)
+            assert replicas == 1 or all(weight.master.grad is None for weight in stage.weights)
+        frozen = sum(composed.model.get_parameter(key).nbytes for key in job.model.description.frozen)
+        assert replicas * sum(each.param.nbytes for each in owned.of(owned.weights)) == whole - frozen
+        layers = [sum(composed.model.get_parameter(key).nbytes for key in each.parameters) for each in composed.layers]
+        most = max(a + b for a, b in itertools.pairwise(layers))
+        assert most < max(peaks) == whole if replicas == 1 else 0 < max(peaks) <= most + stand_ins
+
+
+def existing(params: Iterable[nn.Parameter]) -> int:
+    """Return the bytes of the values of parameters."""
+    storages = {param.untyped_storage().data_ptr(): param.untyped_storage() for param in params}
+    return sum(storage.nbytes() for storage in storages.values())

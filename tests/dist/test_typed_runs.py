@@ -50,13 +50,15 @@ SOAK = {
     *("deberta-v2 with dropout", "t5 with dropout", "bart with dropout", "fixpoint", "classification", "bf16"),
 }
 """Rows whose laws others show, with other types or codecs."""
+GATHERED = ("mixtral", "deberta-v2", "t5", "bart", "albert")
+"""Types with experts, replicated tensors, code between blocks, and one block that is called several times."""
 DROPOUT_SPLITS = {"opt": ["2 stages"]}
 """Splits of types that are compared with `oracle` with dropout, too; others are compared with each other."""
 
 
 def compared(model_type: str) -> list[str]:
     """Return the names of the splits in which a type is compared with one process."""
-    two, replicas, four = splits(model_type)
+    _, two, replicas, four = splits(model_type)
     return {"opt": [two], "mixtral": [two], "bart": [two, replicas]}.get(model_type, [two, four])
 
 
@@ -89,6 +91,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, selected: Callable[[str], set
         runs.add("bart", "2 stages", "classifier", **{"model.task": "classification", "num_labels": 3})
     if "fixpoint" not in left_out:
         runs.add("t5", "2 stages", "fixpoint", **{"pp.forward": "fixpoint:bits=8", "pp.backward": "fixpoint:bits=8"})
+    gathered = {"dp.mode": "allreduce:bucket_mb=0.01", "dp.shard": "weights", "pp.micro": 1}
+    for model_type in selected("gathered"):
+        runs.add(model_type, "2 replicas", "gathered", **gathered)
     runs.add("t5", "2 stages", "delta", **{"pp.forward": "delta:bits=8"})
     if "bf16" not in left_out:
         runs.add("mixtral", "2 stages", "bf16", **{"model.dtype": "bf16"})
@@ -151,6 +156,13 @@ def test_losses_of_a_regression_are_those_of_one_process(runs: Runs) -> None:
     assert_equal(config, oracle(config))
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("gathered", GATHERED)
+def test_weights_that_replicas_divide_have_the_losses_of_one_process(gathered: str, runs: Runs) -> None:
+    config = runs.configs[f"{gathered}, 2 replicas, gathered"]
+    assert_equal(config, oracle(config))
+
+
 @pytest.mark.parametrize("task", rows("classification"))
 def test_losses_of_a_classifier_with_a_decoder_are_those_of_one_process(task: str, runs: Runs) -> None:
     """Its head reads the tokens, which the first stage reads, too."""
@@ -182,6 +194,8 @@ def test_recomputation_changes_no_bit(runs: Runs) -> None:
 
 def test_all_copies_of_a_weight_are_equal_at_the_end(runs: Runs) -> None:
     for name, config in runs.configs.items():
+        if config.dp.shard == "weights":
+            continue
         saved = stored_weights(checkpoint_of(config, STEPS))
         for weights in weights_of(config, STEPS):
             assert weights == {key: saved[key] for key in weights}, name

@@ -97,8 +97,8 @@ class Drawn:
         """Return the batch of a step. micros: not used, since dealing is even."""
         return self._draw(step % 2 * BATCH, (step + 1) % 2 * BATCH)
 
-    def batches(self, micros: int, idle: object = ()) -> Iterator[Batch]:
-        """Yield the batches for evaluation. idle: not used, since no rank joins."""
+    def batches(self, micros: int, idle: object = (), *, even: bool = False) -> Iterator[Batch]:
+        """Yield the batches for evaluation. idle: not used, since no rank joins; even: they are."""
         yield self._draw(SAMPLES, SAMPLES)
 
     def most_batches(self, micros: int, idle: object = ()) -> int:
@@ -221,11 +221,13 @@ def splits(model_type: str) -> dict[str, Split]:
     """Return divisions of a small model, by name."""
     if task_of(model_type).name == "seq2seq":
         return {
+            "2 replicas": Split(1, 2, (4,)),
             "2 stages": Split(2, 1, (3, 1)),
             "2 stages x 2 replicas": Split(2, 2, (1, 1, 1, 1), "interleaved:chunks=2"),
             "4 stages": Split(4, 1, (1, 1, 1, 1)),
         }
     return {
+        "2 replicas": Split(1, 2, (3,)),
         "2 stages": Split(2, 1, (2, 1)),
         "2 stages x 2 replicas": Split(2, 2, (1, 2), "gpipe"),
         "4 stages": Split(4, 1, (1, 1, 1, 0)),

@@ -140,6 +140,12 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("--dp.shard optimizer --dp.mode diloco", 2, "dp.shard=optimizer works with dp.mode=allreduce, whose replicas"),
         ("--dp.shard gradients", 3, "all 3 replicas need the same number of micro-batches, of 4 in a step"),
         ("--dp.shard gradients --pp.stages 2 --pp.schedule zb", 4, "backwards in two parts; use --dp.shard optimizer"),
+        (
+            "--dp.shard weights",
+            3,
+            "dp.shard=weights sums gradients after each micro-batch, so that all 3 replicas need",
+        ),
+        ("--dp.shard weights --model.compile", 2, "remove model.compile, or use --dp.shard gradients"),
         ("--data.deal speed --dp.shard gradients", 2, "use data.deal=even and a data.batch of 4, or --dp.shard optimi"),
         ("--data.deal speed --pp.forward delta:bits=4", 1, "data.deal=speed: with pp.forward=delta:bits=4 a sequence"),
     ],

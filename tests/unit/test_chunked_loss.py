@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, PreTrainedConfig
 
 from acsgd.layers.description import Head
+from acsgd.optim.ownership import OwnedWeights, Ownership
 from acsgd.pp import Action, Op
 from acsgd.pp.chunked_loss import HeadUse, chunked_loss
 from acsgd.pp.nan_probe import NaNProbe
@@ -139,7 +140,11 @@ def test_a_gradient_that_is_not_finite_belongs_to_the_backward() -> None:
     (stage,) = build_stages(config_of("llama"), [range(8)])
     head = stage.composed.model.get_submodule("lm_head")
     head.register_forward_hook(lambda module, inputs, output: output.register_hook(lambda grad: grad * nan) and None)
-    with NaNProbe({0: stage}, [0]) as probe, probe.during(Action(Op.F, 0, 0)), chunks_of(LENGTH):
+    with (
+        NaNProbe({0: stage}, OwnedWeights(stage.weights, Ownership(0, 1)), [0]) as probe,
+        probe.during(Action(Op.F, 0, 0)),
+        chunks_of(LENGTH),
+    ):
         stage.forward(MICRO, {"input_ids": TOKENS}, {}, TOKENS)
     assert probe.first is not None
     assert (probe.first.phase, probe.first.tensor) == ("backward", "gradient of the output of lm_head")

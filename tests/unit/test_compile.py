@@ -15,6 +15,7 @@ from lib.models import blocks_of, dropout_of, tiny_config
 from torch import Tensor
 
 from acsgd.layers import composed
+from acsgd.optim.ownership import OwnedWeights, Ownership
 from acsgd.pp import Action, Op
 from acsgd.pp.nan_probe import NaNProbe
 from acsgd.pp.stage import MicroBatch
@@ -72,7 +73,10 @@ def test_a_search_for_a_nan_names_a_module_inside_a_compiled_block(monkeypatch: 
     forward()  # compiles the blocks without hooks
     activation = stage.composed.model.get_submodule(module)
     monkeypatch.setattr(activation, "forward", lambda x: x * torch.nan)
-    with NaNProbe({0: stage}, [0]) as probe, probe.during(Action(Op.F, 0, 0)):
+    with (
+        NaNProbe({0: stage}, OwnedWeights(stage.weights, Ownership(0, 1)), [0]) as probe,
+        probe.during(Action(Op.F, 0, 0)),
+    ):
         forward()
     assert probe.first is not None
     assert probe.first.tensor == f"output of {module}"

@@ -98,6 +98,14 @@ def test_every_evaluation_reads_the_same() -> None:
     assert targets(held.batches(2)) == targets(held.batches(2))
 
 
+@pytest.mark.parametrize("replicas", [1, 3, 40])
+def test_replicas_read_as_many_batches_where_it_is_asked(replicas: int) -> None:
+    parts = [separate(CORPORA, replicas=replicas, replica=replica) for replica in range(replicas)]
+    even = [list(part.batches(2, even=True)) for part in parts]
+    assert {*map(len, even)} == {parts[0].most_batches(2)}
+    assert [targets(iter(each)) for each in even] == [targets(part.batches(2)) for part in parts]
+
+
 def test_sample_ids_are_indices_in_the_held_out_set() -> None:
     parts = [separate(CORPORA, replicas=3, replica=replica) for replica in range(3)]
     ids: list[int] = []

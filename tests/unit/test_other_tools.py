@@ -191,7 +191,7 @@ NEW = {
     "--data.sequence 1024 --data.batch 32 --pp.micro 1 --pp.forward delta:bits=4 --model.dropout_mask sample "
     "--pp.backward fixpoint:bits=8 --pp.stages 8 --pp.schedule gpipe --data.eval_fraction 0.05 --optim.clip 2",
     "finetuner": "torchrun -m acsgd --model.name google/flan-t5-xl --model.task seq2seq "
-    "--data.sources a/train:1,b/train:2 --data.eval_sources a/val,b/val --adapter.spec "
+    "--data.sources a/train:1,b/train:2 --data.eval_sources a/val,b/val --dp.shard weights --adapter.spec "
     "'prompt_tuning:tokens=8,init=text,text=Classify this, please' "
     "--optim.steps 100 --data.batch 16 --pp.micro 8 --model.dtype bf16 --data.sequence 128 "
     "--data.max_prompt 100 --data.max_answer 28 --eval.every 50 "
@@ -386,12 +386,12 @@ BASE = [word for name, value in REQUIRED.items() for word in (f"--{name}", value
             "--dist_url tcp://h:1",
             "tcp://h:1 is an option of AC-SGD, CocktailSGD, Together finetuning and OpenCh",
         ),
-        ("--zero_optimization.stage=3", "here: nothing (pp.stages divides weights"),
+        ("--zero_optimization.stage=3", "here: --dp.shard weights"),
         ("--zero_optimization.stage=2", "here: --dp.shard gradients"),
         ("--optim.learning_rate 3", "here: --optim.lr 3; others: docs/migrate/finetuner.md"),
         ("--pp.stage 2", "(did you mean --pp.stages?)"),
         ("--model.dtype bfloat16", '("bfloat16" of the DeepSpeed finetuner is "bf16"); all options'),
-        ("--stage 3 --fp16", "--stage 3 -> nothing (pp.stages divides"),
+        ("--stage 3 --fp16", "--stage 3 -> --dp.shard weights"),
         ("--stage 1 --fp16", "--stage 1 -> --dp.shard optimizer"),
     ],
 )

@@ -212,6 +212,19 @@ def test_replicas_of_a_host_are_counted_as_one(tiny_model: Any, tmp_path: Path) 
 
 
 @pytest.mark.soak
+def test_divided_parameters_are_counted_with_those_of_two_layers(tiny_model: Any, tmp_path: Path) -> None:
+    config = make_config(tiny_model("llama", **WIDE), tmp_path, micro=1)
+    divided = replace(config, dp=replace(config.dp, shard="weights"))
+    planner, model = planner_of(config, 2), describe_run_model(config)
+    [whole], [part] = planner.memory(config), planner.memory(divided)
+    built, numbers = model.build(torch.float32), model.parameters
+    layers = [sum(built.get_parameter(key).nbytes for key in layer.parameters) for layer in model.layers]
+    of_two = max(first + second for first, second in itertools.pairwise(layers))
+    assert part.weights == whole.weights - 2 * numbers.all + of_two
+    assert part.moments == pytest.approx(whole.moments / 2, rel=1e-3)
+
+
+@pytest.mark.soak
 def test_a_pipeline_keeps_the_micro_batches_that_its_schedule_has_in_flight(tiny_model: Any, tmp_path: Path) -> None:
     config = make_config(tiny_model("llama", **WIDE), tmp_path, stages=3, micro=1)
     planner, kept = planner_of(config, 3), {}

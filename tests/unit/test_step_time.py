@@ -86,6 +86,7 @@ def test_replicas_exchange_what_backward_does_not_hide(config: Config) -> None:
         ("allreduce", "none", 2 * 3 / 4 * 4 * trained),
         ("allreduce", "optimizer", 3 / 4 * 8 * trained),
         ("allreduce", "gradients", 3 / 4 * 12 * trained),
+        ("allreduce", "weights", 3 / 4 * (8 + 4 * 4) * trained),
         ("quantized:bits=4", "none", 2 * 3 / 4 * trained / 2),
         ("diloco:inner=10", "none", 2 * 3 / 4 * 4 * trained / 10),
         ("local", "none", 0),

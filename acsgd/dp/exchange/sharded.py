@@ -45,10 +45,16 @@ class ShardedBucket:
         """Number of gradients that are not ready yet."""
         self.sum: Tensor | None = None
         """Sum of the gradients of what this replica owns, of the reductions of this step."""
+        self._whole = {weight.key for weight in weights} - owned.ownership.gathered
         pairs = [(weight, part) for weight in weights for part in owned.ownership.parts_of(weight)]
         self._parts: list[list[tuple[Weight, Part]]] = [
             [(weight, part) for weight, part in pairs if part.owner == replica] for replica in range(replicas)
         ]
+
+    @property
+    def has_whole(self) -> bool:
+        """Whether some parameters stay whole, so that their updated parts are gathered."""
+        return bool(self._whole)
 
     def numels(self) -> list[int]:
         """Return the number of elements that each replica owns."""
@@ -88,8 +94,8 @@ class ShardedBucket:
             weight.master.grad = piece.view(weight.master.shape)
 
     def params_of(self, replica: int) -> list[Tensor]:
-        """Return views of the parameters, of the parts of a replica."""
-        return [part.rows(weight.param.detach()) for weight, part in self._parts[replica]]
+        """Return views of the parameters that stay whole, of the parts of a replica."""
+        return [part.rows(weight.param.detach()) for weight, part in self._parts[replica] if part.weight in self._whole]
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -100,7 +106,7 @@ class ShardedSync(GradSync):
     """Gradient sync of replicas that own parts of the weights: each gets the sums of the gradients of its parts.
 
     Buckets are reduced in the same order on every replica, each as soon as it and all before it are complete. Their
-    gradients are dropped then. The updated parts are gathered after the optimizer's step.
+    gradients are dropped then. The updated parts are gathered after the optimizer's step, unless layers gather them.
 
     dtype: of gradients in messages, whose sums are fp32. every_pass: whether gradients are reduced after each backward,
     so that those of whole weights never exist, instead of once per step; needs as many backwards on all replicas.
@@ -165,7 +171,8 @@ class ShardedSync(GradSync):
 
     def exchange(self, step: int, moments: SecondMoments) -> None:
         """Gather the updated parts. It may run again: each part is that of its owner's master."""
-        for pending in [self._peers.submit(partial(self._gather, bucket)) for bucket in self._buckets]:
+        whole = [bucket for bucket in self._buckets if bucket.has_whole]
+        for pending in [self._peers.submit(partial(self._gather, bucket)) for bucket in whole]:
             pending.result(self.meter)
 
     def _begin_pass(self) -> None:

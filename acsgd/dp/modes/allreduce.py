@@ -35,5 +35,5 @@ def open_sync(
     if not owned.ownership.parts:
         return mode.open(weights, peers)
     assert isinstance(mode, AllReduce)
-    every_pass = shard == "gradients"
+    every_pass = shard in ("gradients", "weights")
     return ShardedSync(weights, owned, peers, bucket_mb=mode.bucket_mb, dtype=mode.dtype, every_pass=every_pass)

@@ -101,15 +101,16 @@ class HeldOut:
         """Return a string that differs between hosts with different held-out data."""
         return f"{list(self.ranges)} {self.rows.fingerprint()}"
 
-    def batches(self, micros: int, idle: Collection[int] = ()) -> Iterator[Batch]:
+    def batches(self, micros: int, idle: Collection[int] = (), *, even: bool = False) -> Iterator[Batch]:
         """Yield this replica's sequences in batches of M = `micros` micro-batches; may be empty.
 
-        idle: replicas that evaluate nothing.
+        idle: replicas that evaluate nothing. even: as many batches on each replica, the last ones only padding.
         The last batch is padded with copies of the last sequence whose labels are IGNORED. Sample ids and micro
         ids are indices in the held-out set, not those of training samples.
         """
         micro, mine = self.rows.micro, self._shares(idle)[self.replica]
-        for first in range(mine.start, mine.stop, micros):
+        count = self.most_batches(micros, idle) if even else -(-len(mine) // micros)
+        for first in range(mine.start, mine.start + count * micros, micros):
             yield self._batch(range(first, first + micros), end=min(mine.stop * micro, len(self)))
 
     def most_batches(self, micros: int, idle: Collection[int] = ()) -> int:
@@ -126,7 +127,7 @@ class HeldOut:
     def _batch(self, micro_ids: range, end: int) -> Batch:
         """Read micro-batches; positions from `end` on in the held-out set are padding."""
         positions = np.arange(micro_ids.start * self.rows.micro, micro_ids.stop * self.rows.micro)
-        sample_ids = torch.from_numpy(np.minimum(positions, end - 1)).view(len(micro_ids), self.rows.micro)
+        sample_ids = torch.from_numpy(np.minimum(positions, max(end, 1) - 1)).view(len(micro_ids), self.rows.micro)
         rows = self.rows.read(*self._locate(sample_ids.flatten().numpy()))
         if rows.labels is not None:
             rows.labels.flatten(0, 1)[positions >= end] = IGNORED

@@ -117,15 +117,21 @@ class ParameterCount(NamedTuple):
         return self.trained + self.frozen
 
     def needed_bytes(
-        self, dtype: torch.dtype, *, trains: bool = True, shards: int = 1, gradient_shards: int = 1
+        self,
+        dtype: torch.dtype,
+        *,
+        trains: bool = True,
+        shards: int = 1,
+        gradient_shards: int = 1,
+        weight_shards: int = 1,
     ) -> int:
         """Return the memory of weights, and of gradients if it trains, without activations and optimizer state.
 
-        dtype: of the parameters. shards, gradient_shards: numbers of replicas that masters, and gradients, are divided
-        among.
+        dtype: of the parameters. shards, gradient_shards, weight_shards: numbers of replicas that masters, gradients,
+        and parameters are divided among.
         """
         gradients = self.gradient_bytes * trains // gradient_shards
-        return self.weight_bytes(dtype) + self.master_bytes(dtype) // shards + gradients
+        return self.weight_bytes(dtype) // weight_shards + self.master_bytes(dtype) // shards + gradients
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Return the memory of the parameters."""
@@ -160,6 +166,7 @@ def check_memory(
     trains: bool = True,
     shards: int = 1,
     gradient_shards: int = 1,
+    weight_shards: int = 1,
     offloads: bool = False,
 ) -> None:
     """Raise ValueError if `ParameterCount.needed_bytes` exceeds the memory.
@@ -168,9 +175,11 @@ def check_memory(
     """
     on_cpu = streams.device.type == "cpu"
     if offloads and not on_cpu:
-        of_all, trains = count.weight_bytes(dtype), False
+        of_all, trains = count.weight_bytes(dtype) // weight_shards, False
     else:
-        of_all = count.needed_bytes(dtype, trains=trains, shards=shards, gradient_shards=gradient_shards)
+        of_all = count.needed_bytes(
+            dtype, trains=trains, shards=shards, gradient_shards=gradient_shards, weight_shards=weight_shards
+        )
     memory, per_rank = streams.memory_bytes(), of_all / stages
     if (needed := per_rank * (processes if on_cpu else 1)) > memory:
         place = "this host" if on_cpu else "a GPU"

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from acsgd.codecs.base import wire_bytes
+from acsgd.layers.quantize import is_quantized
 from acsgd.optim.offload import MAX_IN_FLIGHT
 from acsgd.optim.ownership import OwnedWeights
 from acsgd.pp.schedules.actions import Action, Op
@@ -25,7 +26,7 @@ from acsgd.pp.wire.mailbox import MAX_SENDS_IN_FLIGHT
 from acsgd.run.plan.dry_run import UpdateMemory, dry_run
 from acsgd.run.plan.limits import ParameterCount
 from acsgd.run.plan.partition import Partition
-from acsgd.run.plan.step_memory import StepPeak, StepWalk, TracedModel, entering_tensors
+from acsgd.run.plan.step_memory import StepPeak, StepWalk, TracedModel, entering_tensors, layer_groups
 from acsgd.shards.layer_tensors import hidden_matrices
 from acsgd.shards.weights import Weight
 
@@ -163,6 +164,10 @@ def least_memory(partition: Partition, traced: TracedModel, cache: PlanCache) ->
     )
 
 
+GATHER_COPIES = 2
+"""Bytes that a gather takes in messages, sent and received, per byte that it gathers."""
+
+
 class _RankPlan:
     """The memory of one rank."""
 
@@ -197,7 +202,29 @@ class _RankPlan:
 
     @property
     def _weight_bytes(self) -> int:
-        return self._weights.count.weight_bytes(self._partition.shapes.dtype) + self._weights.buffer_bytes
+        whole = self._weights.count.weight_bytes(self._partition.shapes.dtype) + self._weights.buffer_bytes
+        of_groups, replicas = self._gathered_bytes, self._partition.topology.replicas
+        divided = sum(map(self._bytes_of, self._ownership.gathered))
+        at_once = max((sum(of_groups[first : first + 2]) for first in range(len(of_groups))), default=0)
+        return whole - divided + -(-divided // replicas) + at_once
+
+    @cached_property
+    def _gathered_bytes(self) -> list[int]:
+        """Bytes of the parameters that each group of layers gathers while it runs, in the order of the groups."""
+        gathered, layers = self._ownership.gathered, self._partition.model.layers
+        keys = (
+            dict.fromkeys(key for layer in group for key in layers[layer].parameters if key in gathered)
+            for span in self._partition.layout.spans.values()
+            for group in layer_groups(self._partition, span)
+        )
+        return [sum(map(self._bytes_of, each)) for each in keys]
+
+    def _bytes_of(self, key: str) -> int:
+        """Return the bytes of a parameter that are divided: of a quantized one, those without its scales."""
+        param = self._traced.built.get_parameter(key)
+        if is_quantized(param):
+            return param.numel() // (2 if type(param).__name__ == "Params4bit" else 1)
+        return param.numel() * self._partition.shapes.dtype.itemsize
 
     @property
     def _master_bytes(self) -> int:
@@ -264,7 +291,7 @@ class _RankPlan:
             activations=peak.activations,
             logits=peak.logits,
             updates=updates,
-            messages=self._message_bytes(),
+            messages=self._message_bytes() + GATHER_COPIES * max(self._gathered_bytes, default=0),
             caches=self._cache_bytes(sys.maxsize if sequences is None else sequences) if is_bounded else 0,
             cache_per_sequence=0 if is_bounded else self._cache_bytes(1),
             offloaded=offloaded,

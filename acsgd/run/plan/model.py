@@ -100,7 +100,8 @@ def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: 
         streams=streams,
         trains=trains,
         shards=1 if config.dp.shard == "none" else replicas,
-        gradient_shards=replicas if config.dp.shard == "gradients" else 1,
+        gradient_shards=replicas if config.dp.sums_passes else 1,
+        weight_shards=replicas if config.dp.shard == "weights" else 1,
         offloads=config.optim.offload == "cpu",
     )
     return _describe(config, check, has_adapter=not trains)

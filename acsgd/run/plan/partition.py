@@ -85,8 +85,26 @@ class Partition:
         whole = Ownership(topology.replica, topology.replicas)
         if self.config.dp.shard == "none" or topology.replicas == 1:
             return whole
+        stages = [*stages]
         parts = (divide_weights(weights, topology.replicas, by_rows=by_rows) for weights in stages)
-        return replace(whole, parts=tuple(chain.from_iterable(parts)))
+        gathered = self._gathered(chain.from_iterable(stages)) if self.config.dp.shard == "weights" else frozenset()
+        return replace(whole, parts=tuple(chain.from_iterable(parts)), gathered=gathered)
+
+    def _gathered(self, weights: Iterable[Weight]) -> frozenset[str]:
+        """Return the parameters of this rank, trained or frozen, that only its layers use, while they run.
+
+        Not those of which other ranks look up rows, nor those that make replicated tensors. weights: of this rank.
+        """
+        own = [self.model.layers[index] for index in self.layout.layers]
+        sent = {weight.key for weight in weights if weight.has_remote_lookups}
+        replicated = {
+            key
+            for layer in own
+            if layer.replicated
+            for key in layer.parameters
+            if not key.startswith(f"{layer.block}.")
+        }
+        return frozenset(key for layer in own for key in layer.parameters) - sent - replicated
 
     @property
     def tied(self) -> list[TiedWeight]:

@@ -161,17 +161,22 @@ def check_shard(
             "continue when a host is lost; use --dp.shard none, or start the run without --rdzv-backend acsgd"
         )
     is_whole = plugins.schedule.chunks == 1 and not splits_backward
-    if shard == "gradients" and replicas > 1 and not is_whole:
+    if config.dp.sums_passes and replicas > 1 and not is_whole:
         raise ValueError(
-            f"dp.shard=gradients sums gradients after each backward of the one stage of a rank, and "
+            f"dp.shard={shard} sums gradients after each backward of the one stage of a rank, and "
             f"pp.schedule={config.pp.schedule} has several, or backwards in two parts; use --dp.shard optimizer, or "
             "--pp.schedule 1f1b"
         )
-    if shard == "gradients" and replicas > 1 and (num_micros % replicas or config.data.deal == "speed"):
+    if config.dp.sums_passes and replicas > 1 and (num_micros % replicas or config.data.deal == "speed"):
         raise ValueError(
-            f"dp.shard=gradients sums gradients after each micro-batch, so that all {replicas} replicas need the same "
+            f"dp.shard={shard} sums gradients after each micro-batch, so that all {replicas} replicas need the same "
             f"number of micro-batches, of {num_micros} in a step (data.batch / pp.micro); use data.deal=even and a "
             f"data.batch of {config.pp.micro * replicas * -(-num_micros // replicas)}, or --dp.shard optimizer"
+        )
+    if shard == "weights" and config.model.compile:
+        raise ValueError(
+            "model.compile=true compiles blocks whose parameters stay where they are, and dp.shard=weights frees them "
+            "after each use; remove model.compile, or use --dp.shard gradients"
         )
 
 

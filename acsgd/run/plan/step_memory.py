@@ -157,7 +157,7 @@ class StepWalk:
     @property
     def _sums_passes(self) -> bool:
         """Whether gradients are summed over replicas after each backward, and whole ones are dropped then."""
-        return self._partition.config.dp.shard == "gradients" and self._partition.topology.replicas > 1
+        return self._partition.config.dp.sums_passes and self._partition.topology.replicas > 1
 
     def _summed_buckets(self) -> Sequence[int]:
         """Return the bytes of the buckets that are summed after each backward; none unless `_sums_passes`."""
@@ -172,7 +172,7 @@ class StepWalk:
         span = self._partition.layout.spans[action.stage]
         before = memory.activations, memory.logits
         memory.activations += entering_bytes(self._partition, span.first)
-        for group in self._groups(span):
+        for group in layer_groups(self._partition, span):
             self._run_layers(group, self._traced.layers, memory)
             for layer in group[:-1]:  # of which backward starts from the inputs of the first
                 memory.keep(layer, -self._traced.layers[layer].kept)
@@ -186,7 +186,7 @@ class StepWalk:
         span, made = self._partition.layout.spans[action.stage], 0
         traces, ends = self._traced.layers, dict[int, range]()
         if self._traced.again:
-            traces, ends = self._traced.again, {group[-1]: group for group in self._groups(span)}
+            traces, ends = self._traced.again, {group[-1]: group for group in layer_groups(self._partition, span)}
         for layer in reversed(range(*span)):
             if group := ends.get(layer):
                 self._run_layers(group, traces, memory)
@@ -214,12 +214,6 @@ class StepWalk:
         if action.operation.completes:
             memory.activations -= entering_bytes(self._partition, span.first)
 
-    def _groups(self, span: StageSpec) -> Iterator[range]:
-        """Yield the layers of a stage in groups of which backward starts from the inputs of the first one."""
-        together = self._partition.plugins.recompute.layers or 1
-        for first in range(*span, together):
-            yield range(first, min(first + together, span.last))
-
     def _run_layers(self, layers: range, traces: Sequence[LayerTrace], memory: _StepMemory) -> None:
         """Follow the forward of some layers."""
         for layer in layers:
@@ -240,6 +234,13 @@ class StepWalk:
         later = {key for other in model.layers[layer + 1 : specs[stage].last] for key in other.parameters}
         keys = {*model.layers[layer].parameters} - later
         return [weight for weight in self._weights.stages[stage] if weight.key in keys]
+
+
+def layer_groups(partition: Partition, span: StageSpec) -> Iterator[range]:
+    """Yield the layers of a stage in groups of which backward starts from the inputs of the first one."""
+    together = partition.plugins.recompute.layers or 1
+    for first in range(*span, together):
+        yield range(first, min(first + together, span.last))
 
 
 def entering_bytes(partition: Partition, layer: int) -> int:

@@ -164,9 +164,12 @@ class StepPlanner:
         share = (replicas - 1) / replicas
         nbytes = 2 * share * 4 * trained / compression(config.dp.mode)
         if config.dp.shard != "none":
-            passes = micros if config.dp.shard == "gradients" else 1
+            passes = micros if config.dp.sums_passes else 1
             gradients = passes * 4 / compression(config.dp.mode)
             nbytes = share * trained * (gradients + partition.shapes.dtype.itemsize)
+        if config.dp.shard == "weights":  # gathered for each forward and each backward instead
+            gathered = 2 * micros * weights.count.weight_bytes(partition.shapes.dtype)
+            nbytes = share * (trained * micros * 4 / compression(config.dp.mode) + gathered)
         delay_s = 2 * (replicas - 1) * link.delay_s if nbytes else 0.0
         return LinkLoad("replicas", nbytes, nbytes / link.bytes_per_s + delay_s)
 
@@ -270,8 +273,10 @@ def _exposed(partition: Partition, exchange: LinkLoad, step_s: float, backward_s
     trained = [weight.master.nbytes for weight in chain.from_iterable(weights.stages.values())]
     buckets = max(1, math.ceil(sum(trained) / (1e6 * getattr(partition.plugins.mode, "bucket_mb", BUCKET_MB))))
     passes, gathered = 1, 0.0
+    if partition.config.dp.shard == "weights":  # each layer's weights travel while the one before it runs
+        return max(exchange.busy_s / len(partition.layout.layers), exchange.busy_s - step_s)
     if partition.config.dp.shard != "none":
-        passes = len(partition.micro_ids) if partition.config.dp.shard == "gradients" else 1
+        passes = len(partition.micro_ids) if partition.config.dp.sums_passes else 1
         itemsize = partition.shapes.dtype.itemsize
         gathered = exchange.busy_s * itemsize / (itemsize + 4 * passes)
     reduced = (exchange.busy_s - gathered) / passes

@@ -6,13 +6,14 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, takewhile
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from acsgd.comm.communicators import NCCL
 from acsgd.comm.waits import Meter
+from acsgd.dp.exchange.layer_gather import DividedParams, LayerGather
 from acsgd.dp.modes.allreduce import AllReduce, open_sync
 from acsgd.dp.modes.powersgd import PowerSGD
 from acsgd.dp.peers import Peers
@@ -38,6 +39,7 @@ from acsgd.pp.wire.coder import CodecChoice, CodecIndices, TensorSpec
 from acsgd.pp.wire.frame import MessageKind
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.run.plan.job import Job
+from acsgd.run.plan.memory import RankWeights
 from acsgd.run.plan.transports import Transports, exchanges_updates, sums_gradients
 from acsgd.run.session import Session
 from acsgd.run.setup.describe import micro_shapes
@@ -227,25 +229,38 @@ def build_stages(
     deferred: see `build_session`.
     """
     loader = _open_loader(job, composed, source, defers_constants=deferred is not None)
-    layers = {index: [*map(loader.load, range(*job.layout.specs[index]))] for index in job.layout.stages}
-    weights = {
-        index: in_reduction_order(weight for layer in of_stage for weight in layer.weights)
-        for index, of_stage in layers.items()
-    }
-    owned = OwnedWeights([*chain.from_iterable(weights.values())], job.ownership(weights.values()))
-    stages = {}
-    for index in job.layout.stages:
-        sync = open_sync(job.plugins.mode, weights[index], owned, peers, shard=job.config.dp.shard)
-        stages[index] = _open_stage(job, composed, layers[index], sync)
+    owned = OwnedWeights((), job.ownership(RankWeights(job, composed.model).stages.values()))
+    divided, stages = DividedParams(owned), dict[int, Stage]()
+
+    def load(index: int) -> LoadedLayer:
+        layer = loader.load(index)
+        divided.add(layer.spec, layer.weights, composed.model)
+        return layer
+
+    layers = {index: [*map(load, range(*job.layout.specs[index]))] for index in job.layout.stages}
+    for index, of_stage in layers.items():
+        weights = in_reduction_order(weight for layer in of_stage for weight in layer.weights)
+        sync = open_sync(job.plugins.mode, weights, owned, peers, shard=job.config.dp.shard)
+        stages[index] = _open_stage(job, composed, of_stage, sync, divided, peers)
     if deferred is not None:
         deferred.add(loader, (layer for stage in stages.values() for layer in stage.layers))
     fill_with_stand_ins(composed.model, job.model.description.blocks, job.streams.device, job.shapes.dtype)
     return stages, owned
 
 
-def _open_stage(job: Job, composed: ComposedModel, layers: Sequence[LoadedLayer], sync: GradSync) -> Stage:
+def _open_stage(
+    job: Job,
+    composed: ComposedModel,
+    layers: Sequence[LoadedLayer],
+    sync: GradSync,
+    divided: DividedParams,
+    peers: Peers,
+) -> Stage:
     """Return a stage with the options of the run."""
     config = job.config
+    together = job.plugins.recompute.layers or 1
+    starts = range(0, len(layers), together)
+    groups = [divided.of([layer.spec for layer in layers[first : first + together]]) for first in starts]
     return Stage(
         composed,
         job.model.task,
@@ -260,6 +275,7 @@ def _open_stage(job: Job, composed: ComposedModel, layers: Sequence[LoadedLayer]
         mask_per_sample=config.model.dropout_mask == "sample",
         logits_at_once=job.streams.logits_at_once,
         offload=GradientOffload(job.streams) if config.optim.offload == "cpu" else None,
+        gather=LayerGather(groups, peers, sync.meter) if any(groups) else None,
     )
 
 
@@ -276,6 +292,7 @@ def _open_loader(job: Job, composed: ComposedModel, source: WeightSource, *, def
         sent=[each.key for each in job.tied if each.lookups and me == each.owner],
         defers_constants=defers_constants,
         masters_on_host=job.config.optim.offload == "cpu",
+        keeps_files=job.config.dp.shard == "weights",
     )
 
 

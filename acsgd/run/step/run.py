@@ -100,7 +100,8 @@ class Evaluations(StepHook):
     def _batches(self, state: LoopState) -> Iterator[Batch]:
         """Yield the batches of this replica. Raises _LeftError, after the same batch on all ranks, if the run ends."""
         job, vote = self._session.job, Vote(self._session.groups)
-        batches = self._held_out.batches(len(job.micro_ids), state.idle)
+        even = job.config.dp.shard == "weights"  # each replica sends its parts of the weights as often
+        batches = self._held_out.batches(len(job.micro_ids), state.idle, even=even)
         fewest = job.shapes.num_micros // job.topology.replicas  # micro-batches in a batch of any replica
         is_over = state.is_stopped
         for _ in range(self._held_out.most_batches(fewest, state.idle)):
