@@ -63,6 +63,7 @@ from acsgd.run.step.pace import Pace
 from acsgd.run.step.spikes import SKIP
 from acsgd.shards.load import Constants, WeightSource
 from lib.ordered import OrderedBackend, ordered_transport
+from lib.patience import NO_LIMIT_S
 from lib.training import TIMEOUT
 
 SAMPLES = 100
@@ -357,6 +358,9 @@ class _Process:
                 continue
             hooks.before_next(state)
             self._note_step()
+            joining = self._transfers if isinstance(self._transfers, JoiningRank) else None
+            if joining is not None and joining._requested and session.job.plugins.mode.exchanges == "nothing":
+                joining._receiver.wait(NO_LIMIT_S)  # without gradients that are recorded, nothing else makes it wait
             while snapshots is not None and snapshots.is_pending:
                 time.sleep(0.005)
         if view.late or view.unsynced:
