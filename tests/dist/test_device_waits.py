@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,10 +22,11 @@ from lib.ranks import on_ranks
 from lib.stand_in import on_stand_in
 from lib.training import TIMEOUT, batches_of, losses_of_rank, plain_config
 
-from acsgd.config.options import Config, ReplicaConfig
+from acsgd.config.options import Config
 from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.launch import Launch
+from acsgd.optim import OPTIMIZERS
 from acsgd.optim.offload import MAX_IN_FLIGHT
 from acsgd.pp import SCHEDULES
 from acsgd.run.initial_weights import open_weight_source
@@ -34,8 +36,79 @@ from acsgd.run.setup.build import build_session
 from acsgd.train import train_step
 
 ONCE = Counter({"copy to the host": 1})
-HEADERS = Counter({"copy to the host": 1})
 """The read of loss and gradient norm at the end of a step."""
+HEADERS = Counter({"copy to the host": 1})
+"""The read of the headers of all messages that stayed on the device."""
+SHAPES = {"small": (2, 3), "large": (4, 1)}
+"""Blocks, and sequences of a micro-batch."""
+NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+class Row(NamedTuple):
+    """A run."""
+
+    blocks: int = 2
+    micro: int = 3
+    """Sequences of a micro-batch, of 6 in a step."""
+    pp: Mapping[str, Any] = NONE
+    optim: Mapping[str, Any] = NONE
+    dtype: str = "fp32"
+    is_ordered: bool = False
+    """Whether its messages stay on the device, over the ordered transport; else they travel over gloo."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return 2 if self.pp else 1
+
+    def config(self, directory: Path) -> Config:
+        """Return the run, with files in a directory of the module."""
+        model = directory / f"model-{self.blocks}" / "model"
+        if not model.exists():
+            save_model(model, blocks=self.blocks, tied=False)  # a device tensor cannot be a table of another rank
+        config = plain_config(model, directory / "runs", steps=3, micro=self.micro, **self.pp)
+        config = dataclasses.replace(
+            config,
+            model=dataclasses.replace(config.model, dtype=self.dtype),
+            data=dataclasses.replace(config.data, sequence=16),
+            optim=dataclasses.replace(config.optim, **self.optim),
+        )
+        return with_shared_cache(config)
+
+
+TWO = {"stages": 2}
+LOSSY = {"stages": 2, "forward": "fixpoint:bits=4", "backward": "fixpoint:bits=4"}
+ROWS = {
+    "one stage": Row(),
+    "two stages over gloo": Row(pp=TWO),
+    "two stages": Row(pp=TWO, is_ordered=True),
+}
+"""Runs of `make test`."""
+SOAKED = {
+    "one stage, larger": Row(4, 1),
+    "two stages over gloo, larger": Row(4, 1, pp=TWO),
+    "lossy over gloo": Row(pp=LOSSY),
+    "lossy over gloo, larger": Row(4, 1, pp=LOSSY),
+    "two stages, larger": Row(8, 2, pp=TWO, is_ordered=True),
+    **{
+        f"two stages, {name}": Row(4, 1, pp={**TWO, "schedule": name}, is_ordered=True)
+        for name in (*SCHEDULES, "1f1b:lead=2")
+    },
+}
+OF_SHAPE = {
+    f"optim.name={name}": {"optim": {"name": name}} for name in OPTIMIZERS if name not in ("adafactor", "adamw8bit")
+}
+"""Options with which the number of waits of a step does not depend on the shape. torch's Adafactor reads numbers of
+each weight; adamw8bit needs a GPU."""
+OFFLOADED = {
+    f"{offload}, {dtype}": Row(4, 1, optim={"offload": offload}, dtype=dtype)
+    for dtype in ("fp32", "bf16")
+    for offload in ("none", "cpu")
+}
+
+
+def soaked(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.soak) for name in names]
 
 
 class Observed(NamedTuple):
@@ -48,28 +121,20 @@ class Observed(NamedTuple):
     """Host buffers allocated so far, by step."""
     on_device: set[str]
     """Which of masters, their gradients and the optimizer's state are on the device after the last step."""
+    on_cpu: list[float]
+    """Losses of the same run on the CPU over gloo."""
 
 
-def config_of(tmp_path: Path, *, blocks: int = 2, micro: int = 1, dp: str = "", **pp: object) -> Config:
-    model = tmp_path.parent / f"untied-{blocks}" / "model"  # a device tensor cannot be a table of rows of another rank
-    if not model.exists():
-        save_model(model, blocks=blocks, tied=False)
-    config = plain_config(model, tmp_path, steps=3, micro=micro, **pp)
-    data = dataclasses.replace(config.data, sequence=16)
-    replicas = ReplicaConfig(mode=dp) if dp else config.dp
-    return with_shared_cache(dataclasses.replace(config, data=data, dp=replicas))
-
-
-def observe(rank: int, world_size: int, store: Path, configs: Sequence[Config], *transports: str) -> list[Observed]:
-    """Train each run on the stand-in. transports: "ordered" or none."""
+def observe(rank: int, world_size: int, store: Path, runs: Sequence[tuple[Config, bool]]) -> list[Observed]:
+    """Train each run on the stand-in, over the ordered transport or gloo, and then on the CPU."""
     torch.set_num_threads(1)
     observed = []
-    with on_stand_in() as streams:
-        for number, config in enumerate(configs):
+    with on_stand_in() as streams:  # before the first backward: that fixes which devices torch has
+        for number, (config, is_ordered) in enumerate(runs):
             job, file_store = prepare(config, Launch(rank, rank, world_size)), dist.FileStore(f"{store}-{number}")
-            found, progress = Observed([], [], [], set()), Progress()
+            found, progress = Observed([], [], [], set(), []), Progress()
             with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
-                if transports:
+                if is_ordered:
                     groups = groups.with_transport(ordered_transport(rank), streams.device, lambda axis, ranks: True)
                 session = build_session(job, open_weight_source(job), groups)
                 for batch in batches_of(job):
@@ -82,7 +147,11 @@ def observe(rank: int, world_size: int, store: Path, configs: Sequence[Config], 
                 found.on_device.update(_on_device(session))
                 session.close()
             observed.append(found)
-    return observed
+    configs = [config for number, (config, _) in enumerate(runs) if config not in [each for each, _ in runs[:number]]]
+    on_cpu = losses_of_rank(rank, world_size, Path(f"{store}-cpu"), configs)
+    return [
+        found._replace(on_cpu=on_cpu[configs.index(config)]) for found, (config, _) in zip(observed, runs, strict=True)
+    ]
 
 
 def _on_device(session: Session) -> Iterator[str]:
@@ -96,29 +165,62 @@ def _on_device(session: Session) -> Iterator[str]:
             yield "host parameter"
 
 
-SHAPES = [(2, 3), pytest.param((4, 1), marks=pytest.mark.soak)]
-"""Blocks, and sequences of a micro-batch, of which the number of waits does not depend."""
+Results = dict[str, tuple[Config, list[Observed]]]
+"""By name of the row: its run, and what its ranks observe."""
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_step_of_one_stage_waits_once(shape: tuple[int, int], tmp_path: Path) -> None:
-    configs = [config_of(tmp_path, blocks=shape[0], micro=shape[1])]
-    (by_config,) = on_ranks(1, observe, tmp_path / "store", configs)
-    expected = on_ranks(1, losses_of_rank, tmp_path / "cpu", configs)[0]
-    for observed, losses in zip(by_config, expected, strict=True):
-        assert observed.losses == losses
-        assert all(waits == ONCE for waits in observed.waits[1:]), observed.waits
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory: pytest.TempPathFactory, selected: Callable[[str], set[Any]]) -> Results:
+    """Results of the rows that are selected.
+
+    Few processes train one row after the other: most of the time would pass in their start.
+    """
+    directory, rows = tmp_path_factory.mktemp("waits"), ROWS | SOAKED
+    rows = {name: rows[name] for name in selected("name")}
+    rows |= {name: row for name, row in OFFLOADED.items() if name.rpartition(" ")[2] in selected("dtype")}
+    for name in selected("option"):
+        rows |= {f"{name}, {each}": Row(*shape, **OF_SHAPE[name]) for each, shape in SHAPES.items()}
+    found = Results()
+    for ranks in sorted({row.ranks for row in rows.values()}):
+        together = {name: row for name, row in rows.items() if row.ranks == ranks}
+        runs = [(row.config(directory), row.is_ordered) for row in together.values()]
+        by_rank = on_ranks(ranks, observe, directory / f"store-{ranks}", runs)
+        found |= {
+            name: (config, [*of_ranks])
+            for name, (config, _), of_ranks in zip(together, runs, zip(*by_rank, strict=True), strict=True)
+        }
+    return found
+
+
+@pytest.mark.parametrize("name", [*ROWS, *soaked(SOAKED)])
+def test_a_step_waits_once_and_for_each_message_over_gloo(name: str, observed: Results) -> None:
+    """And once for the headers of all messages that stay on the device, which are then compared."""
+    row, (config, by_rank) = (ROWS | SOAKED)[name], observed[name]
+    expected = ONCE + HEADERS if row.is_ordered else Counter(ONCE)
+    if row.ranks > 1 and not row.is_ordered:
+        expected["event"] = config.data.batch // config.pp.micro
+        if config.pp.forward != "none":
+            expected["_local_scalar_dense"] = expected["event"]  # whether all numbers are finite
+    for each in by_rank:
+        assert each.losses == each.on_cpu
+        assert all(waits == expected for waits in each.waits[1:]), each.waits
+        assert each.buffers[-1] == each.buffers[-2], "buffers are allocated once"
+
+
+@pytest.mark.parametrize("option", soaked(OF_SHAPE))
+def test_optimizers_add_waits_that_do_not_depend_on_the_shape(option: str, observed: Results) -> None:
+    small, large = (observed[f"{option}, {shape}"][1] for shape in SHAPES)
+    for mine, other in zip(small, large, strict=True):
+        assert mine.waits[-1] == other.waits[-1], option
+        assert mine.losses == mine.on_cpu, option
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.soak), "bf16"])
 def test_offloaded_state_is_on_the_host_and_a_backward_waits_for_some_of_its_gradients(
-    dtype: Any, tmp_path: Path
+    dtype: str, observed: Results
 ) -> None:
     """Once for each MAX_IN_FLIGHT of them, and at its end. Updated weights are copied to the device without a wait."""
-    plain = config_of(tmp_path, blocks=4, micro=1)
-    plain = dataclasses.replace(plain, model=dataclasses.replace(plain.model, dtype=dtype))
-    offloading = dataclasses.replace(plain, optim=dataclasses.replace(plain.optim, offload="cpu"))
-    ((without, offloaded),) = on_ranks(1, observe, tmp_path / "store", [plain, offloading])
+    (plain, (without,)), (_, (offloaded,)) = (observed[f"{offload}, {dtype}"] for offload in ("none", "cpu"))
     micros, weights = plain.data.batch // plain.pp.micro, 4 * 12 + 5
     assert offloaded.losses == without.losses
     assert without.on_device >= {"master", "gradient", "exp_avg", "exp_avg_sq"}
@@ -126,52 +228,3 @@ def test_offloaded_state_is_on_the_host_and_a_backward_waits_for_some_of_its_gra
     for waits in offloaded.waits[1:]:
         assert waits - ONCE <= Counter({"event": micros * (1 + weights // MAX_IN_FLIGHT)}), waits
     assert offloaded.buffers[-1] == offloaded.buffers[-2], "buffers are allocated once"
-
-
-@pytest.mark.parametrize(
-    ("codec", "of_message"),
-    [
-        ("none", {"event": 1}),
-        pytest.param(
-            "fixpoint:bits=4",
-            {"event": 1, "_local_scalar_dense": 1},  # whether all numbers are finite
-            marks=pytest.mark.soak,
-        ),
-    ],
-)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_two_stages_wait_for_each_message(
-    shape: tuple[int, int], codec: str, of_message: dict[str, int], tmp_path: Path
-) -> None:
-    blocks, micro = shape
-    configs = [config_of(tmp_path, blocks=blocks, micro=micro, stages=2, forward=codec, backward=codec)]
-    by_rank = on_ranks(2, observe, tmp_path / "store", configs)
-    expected = on_ranks(2, losses_of_rank, tmp_path / "cpu", configs)[0]
-    for by_config in by_rank:
-        for config, observed, losses in zip(configs, by_config, expected, strict=True):
-            assert observed.losses == losses
-            messages = Counter({what: n * config.data.batch // config.pp.micro for what, n in of_message.items()})
-            assert all(waits == ONCE + messages for waits in observed.waits[1:]), observed.waits
-            assert observed.buffers[-1] == observed.buffers[-2], "buffers are allocated once"
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [("1f1b", 2, 1)],
-        [("1f1b", 4, 2)] + [(schedule, 2, 1) for schedule in (*SCHEDULES, "1f1b:lead=2") if schedule != "1f1b"],
-    ],
-    ids=["1f1b", "others"],
-)
-def test_stages_over_an_ordered_transport_wait_once(rows: Sequence[tuple[str, int, int]], tmp_path: Path) -> None:
-    """And once for the headers of all messages, which are then compared. Losses are those of the CPU over gloo.
-
-    rows: schedule, layers per stage, and size of the micro-batches.
-    """
-    configs = [config_of(tmp_path, blocks=2 * n, micro=micro, stages=2, schedule=name) for name, n, micro in rows]
-    by_rank = on_ranks(2, observe, tmp_path / "store", configs, "ordered")
-    expected = on_ranks(2, losses_of_rank, tmp_path / "cpu", configs)[0]
-    for by_config in by_rank:
-        for row, observed, losses in zip(rows, by_config, expected, strict=True):
-            assert observed.losses == losses, row
-            assert all(waits == ONCE + HEADERS for waits in observed.waits[1:]), (row, observed.waits)
