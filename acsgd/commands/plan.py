@@ -134,7 +134,7 @@ class PlanCommand:
 
         path = self.rates or Path(config.log.dir) / RATES
         if self.calibrate:
-            return _measured(config, path)
+            return self._measured(config, path)
         if self.device is not None:
             return rates_of_gpu(self.device, config.model.dtype)
         if self.rates is None and not path.exists():
@@ -143,7 +143,7 @@ class PlanCommand:
             raise ValueError(f"--rates {path} is not there; --calibrate measures this machine and makes it")
         if (rates := Rates.read(path)) is None:
             print_note(f"{path} was written by another version; measuring this machine again, for a minute")
-            rates = _measured(config, path)
+            rates = self._measured(config, path)
         if rates.dtype != config.model.dtype or (
             config.run.device != "auto" and rates.on_gpu != (config.run.device == "cuda")
         ):
@@ -153,12 +153,18 @@ class PlanCommand:
             )
         return rates
 
+    def _measured(self, config: Config, path: Path) -> Rates:
+        """Measure this machine, and keep the rates in a file."""
+        import torch
 
-def _measured(config: Config, path: Path) -> Rates:
-    """Measure this machine, and keep the rates in a file."""
-    rates = measure_here(config)
-    rates.write(path)
-    return rates
+        rates = measure_here(config)
+        rates.write(path)
+        if (threads := torch.get_num_threads()) > 1 and self.per_host > 1 and not rates.on_gpu:
+            print_note(
+                f"measured with {threads} threads, but torchrun gives each of several processes of a host one; to "
+                "measure that: OMP_NUM_THREADS=1 acsgd plan ... --calibrate"
+            )
+        return rates
 
 
 def measure_here(config: Config) -> Rates:

@@ -40,9 +40,9 @@ MEASURED = {
         ModeRung("cocktail:random=0.05,topk=0.1", 548.0, 0.0173, 0.48, work=10.0),
         ModeRung(_DILOCO.format(75), 600.0, 0.0202, work=0.3),
         ModeRung("cocktail_grad:topk=0.015,bits=2", 200.0, 0.0236, 0.32, work=18.0),
-        ModeRung("powersgd", 22.0),
-        ModeRung("cocktail_grad", 134.0),
-        ModeRung("sparseloco", 3000.0),
+        ModeRung("powersgd", 22.0, work=7.7),
+        ModeRung("cocktail_grad", 134.0, work=18.0),
+        ModeRung("sparseloco", 3000.0, work=0.9),
         ModeRung("local", math.inf),
     )
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from acsgd import cli
 from acsgd.commands import plan as command
@@ -18,10 +19,12 @@ from acsgd.config.run_file import parse, to_toml
 from acsgd.errors import CorruptFileError
 from acsgd.pp.schedules.simulate import Cost
 from acsgd.run.plan import step_time
+from acsgd.run.plan.layer_trace import RecordingModel
+from acsgd.run.plan.measure import measure_layers
 from acsgd.run.plan.model import describe_run_model
 from acsgd.run.plan.planner import RunPlanner
 from acsgd.run.plan.rates import VERSION, LayerTimes, LinkRate, Rates, parse_link, rates_of_gpu
-from acsgd.run.plan.step_time import PlannedStep
+from acsgd.run.plan.step_time import SPLIT, PlannedStep
 from tests.lib.training import make_config
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 192}
@@ -49,6 +52,10 @@ def config(tiny_model: Any, tmp_path: Path) -> Config:
 def test_a_process_computes_its_layers_for_each_micro_batch(config: Config) -> None:
     step = planned(config, 1, with_times(config, [1, 2, 3, 4], [5, 6, 7, 8]))
     assert (step.compute_s, step.total_s, step.links) == (6 * 36, 6 * 36, ())
+    split = replace(config, pp=replace(config.pp, schedule="zb"))
+    assert planned(split, 1, with_times(split, [1, 2, 3, 4], [5, 6, 7, 8])).compute_s == pytest.approx(
+        6 * (10 + SPLIT * 26)
+    )
 
 
 def test_micro_batches_of_other_sizes_and_recomputation_take_time_in_proportion(config: Config) -> None:
@@ -58,6 +65,21 @@ def test_micro_batches_of_other_sizes_and_recomputation_take_time_in_proportion(
     assert planner.step(replace(config, pp=replace(config.pp, micro=3)), steps).compute_s == pytest.approx(whole)
     again = planner.step(replace(config, model=replace(config.model, recompute="layers")), steps).compute_s
     assert again == pytest.approx(4 / 3 * whole, rel=0.05)
+
+
+def test_each_layer_takes_the_time_of_its_own_recomputation(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock counts forwards of layers."""
+    calls, call = list[int](), RecordingModel.call
+
+    def counted(self: Any, index: int, *args: Any) -> Any:
+        calls.append(index)
+        return call(self, index, *args)
+
+    monkeypatch.setattr(RecordingModel, "call", counted)
+    config = replace(config, model=replace(config.model, recompute="every:2"))
+    planner = RunPlanner(config, 1, describe_run_model(config), on_gpu=False)
+    times = measure_layers(planner.partition(config), 0.0, lambda: float(len(calls)))
+    assert times.backward_s[1:3] == (1, 1), "both blocks are run again in their own backward"
 
 
 def test_a_pipeline_idles_and_waits_for_messages(config: Config) -> None:
@@ -96,6 +118,10 @@ def test_replicas_exchange_what_backward_does_not_hide(config: Config) -> None:
         sent[mode, shard] = sum(each.nbytes for each in step.links)
         assert sent[mode, shard] == pytest.approx(expected), mode
         assert step.replicas_s <= sum(each.busy_s for each in step.links)
+    rates = replace(RATES, bytes_per_s=1e9)
+    modes = (replace(config, dp=replace(config.dp, mode=mode)) for mode in ("allreduce", "cocktail_grad:topk=0.2"))
+    plain, compressed = (planned(changed, 4, rates, SLOW).update_s for changed in modes)
+    assert compressed - plain == pytest.approx(18 * 28 * trained / 1e9), "cocktail_grad computes, too"
     in_buckets = replace(config, dp=replace(config.dp, mode="allreduce:bucket_mb=0.1"))
     hidden = planned(in_buckets, 4, replace(RATES, operations_per_s=1e3), SLOW)
     in_view = planned(in_buckets, 4, replace(RATES, operations_per_s=1e15), SLOW)
@@ -167,9 +193,11 @@ def test_measured_rates_are_kept_in_the_run_directory(
         Rates.read(other)
     other.write_text("{}")
     monkeypatch.setattr(command, "measure_here", lambda config: rates)
-    code, _, text = run_plan(capsys, path, "--run.device", "cpu", "--rates", other)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    code, _, text = run_plan(capsys, path, "--run.device", "cpu", "--rates", other, "--world", "2", "--per-host", "2")
     assert code == 0
     assert "was written by another version; measuring this machine again" in text.replace("\n", " ")
+    assert "measured with 4 threads, but torchrun gives each of several processes" in text.replace("\n", " ")
     assert Rates.read(other) == rates
 
 

@@ -29,6 +29,12 @@ MODES = {
 }
 
 
+def measured_work(mode: str) -> float:
+    """Return the computing time of a mode per parameter and step, in multiples of AdamW's; 0 = not measured."""
+    rung = MEASURED.get(mode) or MEASURED.get(mode.partition(":")[0])
+    return rung.work if rung else 0.0
+
+
 def compression(mode: str) -> float:
     """Return the bytes of an fp32 all-reduce divided by those of a mode, on average over steps. mode: dp.mode.
 

@@ -20,16 +20,12 @@ from acsgd.pp.schedules.schedules import CANDIDATES, is_chosen
 from acsgd.pp.schedules.simulate import Cost
 from acsgd.pp.wire.ladder import codecs_of_links
 from acsgd.run.plan.partition import Partition, divide_model, open_grid
-from acsgd.run.plan.rates import LayerTimes, LinkRate, Rates
-from acsgd.run.plan.step_time import StepPlanner, ends_of, message_bytes, row_bytes
+from acsgd.run.plan.rates import ADAMW_BYTES, LayerTimes, LinkRate, Rates
+from acsgd.run.plan.step_time import SPLIT, StepPlanner, ends_of, message_bytes, row_bytes
 from acsgd.shards.plan import blocks_of, plan_unequal
 
 GAIN = 1.02
 """Ratio of step times up to which a schedule with fewer activations, or a mode that costs less loss, is taken."""
-SPLIT = 1.05
-"""Time of a backward in two parts relative to that of a whole one: a few percent longer, more in small blocks."""
-ADAMW_BYTES = 28
-"""Bytes that AdamW reads and writes per parameter: weight, two moments, and the gradient, which it only reads."""
 MAX_ORDERS = 240
 """Number of orders of hosts that are compared at most: all of up to five hosts; of more, see `compare_orders`."""
 NO_TIME = LinkRate(math.inf)

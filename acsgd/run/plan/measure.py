@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Self
 
@@ -33,8 +33,9 @@ MIN_PASSES = 3
 class _Clock:
     """Records the time of forward and backward in segments, seconds."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, now: Callable[[], float]) -> None:
         self._streams = streams
+        self._now = now
         self._start = 0.0
 
     def __enter__(self) -> Self:
@@ -46,7 +47,7 @@ class _Clock:
 
     def end_segment(self) -> float:
         self._streams.record_event().synchronize()
-        now = time.perf_counter()
+        now = self._now()
         segment, self._start = now - self._start, now
         return segment
 
@@ -70,20 +71,20 @@ def layers_key(config: Config, model: RunModel) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def measure_layers(partition: Partition, seconds: float) -> LayerTimes:
+def measure_layers(partition: Partition, seconds: float, now: Callable[[], float] = time.perf_counter) -> LayerTimes:
     """Run forward and backward of the layers of a model, with random weights, on one micro-batch after another.
 
-    Quantized layers are run without quantization.
+    Quantized layers are run without quantization. now: the clock; on a CPU, time.process_time leaves others out.
     """
     model, config = partition.model, partition.config
-    layers, clock = model.description, _Clock(partition.streams)
+    layers, clock = model.description, _Clock(partition.streams, now)
     built = model._replace(quantization=None).build(partition.shapes.dtype)
     same = alike(built, layers)
     loaded = [LoadedLayer(layer, [], {}, {}) for layer in layers.layers if layer.index not in same]
     _check_memory(built, loaded, partition)
     seed_generators(0)
     _fill(built, {key for layer in loaded for key in layer.spec.parameters}, partition)
-    composed = RecordingModel(built, layers, clock)
+    composed, recompute = RecordingModel(built, layers, clock), partition.plugins.recompute
     stage = Stage(
         composed,
         model.task,
@@ -92,7 +93,7 @@ def measure_layers(partition: Partition, seconds: float) -> LayerTimes:
         targets=1,
         seed=0,
         label_smoothing=config.optim.label_smoothing,
-        recompute=partition.plugins.recompute,
+        recompute=recompute._replace(layers=min(recompute.layers, 1)),  # or one layer would take the time of a group
         first_trained=layers.first_trained,
         logits_at_once=partition.streams.logits_at_once,
     )
@@ -146,16 +147,16 @@ def _random_batch(partition: Partition) -> tuple[dict[str, Tensor], Tensor]:
     return batch, labels
 
 
-def memory_rate(streams: Streams) -> float:
-    """Return the bytes per second that operations on single elements read and write."""
+def memory_rate(streams: Streams, now: Callable[[], float] = time.perf_counter) -> float:
+    """Return the bytes per second that operations on single elements read and write. now: see `measure_layers`."""
     x, y = (torch.ones(COPIED_BYTES // 4, device=streams.device) for _ in range(2))
-    times: Sequence[float] = [_time_of_copy(x, y, streams) for _ in range(COPIES + 1)]
+    times: Sequence[float] = [_time_of_copy(x, y, streams, now) for _ in range(COPIES + 1)]
     return 3 * x.nbytes / median(times[1:])
 
 
-def _time_of_copy(x: Tensor, y: Tensor, streams: Streams) -> float:
+def _time_of_copy(x: Tensor, y: Tensor, streams: Streams, now: Callable[[], float]) -> float:
     streams.record_event().synchronize()
-    began = time.perf_counter()
+    began = now()
     x.add_(y)
     streams.record_event().synchronize()
-    return time.perf_counter() - began
+    return now() - began

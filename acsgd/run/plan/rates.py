@@ -21,6 +21,8 @@ VERSION = 1
 """Version of what is measured and how, in the file."""
 SHARE_OF_PEAK, SHARE_OF_BANDWIDTH = 0.5, 0.8
 """Fraction of a GPU's peak arithmetic and bandwidth that training reaches; a rule of thumb, not measured."""
+ADAMW_BYTES = 28
+"""Bytes that AdamW reads and writes per parameter: weight, two moments, and the gradient, which it only reads."""
 HOST_BYTES_PER_S = 20e9
 """Of host memory, whose link to a GPU is no slower (PCIe 4.0 x16); the same."""
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}

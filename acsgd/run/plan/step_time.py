@@ -11,18 +11,20 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from acsgd.dp.exchange.buckets import BUCKET_MB
-from acsgd.dp.modes import compression, overlaps_next_step
+from acsgd.dp.modes import compression, measured_work, overlaps_next_step
 from acsgd.layers.description import LayerSpec
 from acsgd.pp.recompute import Recompute, attention_modules
 from acsgd.pp.schedules.simulate import Cost, simulate
 from acsgd.pp.wire.ladder import BACKWARD, FORWARD, Rung
 from acsgd.run.plan.memory import PlanCache, RankWeights
 from acsgd.run.plan.partition import Partition
-from acsgd.run.plan.rates import HOST_BYTES_PER_S, LinkRate, Rates
+from acsgd.run.plan.rates import ADAMW_BYTES, HOST_BYTES_PER_S, LinkRate, Rates
 from acsgd.shards.plan import training_costs
 
 CHOSEN = "fixpoint:bits=8"
 """Codec that is planned where pp.compress chooses."""
+SPLIT = 1.05
+"""Time of a backward in two parts relative to that of a whole one: a few percent longer, more in small blocks."""
 MAX_MICROS = 32
 """Number of micro-batches that are simulated at most; each more takes as long as those before."""
 STEP_BYTES, COPY_BYTES, SUM_BYTES = 16, 4, 8
@@ -52,7 +54,8 @@ class PlannedStep:
     replicas_s: float
     """The same of what replicas exchange."""
     update_s: float
-    """Clipping and the step of the optimizer; of offloaded gradients, also what backward does not hide."""
+    """Clipping, the step of the optimizer and what dp.mode computes; of offloaded gradients, also what backward does
+    not hide."""
     links: tuple[LinkLoad, ...] = ()
 
     @property
@@ -139,12 +142,12 @@ class StepPlanner:
 
     def _layer_times(self, partition: Partition, key: str) -> tuple[Sequence[float], Sequence[float]]:
         """Return the times of forward and backward of each layer: measured ones, or estimated from costs."""
-        measured = self._rates.layers
+        measured, split = self._rates.layers, SPLIT if partition.programs.splits_backward else 1.0
         if measured is not None and measured.key == key:
-            return measured.forward_s, measured.backward_s
+            return measured.forward_s, [split * each for each in measured.backward_s]
         scale = partition.config.pp.micro / self._micro / self._rates.operations_per_s
         forward, backward = layer_operations(partition, self._costs, self._built)
-        return [scale * each for each in forward], [scale * each for each in backward]
+        return [scale * each for each in forward], [split * scale * each for each in backward]
 
     def _loads(self, partition: Partition, sizes: Sequence[Sequence[float]], micros: int) -> list[LinkLoad]:
         """Return what links between stages carry. sizes: see `message_bytes`."""
@@ -176,13 +179,13 @@ class StepPlanner:
     def _update_s(self, partition: Partition, weights: RankWeights, compute_s: float) -> float:
         """Return the time of the update. compute_s: of forwards and backwards, behind which gradients are offloaded."""
         owned = partition.topology.replicas if partition.config.dp.shard != "none" else 1
-        nbytes = 0.0
+        nbytes, work = 0.0, measured_work(partition.config.dp.mode) if len(partition.domains) > 1 else 0.0
         for weight in chain.from_iterable(weights.stages.values()):
             state = sum(
                 each.nbytes(weight.master, is_hidden_matrix=weight.is_hidden_matrix)
                 for each in partition.plugins.optimizer.states
             )
-            nbytes += STEP_BYTES * weight.master.numel() + 2 * (state + weight.master.nbytes)
+            nbytes += (STEP_BYTES + work * ADAMW_BYTES) * weight.master.numel() + 2 * (state + weight.master.nbytes)
             if weight.master is not weight.param:
                 nbytes += COPY_BYTES * weight.master.numel() + weight.param.nbytes
         if partition.config.optim.offload == "none" or not self._rates.on_gpu:
