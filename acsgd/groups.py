@@ -205,7 +205,7 @@ class Groups:
         with self._located(name):
             self.store.set(keys[self.world.rank()], text)
             self._wait_for(dict(enumerate(keys)), timeout_s)
-            texts = [self.store.get(key) for key in keys]
+            texts = [text.decode() for text in self.store.get_all(keys)]
             if number:  # all ranks have read the texts before these
                 self.store.delete(_text_key(name, number - 1, self.world.rank()))
         return texts

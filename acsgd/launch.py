@@ -153,7 +153,8 @@ def gloo_interface() -> str | None:
     return os.environ.get(_INTERFACE)
 
 
-_NCCL_VARIABLES = {
+_VARIABLES = {
+    "GLOO_ENABLE_STORE_V2_API": "1",  # a rank gets the addresses of all others of a group in one request
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # streams that share a queue wait for each other, as a send for a receive
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torch would end a process that has lost a peer, without a sentence
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # threads of torch would use a store that has been closed
@@ -161,9 +162,9 @@ _NCCL_VARIABLES = {
 }
 
 
-def set_nccl_variables() -> None:
-    """Set what NCCL and CUDA read when they start, unless the user has set it."""
-    for name, value in _NCCL_VARIABLES.items():
+def set_variables() -> None:
+    """Set what gloo, NCCL and CUDA read when they start, unless the user has set it."""
+    for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
 
 

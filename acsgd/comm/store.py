@@ -8,7 +8,7 @@ So a thread makes the calls, and its callers stop waiting.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
@@ -48,6 +48,8 @@ class Store(Protocol):
     def add(self, key: str, value: int, /) -> int: ...
     def compare_set(self, key: str, expected: str, value: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
+    def has_extended_api(self) -> bool: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
     def delete_key(self, key: str, /) -> bool: ...
 
 
@@ -146,6 +148,12 @@ class StoreClient:
     def get(self, key: str) -> str:
         """Return the value of a key that exists."""
         return self.get_bytes(key).decode()
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys that exist, in one request, or, where the store is a file, in one for each."""
+        if self._store.has_extended_api():
+            return self._call(lambda: self._store.multi_get([*keys]))
+        return [self.get_bytes(key) for key in keys]
 
     def get_bytes(self, key: str) -> bytes:
         """Return the value of a key that exists, which need not be text."""

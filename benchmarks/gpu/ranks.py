@@ -47,7 +47,7 @@ from transformers.utils import logging as transformers_logging
 
 from acsgd.comm.communicators import NCCL
 from acsgd.groups import connect
-from acsgd.launch import Launch, set_nccl_variables
+from acsgd.launch import Launch, set_variables
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.setup.build import build_session
 from benchmarks.common.compare import Cost, RankRounds, Step, alternate, on_ranks, run_all, setting, summarise
@@ -126,7 +126,7 @@ def run_rank(rank: int, directory: Path, options: argparse.Namespace, names: Seq
     """Run some cases on this rank; rank 0 prints, and adds the results of each to those that are written."""
     transformers_logging.disable_progress_bar()
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"  # torch's default, for the other side: it ends what hangs
-    set_nccl_variables()
+    set_variables()
     gpus = torch.cuda.device_count()
     if gpus < RANKS:
         os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo")

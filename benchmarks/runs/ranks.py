@@ -34,6 +34,7 @@ from rich.table import Table
 
 from acsgd.comm.store import StoreClient
 from acsgd.groups import Groups, connect
+from acsgd.launch import set_variables
 from acsgd.run import report
 from acsgd.run.report import STEP_FIELDS, StepExchange, gather_rounds
 from acsgd.topology import Topology
@@ -53,32 +54,38 @@ class Cost(NamedTuple):
     cpu_ms: float
     """CPU time of a rank, all threads."""
     requests: float
-    """Requests to the store."""
+    """Requests to the store, without polls."""
+    polls: float
+    """Requests that found that a key is not there yet: as many as the rank waits long."""
 
 
 class Meter:
     """CPU time of this process and its requests to the store, from one reading to the next."""
 
     def __init__(self) -> None:
-        self.requests = 0
+        self.requests = self.polls = 0
         self._begin = 0.0
         call = StoreClient._call
 
         def counted(client: StoreClient, function: Callable[[], Any]) -> Any:
-            self.requests += 1
-            return call(client, function)
+            result = call(client, function)
+            self.requests += result is not False
+            self.polls += result is False
+            return result
 
         mock.patch.object(StoreClient, "_call", counted).start()
 
     def start(self) -> None:
-        self.requests, self._begin = 0, time.process_time()
+        self.requests, self.polls, self._begin = 0, 0, time.process_time()
 
     def read(self, rounds: int = 1) -> Cost:
-        return Cost(1e3 * (time.process_time() - self._begin) / rounds, self.requests / rounds)
+        cpu_ms = 1e3 * (time.process_time() - self._begin)
+        return Cost(*(each / rounds for each in (cpu_ms, self.requests, self.polls)))
 
 
 def be_rank(rank: int, size: int, port: int, options: argparse.Namespace) -> dict[str, Cost]:
     """Return the costs of one rank."""
+    set_variables()
     torch.set_num_threads(1)
     meter, stages = Meter(), min(size, options.stages)
     topology = Topology.of(rank, size, stages)
@@ -156,12 +163,12 @@ def lines(measured: dict[int, dict[str, Cost]]) -> Iterator[Sequence[str]]:
     """Yield the rows of the table."""
     for size, costs in measured.items():
         reports = [text for form in ("direct", "rows") for text in _report(form, size, costs[form].cpu_ms)]
-        others = [f"{costs[name].requests:.1f}" for name in ("text", "wait", "start")]
-        yield [str(size), *reports, f"{costs['text'].cpu_ms:.2f}", *others]
+        others = [costs["text"].requests, costs["wait"].polls, costs["start"].requests, costs["start"].polls]
+        yield [str(size), *reports, f"{costs['text'].cpu_ms:.2f}", *(f"{each:.1f}" for each in others)]
     predict = fit(measured)
     for size in MODELLED:
         reports = [text for form in ("direct", "rows") for text in _report(form, size, predict(form, size))]
-        yield [f"{size}, modelled", *reports, *[""] * 4]
+        yield [f"{size}, modelled", *reports, *[""] * 5]
 
 
 def _report(form: str, size: int, cpu_ms: float) -> tuple[str, str]:
@@ -184,7 +191,7 @@ def main() -> None:
     table = Table(title="Cost per rank")
     for name in (
         *("ranks", "direct: messages", "CPU, ms", "rows: messages", "CPU, ms"),
-        *("text: CPU, ms", "requests", f"wait of {options.wait:g} s: requests", "start: requests"),
+        *("text: CPU, ms", "requests", f"wait of {options.wait:g} s: polls", "start: requests", "polls"),
     ):
         table.add_column(name, justify="right")
     for line in lines(measured):

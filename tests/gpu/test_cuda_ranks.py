@@ -35,7 +35,7 @@ from acsgd.comm.communicators import NCCL
 from acsgd.config.options import CheckpointConfig, Config, ReplicaConfig, RunConfig
 from acsgd.dp import MODES
 from acsgd.groups import Groups, connect
-from acsgd.launch import Launch, set_nccl_variables
+from acsgd.launch import Launch, set_variables
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.run.plan import job as plan
 from acsgd.run.plan.job import Job, prepare
@@ -74,7 +74,7 @@ ON_GPU = [*((name, "gloo") for name in ROWS), *((name, "nccl") for name in ROWS 
 
 def share_a_gpu(rank: int) -> None:
     """Let NCCL take two ranks of this host for ranks of two hosts: it takes no two of a host on one GPU."""
-    set_nccl_variables()
+    set_variables()
     os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo")
 
 

@@ -5,20 +5,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from lib.patience import NO_LIMIT_S, Patience, stretched
 from lib.proxy import proxied_store
+from lib.ranks import on_ranks
 
 from acsgd import groups
 from acsgd.comm import liveness
 from acsgd.comm.liveness import FAILURES, Heartbeat, PeerWatch, heartbeat
+from acsgd.comm.process_groups import _GroupStore
 from acsgd.comm.store import CallThread, StoreClient, StoreError
 from acsgd.comm.waits import DIRECT, InterruptibleWaits
 from acsgd.errors import RunError, WaitInterruptedError
+from acsgd.launch import set_variables
+from acsgd.topology import Topology
 
 TIMEOUT_S = 0.2
 NAME = r"torchrun's store at 127.0.0.1:\d+"
@@ -34,6 +41,45 @@ def elapsed(call: Callable[[], object]) -> float:
     started = time.monotonic()
     call()
     return time.monotonic() - started
+
+
+def test_the_values_of_many_keys_take_one_request_where_the_store_has_one_for_them(tmp_path: Path) -> None:
+    for store, requests in ((dist.HashStore(), 1), (dist.FileStore(str(tmp_path / "store"), 1), 3)):
+        client = client_of(store, NO_LIMIT_S)
+        for key in "abc":
+            client.set(key, f"of {key}")
+        with mock.patch.object(StoreClient, "_call", autospec=True, side_effect=StoreClient._call) as called:
+            assert client.get_all("abc") == [b"of a", b"of b", b"of c"]
+        assert called.call_count == requests
+
+
+def test_a_key_that_was_found_is_not_looked_for_again() -> None:
+    store = dist.HashStore()
+    of_groups = _GroupStore(client_of(store, NO_LIMIT_S), NO_LIMIT_S)
+    of_groups.set("a", b"1")
+    of_groups.wait(["a"])
+    with mock.patch.object(StoreClient, "has", side_effect=AssertionError):
+        assert of_groups.get("a") == b"1"
+    with pytest.raises(RuntimeError, match="a process has not started, or has ended: a b is not in the store"):
+        of_groups.wait(["a", "b"], timedelta(seconds=0))
+
+
+def open_groups(rank: int, world_size: int, store: Path) -> tuple[int, int]:
+    """Open the groups of a rank; return how often gloo has got the addresses of several ranks, and that of one."""
+    set_variables()
+    timeout, files = timedelta(seconds=NO_LIMIT_S), dist.FileStore(str(store), world_size)
+    with (
+        mock.patch.object(_GroupStore, "multi_get", autospec=True, side_effect=_GroupStore.multi_get) as many,
+        mock.patch.object(_GroupStore, "get", autospec=True, side_effect=_GroupStore.get) as one,
+        groups.connect(Topology.of(rank, world_size, 2), timeout=timeout, store=files),
+    ):
+        return many.call_count, one.call_count
+
+
+@pytest.mark.soak
+def test_a_rank_gets_the_addresses_of_a_group_at_once(tmp_path: Path) -> None:
+    """Of that of all ranks, of its pipeline and of the replicas of its stage."""
+    assert on_ranks(4, open_groups, tmp_path / "store") == [(3, 0)] * 4
 
 
 def test_a_call_returns_raises_or_times_out_and_then_all_calls_fail_at_once() -> None:

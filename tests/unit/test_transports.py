@@ -11,7 +11,7 @@ from lib.training import plain_config
 
 from acsgd.comm.host_links import HostLinkTimes
 from acsgd.config.options import Config
-from acsgd.launch import set_nccl_variables
+from acsgd.launch import set_variables
 from acsgd.run.plan.plugins import parse_plugins
 from acsgd.run.plan.transports import Endpoint, check_transports, choose_transports
 from acsgd.topology import Axis, Topology
@@ -141,8 +141,9 @@ def test_nccl_on_a_cpu_is_refused_before_ranks_connect() -> None:
 def test_variables_of_nccl_that_the_user_has_set_remain(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     monkeypatch.setattr(os, "environ", environment)
-    set_nccl_variables()
+    set_variables()
     assert environment.pop("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    assert environment.pop("GLOO_ENABLE_STORE_V2_API") == "1"
     assert set(environment.values()) == {"0"}
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" in environment, "acsgd ends operations, and says why"
     page = Path(__file__).parents[2].joinpath("docs/howto/several-gpus.md").read_text()
