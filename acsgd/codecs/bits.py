@@ -7,6 +7,7 @@ byte is padded with zeros. Instead of expanding to one bit per byte, neighbourin
 
 from __future__ import annotations
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -55,6 +56,16 @@ def unpack_bits(stream: Tensor, bits: int, count: int) -> Tensor:
         block = codes[start : start + size]
         _unpack_block(stream_slice(stream, start, min(size, count - start), bits), bits, block)
     return codes[:count]
+
+
+def positions_of_ones(flags: Tensor) -> Tensor:
+    """Return the ascending positions of the ones of a vector of zeros and ones, uint8 or bool, as int64.
+
+    On a CPU, NumPy finds them five times as fast as torch.
+    """
+    if flags.device.type != "cpu":
+        return flags.nonzero().view(-1)
+    return torch.from_numpy(numpy.flatnonzero(flags.view(torch.bool).numpy()))
 
 
 def _pack_block(codes: Tensor, bits: int, out: Tensor) -> None:

@@ -146,7 +146,7 @@ def _histogram(flat: Tensor, layout: ScaleLayout, scales: Tensor) -> Tensor:
 
 def bin_of(rows: Tensor, divisors: Tensor) -> Tensor:
     """Return the histogram bin of each element, int32, 0 to BINS - 1."""
-    rounded = torch.addcdiv(rows.new_full((), ROUND_OFFSET + HALF_BINS), rows, divisors)
+    rounded = rows.div(divisors).add_(ROUND_OFFSET + HALF_BINS)
     rounded.clamp_(ROUND_OFFSET, ROUND_OFFSET + BINS - 1)
     return rounded.view(torch.int32).bitwise_and_(4 * HALF_BINS - 1)  # removes the bits of ROUND_OFFSET
 

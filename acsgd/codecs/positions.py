@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from acsgd.codecs.bits import pack_bits, packed_bytes, unpack_bits
+from acsgd.codecs.bits import pack_bits, packed_bytes, positions_of_ones, unpack_bits
 
 
 def rice_parameter(fraction: float) -> int:
@@ -69,7 +69,7 @@ def decode_positions(remainders: Tensor, quotients: Tensor, count: int, size: in
     index = torch.arange(count, device=quotients.device)
     if count in (0, size):
         return index
-    ones = unpack_bits(quotients, 1, 8 * len(quotients)).nonzero().view(-1)
+    ones = positions_of_ones(unpack_bits(quotients, 1, 8 * len(quotients)))
     if len(ones) != count:
         raise ValueError(f"{corrupt} they hold {len(ones)} positions")
     positions = (ones - index << rice).add_(index)

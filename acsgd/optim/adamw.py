@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from acsgd.codecs.bits import block_size
 from acsgd.config.options import OptimConfig
 from acsgd.optim.base import Capability, LocalStep, SecondMoments
 from acsgd.optim.torch_optimizer import TorchOptimizer
@@ -72,29 +74,47 @@ class AdamWOptimizer(TorchOptimizer):
                 if not state:
                     state["step"] = torch.zeros((), device=master.device)
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
-                state["exp_avg"].lerp_(master.grad, 1 - beta1)
-                # counts stay on the device, so that nothing waits for it, in fp64, since fp32 rounds 1 - .999
-                if frozen:
-                    count = state["step"].double()
-                    first = (1 - beta2) * (1 - beta2**count) / (1 - beta2 ** (step + 1)) / how.replicas**2
-                    torch.maximum(state["exp_avg_sq"], master.grad.square().mul_(first), out=state["exp_avg_sq"])
-                else:
+                if not frozen:
                     state["step"] += 1
-                    count = state["step"].double()
-                    share = how.shares[self._keys[master]]
-                    by_rows = master.grad.view(len(share), -1)
-                    squares = (by_rows * share.unsqueeze(1)).mul_(by_rows).view_as(master)
-                    state["exp_avg_sq"].lerp_(squares, 1 - beta2)
-                root = denominator(state["exp_avg_sq"], beta2, count, self._config.eps)
+                # counts stay on the device, so that nothing waits for it, in fp64, since fp32 rounds 1 - .999
+                count = state["step"].double()
+                first = (1 - beta2) * (1 - beta2**count) / (1 - beta2 ** (step + 1)) / how.replicas**2
                 correction = 1 - beta1 ** (step + 1 if frozen else count)
-                master.mul_(1 - rate * group["weight_decay"])
-                master.addcdiv_(state["exp_avg"], root.mul_(correction), value=-rate)
+                shares = None if frozen else how.shares[self._keys[master]]
+                for weight, grad, average, second, share in _blocks(master, state, shares):
+                    average.lerp_(grad, 1 - beta1)
+                    if share is None:
+                        torch.maximum(second, grad.square().mul_(first), out=second)
+                    else:
+                        second.lerp_((grad * share).mul_(grad), 1 - beta2)
+                    root = denominator(second, beta2, count, self._config.eps)
+                    weight.mul_(1 - rate * group["weight_decay"])
+                    weight.addcdiv_(average, root.mul_(correction), value=-rate)
 
     def second_moments(self, weights: Sequence[Weight]) -> SecondMoments:
         """Return the second moments of some weights, not copied."""
         states = {weight.key: self._optimizer.state.get(weight.master) for weight in weights}
         by_key = {key: state["exp_avg_sq"] for key, state in states.items() if state}
         return SecondMoments(by_key, self._config.betas[1])
+
+
+def _blocks(
+    master: Tensor, state: Mapping[str, Tensor], shares: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]:
+    """Split a master, its gradient, its moments and the shares of its rows [rows] into blocks: [n, width], and [n, 1].
+
+    A block stays in the CPU cache. Without shares, n is a number of elements.
+    """
+    assert master.grad is not None
+    rows = master.numel() if shares is None else len(shares)
+    if not master.numel():
+        return
+    tensors = (x.view(rows, -1) for x in (master.detach(), master.grad, state["exp_avg"], state["exp_avg_sq"]))
+    size = max(1, block_size(master.device) * rows // master.numel())
+    split = zip(*(x.split(size) for x in tensors), strict=True)
+    of_rows = itertools.repeat(None) if shares is None else shares.unsqueeze(1).split(size)
+    for (weight, grad, average, second), share in zip(split, of_rows, strict=False):
+        yield weight, grad, average, second, share
 
 
 def denominator(second_moment: Tensor, beta2: float, steps: int | Tensor, eps: float) -> Tensor:

@@ -5,7 +5,8 @@ R replicas; n = elements of a vector, on any device, fp32; messages are uint8 in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from acsgd.codecs.base import NotFiniteError
 from acsgd.codecs.message import MessageCodec
+from acsgd.codecs.topk import TopK
 from acsgd.comm.waits import Meter
 from acsgd.dp.peers import Peers
 from acsgd.errors import RunError
@@ -26,10 +28,10 @@ def split_evenly(flat: Tensor, count: int) -> list[Tensor]:
 class ShardedMean(NamedTuple):
     """Result of `sharded_mean`."""
 
-    sent: list[Tensor]
-    """Decoded messages of this replica, by part, fp32. Its input minus these is its residual."""
-    mean: list[Tensor]
-    """Decoded means, by part, fp32; equal on all replicas."""
+    messages: list[Tensor]
+    """What this replica has sent, by part; empty on an observer."""
+    mean: Tensor
+    """[n], decoded means of all parts, fp32; equal on all replicas."""
     server_residual: Tensor
     """Residual of the mean of the part that this replica owns, fp32."""
 
@@ -43,7 +45,8 @@ def sharded_mean(
     for any R. Call it in the thread of `peers`.
 
     Args:
-        parts: R parts [n_j], fp32. Those of an observer are not sent.
+        parts: R parts [n_j], fp32, which become residuals: what is sent is subtracted, in place. Those of an observer
+            are not sent.
         server_residual: [n_r], what compression has omitted from earlier means of the part r that this replica owns;
             added to the mean. None = no error feedback for the mean.
 
@@ -54,29 +57,30 @@ def sharded_mean(
     lengths = {peer: codec.max_bytes(len(parts[peer])) for peer in others}
     if peers.is_observer:
         peers.exchange({}, {}, meter)
-        answers = peers.exchange({}, lengths, meter)
-        means = [decode_message(codec, answers[peer], part, peer) for peer, part in enumerate(parts)]
-        return ShardedMean([torch.zeros_like(part) for part in parts], means, torch.zeros_like(mine))
+        answers, mean = peers.exchange({}, lengths, meter), torch.zeros_like(mine)
+        return ShardedMean([], _decode_parts(codec, answers, parts, None), mean)
     messages = [_encode(codec, part, peers.replica) for part in parts]
-    sent = [codec.decode(message, len(part)) for message, part in zip(messages, parts, strict=True)]
     longest = codec.max_bytes(len(mine))
     outgoing = {peer: messages[peer].to(peers.device) for peer in others}
     received = peers.exchange(outgoing, dict.fromkeys(others, longest), meter)
+    received[peers.replica] = messages[peers.replica]
     mean = torch.zeros_like(mine)
     for peer in range(peers.size):  # the same order on every owner
-        mean += sent[peer] if peer == peers.replica else decode_message(codec, received[peer], mine, peer)
+        _add_decoded(codec, received[peer], peer, mean, mine if peer == peers.replica else None)
     mean.div_(peers.size)
     if server_residual is not None:
         mean += server_residual
     answer = _encode(codec, mean, peers.replica)
     answers = peers.exchange(dict.fromkeys(peers.receivers, answer.to(peers.device)), lengths, meter)
     answers[peers.replica] = answer
-    means = [decode_message(codec, answers[peer], part, peer) for peer, part in enumerate(parts)]
-    return ShardedMean(sent, means, mean - means[peers.replica])
+    means = _decode_parts(codec, answers, parts, (peers.replica, mean))
+    for peer in others:
+        _add_decoded(codec, messages[peer], peers.replica, None, parts[peer])
+    return ShardedMean(messages, means, mean)
 
 
-def gathered_mean(x: Tensor, codec: MessageCodec, peers: Peers, meter: Meter) -> tuple[Tensor, Tensor]:
-    """All-gather compressed vectors [n]; return this replica's decoded message and the mean of all.
+def gathered_mean(x: Tensor, codec: MessageCodec, peers: Peers, meter: Meter) -> Tensor:
+    """All-gather compressed vectors [n]; return the mean of the decoded ones. What is sent is subtracted from `x`.
 
     Compressed in one direction only; each replica receives R - 1 messages of the whole vector. Call it in the thread of
     `peers`. Raises RunError if x is not finite or a peer failed.
@@ -88,19 +92,60 @@ def gathered_mean(x: Tensor, codec: MessageCodec, peers: Peers, meter: Meter) ->
     received = peers.exchange(outgoing, lengths, meter)
     if not peers.is_observer:
         received[peers.replica] = message
-    sent, mean = torch.zeros_like(x), torch.zeros_like(x)
+    mean = torch.zeros_like(x)
     for peer in range(peers.size):
-        decoded = decode_message(codec, received[peer], x, peer)
-        mean += decoded
-        if peer == peers.replica and not peers.is_observer:
-            sent = decoded
-    return sent, mean.div_(peers.size)
+        is_mine = peer == peers.replica and not peers.is_observer
+        _add_decoded(codec, received[peer], peer, mean, x if is_mine else None)
+    return mean.div_(peers.size)
+
+
+def _decode_parts(
+    codec: MessageCodec, answers: Mapping[int, Tensor], parts: Sequence[Tensor], residual: tuple[int, Tensor] | None
+) -> Tensor:
+    """Decode the messages of the owners of all parts; return the whole vector [n].
+
+    residual: an owner, and a vector from which its decoded message is subtracted, in place.
+    """
+    whole = parts[0].new_zeros(sum(map(len, parts)))
+    for owner, target in enumerate(whole.split([len(part) for part in parts])):
+        _add_decoded(codec, answers[owner], owner, target, residual[1] if residual and residual[0] == owner else None)
+    return whole
+
+
+def _add_decoded(
+    codec: MessageCodec, message: Tensor, peer: int, added: Tensor | None, subtracted: Tensor | None
+) -> None:
+    """Add the decoded message of a replica to one vector [n], and subtract it from another, both in place.
+
+    Raises RunError if it is invalid.
+    """
+    like = added if added is not None else subtracted
+    assert like is not None
+    if isinstance(codec, TopK):
+        with _errors_of(peer):
+            positions, values = codec.decode_kept(message.to(like.device), len(like))
+        for target, alpha in (added, 1), (subtracted, -1):
+            if target is not None:
+                target.index_copy_(0, positions, target.index_select(0, positions).add_(values, alpha=alpha))
+        return
+    decoded = decode_message(codec, message, like, peer)
+    if added is not None:
+        added.add_(decoded)
+    if subtracted is not None:
+        subtracted.sub_(decoded)
 
 
 def decode_message(codec: MessageCodec, message: Tensor, like: Tensor, peer: int) -> Tensor:
     """Decode the message of a replica to the length and device of `like`. Raises RunError if it is invalid."""
-    try:
+    with _errors_of(peer):
         return codec.decode(message.to(like.device), len(like))
+
+
+@contextlib.contextmanager
+def _errors_of(peer: int) -> Iterator[None]:
+    """Name the replica whose message is invalid."""
+    try:
+        yield
     except ValueError as error:
         raise RunError(f"replica {peer} sent a message that cannot be decoded: {error}") from None
 

@@ -65,25 +65,24 @@ class ErrorFeedback:
 
     @torch.no_grad()
     def exchange_sharded(self, x: Tensor, codec: MessageCodec, meter: Meter) -> Exchanged:
-        """Send a vector [n], which includes the residual; both directions are compressed. Changes no residual.
+        """Send a vector [n], which includes the residual and becomes the new one; both directions are compressed.
 
         Call it in the thread of the peers. Raises RunError.
         """
         result = sharded_mean(split_evenly(x, self._peers.size), self.server_residual, codec, self._peers, meter)
-        return Exchanged(torch.cat(result.mean), torch.cat(result.sent).neg_().add_(x), result.server_residual)
+        return Exchanged(result.mean, x, result.server_residual)
 
     @torch.no_grad()
     def exchange_gathered(self, x: Tensor, codec: MessageCodec, meter: Meter) -> Exchanged:
-        """All-gather compressed vectors [n], each of which includes the residual. Changes no residual.
+        """All-gather compressed vectors [n], each of which includes the residual and becomes the new one.
 
         Call it in the thread of the peers. Raises RunError.
         """
-        sent, mean = gathered_mean(x, codec, self._peers, meter)
-        return Exchanged(mean, sent.neg_().add_(x), self.server_residual)
+        return Exchanged(gathered_mean(x, codec, self._peers, meter), x, self.server_residual)
 
     def apply(self, exchanged: Exchanged) -> None:
         """Replace the residuals by those after an exchange."""
-        self.residual.copy_(exchanged.residual)  # in place: others may have views of it
+        self.residual = exchanged.residual
         self.server_residual = exchanged.server_residual
 
 

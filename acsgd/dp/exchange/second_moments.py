@@ -121,8 +121,8 @@ class SecondMomentCorrection:
         levels = LogLevels()
         projected = levels.decode(levels.encode(projected), len(projected))  # so that its square is exact in a message
         statistics = torch.cat([(present - mean).clamp_min_(0) / self._shares, projected.square(), projected])
-        means = sharded_mean(split_evenly(statistics, self._peers.size), None, levels, self._peers, meter).mean
-        added, squares, projected = torch.cat(means).split(len(present))
+        mean = sharded_mean(split_evenly(statistics, self._peers.size), None, levels, self._peers, meter).mean
+        added, squares, projected = mean.split(len(present))
         return Measurement(added, squares, projected)
 
     @torch.no_grad()

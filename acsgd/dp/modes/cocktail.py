@@ -139,6 +139,8 @@ class _Exchange(NamedTuple):
 
     sampled: list[Tensor | slice]
     """Sampled coordinates, by part."""
+    sent: list[Tensor]
+    """Decoded messages of this replica, by part."""
     result: ShardedMean
 
 
@@ -202,7 +204,11 @@ class CocktailSync(LocalWeightsSync):
         ]
         updates = [mine[index] - common[index] for mine, common, index in zip(local, shared, sampled, strict=True)]
         residual = feedback.server_residual[sampled[peers.replica]]
-        return _Exchange(sampled, sharded_mean(updates, residual, self._codec, peers, self.meter))
+        result = sharded_mean(updates, residual, self._codec, peers, self.meter)
+        sizes = [len(update) for update in updates]
+        messages = zip(result.messages, sizes, strict=False)  # an observer sends none
+        sent = [self._codec.decode(message, size) for message, size in messages] or [*map(torch.zeros_like, updates)]
+        return _Exchange(sampled, sent, result)
 
     @torch.no_grad()
     def _apply(self, buffer: WeightBuffer, feedback: ErrorFeedback, exchange: _Exchange) -> None:
@@ -213,8 +219,8 @@ class CocktailSync(LocalWeightsSync):
             split_evenly(buffer.local, replicas),
             split_evenly(buffer.shared, replicas),
             exchange.sampled,
-            result.sent,
-            result.mean,
+            exchange.sent,
+            result.mean.split([len(sent) for sent in exchange.sent]),
             strict=True,
         ):
             update = mean * self._mode.outer_lr

@@ -157,11 +157,12 @@ class DiLoCoSync(LocalWeightsSync):
         self._pending = None
 
     def _send(self, updates: list[Tensor]) -> None:
+        """Start to send updates, which the exchange overwrites."""
         self._pending = self.peers.submit(partial(self._exchange, updates))
 
     def _send_again(self, last: int) -> None:
         """Send the fragment that was sent after step `last`."""
-        self._send([self._fragment(sent, last) for sent in self._sent])
+        self._send([self._fragment(sent, last).clone() for sent in self._sent])
 
     def _exchange(self, updates: Sequence[Tensor]) -> list[ShardedMean]:
         parts = [split_evenly(update, self.peers.size) for update in updates]
@@ -172,7 +173,7 @@ class DiLoCoSync(LocalWeightsSync):
         mode = self._mode
         for buffer, momentum, result in zip(self.buffers, self._momentum, results, strict=True):
             m, shared, local = (self._fragment(flat, last) for flat in (momentum, buffer.shared, buffer.local))
-            update = torch.cat(result.mean)
+            update = result.mean
             m.mul_(mode.momentum).add_(update)
             shared.sub_(update.add_(m, alpha=mode.momentum), alpha=mode.outer_lr)
             local.lerp_(shared, 1 - mode.mix)
