@@ -45,6 +45,9 @@ class DictStore(dict[str, bytes]):
     def check(self, keys: list[str], /) -> bool:
         return all(key in self for key in keys)
 
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        return [self[key] for key in keys]
+
     def add(self, key: str, value: int, /) -> int:
         count = int(self.setdefault(key, b"0")) + value
         if value and count == 1:
