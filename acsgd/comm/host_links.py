@@ -118,7 +118,8 @@ class HostRing:
 
 
 def _complete(communicator: Communicator, receive: Mapping[int, Tensor], send: Mapping[int, Tensor]) -> None:
-    communicator.all_to_all(receive, send).wait()
+    work = communicator.all_to_all(receive, send)
+    work.wait()  # of a thread that is left behind if it does not end
 
 
 def _median_s(exchange: Callable[[], None]) -> float:

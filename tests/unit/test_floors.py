@@ -49,6 +49,7 @@ RESERVED = {
     "torch.distributed": (
         "acsgd.comm.store",
         "acsgd.comm.communicators",
+        "acsgd.comm.host_links",
         "acsgd.comm.process_groups",
         "acsgd.groups",
         "acsgd.pp.wire",
@@ -206,6 +207,7 @@ def test_reserved_names_are_used_only_where_allowed(name: str) -> None:
 # Calls without arguments of a method `wait`, which are no waits for an operation of torch, by file.
 OTHER_WAITS = {
     "acsgd.commands.launch.hosts": {"self._process"},
+    "acsgd.comm.host_links": {"work"},
     "acsgd.comm.waits": {"work", "self._work"},
     "acsgd.run.plan.dry_run": {"sync"},
     "acsgd.dp.exchange.following": {"self._sync"},

@@ -352,7 +352,7 @@ def _is_faster(backend: str, group: Group, device: torch.device, timeout: timede
     """
     machine = torch.tensor(mix_seed(*machine_name().encode()))
     machines = [torch.empty_like(machine) for _ in group.ranks]
-    dist.all_gather(machines, machine, group=group.process_group)
+    DIRECT.wait(dist.all_gather(machines, machine, group=group.process_group, async_op=True))
     first_of = {int(each): rank for each, rank in zip(reversed(machines), reversed(group.ranks), strict=True)}
     if len(first_of) == 1:
         return True

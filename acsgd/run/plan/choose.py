@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -208,7 +207,7 @@ class HostPlanner:
         replicas = [*zip(*pipelines, strict=True)]
         links = [self._slowest_of_ring(ring) for ring in replicas]
         loads, waits = self._planner.exchanges(self._partition, ends, last, links)
-        sent, received = Counter[int](), Counter[int]()
+        sent, received = (dict.fromkeys(order, 0.0) for _ in range(2))
         for pipeline in pipelines:
             self._count_messages(pipeline, sent, received)
         for ring, load in zip(replicas, loads, strict=True):
@@ -236,7 +235,7 @@ class HostPlanner:
         pairs = zip(hosts, [*hosts[1:], hosts[0]], strict=True)
         return functools.reduce(LinkRate.slower_of, itertools.starmap(self._measured.link, pairs), NO_TIME)
 
-    def _count_messages(self, pipeline: Sequence[int], sent: Counter[int], received: Counter[int]) -> None:
+    def _count_messages(self, pipeline: Sequence[int], sent: dict[int, float], received: dict[int, float]) -> None:
         """Add the bytes that the hosts of a pipeline send to each other in a step."""
         partition, micros = self._partition, len(self._partition.micro_ids)
         rank_of, route = partition.layout.placement.rank_of, next(iter(partition.programs.routes), None)
@@ -245,8 +244,9 @@ class HostPlanner:
         for first, second, ahead, back in (*pairs, *rows):
             here, there = pipeline[rank_of(first)], pipeline[rank_of(second)]
             if here != there:
-                sent.update({here: micros * ahead, there: micros * back})
-                received.update({there: micros * ahead, here: micros * back})
+                for sender, receiver, size in ((here, there, ahead), (there, here, back)):
+                    sent[sender] += micros * size
+                    received[receiver] += micros * size
 
     @functools.cached_property
     def _sizes(self) -> tuple[list[float], list[float]]:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain
 
-import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from acsgd.codecs.base import wire_bytes
@@ -24,11 +22,8 @@ from acsgd.pp.wire.delta import Delta
 from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.pp.wire.mailbox import MAX_SENDS_IN_FLIGHT
 from acsgd.run.plan.dry_run import UpdateMemory, dry_run
-from acsgd.run.plan.limits import ParameterCount
 from acsgd.run.plan.partition import Partition
-from acsgd.run.plan.step_memory import StepPeak, StepWalk, TracedModel, entering_tensors, layer_groups
-from acsgd.shards.layer_tensors import hidden_matrices
-from acsgd.shards.weights import Weight
+from acsgd.run.plan.step_memory import RankWeights, StepPeak, StepWalk, TracedModel, entering_tensors, layer_groups
 
 
 @dataclass(frozen=True)
@@ -84,39 +79,6 @@ class RankMemory:
 
 KINDS = tuple(field.name for field in fields(RankMemory) if field.name not in ("cache_per_sequence", "offloaded"))
 """Fields that add up to the total."""
-
-
-class RankWeights:
-    """The weights of one rank, on the meta device."""
-
-    def __init__(self, partition: Partition, built: PreTrainedModel) -> None:
-        model, layers, dtype = partition.model, partition.layout, partition.shapes.dtype
-        me, is_master = partition.topology.rank, dtype == torch.float32 and partition.config.optim.offload == "none"
-        looked_up = {each.key for each in partition.tied if me in each.lookups}
-        sent = {each.key for each in partition.tied if each.lookups and me == each.owner}
-        hidden, frozen, seen = hidden_matrices(built, model.description), {*model.description.frozen}, set[str]()
-        self.stages: dict[int, list[Weight]] = {}
-        for stage, span in layers.spans.items():
-            keys = dict.fromkeys(key for layer in model.layers[slice(*span)] for key in layer.parameters)
-            own = [key for key in keys if key not in seen and key not in looked_up]
-            seen.update(own)
-            self.stages[stage] = [
-                Weight(
-                    key,
-                    param := built.get_parameter(key),
-                    param if is_master else nn.Parameter(torch.empty(param.shape, device="meta")),
-                    has_remote_lookups=key in sent,
-                    is_hidden_matrix=key in hidden,
-                    is_tied=len(model.description.tied().get(key, ())) > 1,
-                )
-                for key in own
-                if key not in frozen
-            ]
-        self.count = ParameterCount.of(built, seen, frozen & seen)
-        self.buffer_bytes = sum(buffer.nbytes for buffer in built.buffers()) + sum(
-            8 * len(built.get_parameter(key))
-            for key in looked_up  # positions in a table
-        )
 
 
 class PlanCache:

@@ -1,4 +1,4 @@
-"""Memory of the forwards and backwards of a step: traced layers, followed through the program of a rank."""
+"""Memory of the forwards and backwards of a step: traced layers and weights, followed through the program of a rank."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from acsgd.dp.exchange.buckets import split_weights
@@ -18,12 +19,44 @@ from acsgd.pp.recompute import KEEP_ALL, Recompute
 from acsgd.pp.schedules.actions import Action, Op
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.run.plan.layer_trace import LayerTrace, trace_layers
+from acsgd.run.plan.limits import ParameterCount
 from acsgd.run.plan.partition import Partition
+from acsgd.shards.layer_tensors import hidden_matrices
 from acsgd.shards.plan import StageSpec
 from acsgd.shards.weights import Weight
 
-if TYPE_CHECKING:
-    from acsgd.run.plan.memory import RankWeights
+
+class RankWeights:
+    """The weights of one rank, on the meta device."""
+
+    def __init__(self, partition: Partition, built: PreTrainedModel) -> None:
+        model, layers, dtype = partition.model, partition.layout, partition.shapes.dtype
+        me, is_master = partition.topology.rank, dtype == torch.float32 and partition.config.optim.offload == "none"
+        looked_up = {each.key for each in partition.tied if me in each.lookups}
+        sent = {each.key for each in partition.tied if each.lookups and me == each.owner}
+        hidden, frozen, seen = hidden_matrices(built, model.description), {*model.description.frozen}, set[str]()
+        self.stages: dict[int, list[Weight]] = {}
+        for stage, span in layers.spans.items():
+            keys = dict.fromkeys(key for layer in model.layers[slice(*span)] for key in layer.parameters)
+            own = [key for key in keys if key not in seen and key not in looked_up]
+            seen.update(own)
+            self.stages[stage] = [
+                Weight(
+                    key,
+                    param := built.get_parameter(key),
+                    param if is_master else nn.Parameter(torch.empty(param.shape, device="meta")),
+                    has_remote_lookups=key in sent,
+                    is_hidden_matrix=key in hidden,
+                    is_tied=len(model.description.tied().get(key, ())) > 1,
+                )
+                for key in own
+                if key not in frozen
+            ]
+        self.count = ParameterCount.of(built, seen, frozen & seen)
+        self.buffer_bytes = sum(buffer.nbytes for buffer in built.buffers()) + sum(
+            8 * len(built.get_parameter(key))
+            for key in looked_up  # positions in a table
+        )
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from acsgd.layers.description import LayerSpec
 from acsgd.pp.recompute import Recompute, attention_modules
 from acsgd.pp.schedules.simulate import Cost, simulate
 from acsgd.pp.wire.ladder import BACKWARD, FORWARD, Rung
-from acsgd.run.plan.memory import PlanCache, RankWeights
+from acsgd.run.plan.memory import PlanCache
 from acsgd.run.plan.partition import Partition
 from acsgd.run.plan.rates import ADAMW_BYTES, HOST_BYTES_PER_S, LinkRate, Rates
+from acsgd.run.plan.step_memory import RankWeights
 from acsgd.shards.plan import training_costs
 
 CHOSEN = "fixpoint:bits=8"

@@ -39,7 +39,7 @@ from acsgd.pp.wire.coder import CodecChoice, CodecIndices, TensorSpec
 from acsgd.pp.wire.frame import MessageKind
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.run.plan.job import Job
-from acsgd.run.plan.memory import RankWeights
+from acsgd.run.plan.step_memory import RankWeights
 from acsgd.run.plan.transports import Transports, exchanges_updates, sums_gradients
 from acsgd.run.session import Session
 from acsgd.run.setup.describe import micro_shapes
