@@ -223,8 +223,8 @@ def evaluate_slowly(rank: int, notice: Path) -> None:
             notice.touch()
         return evaluate(self, batch, step)
 
-    def many(self: HeldOut, micros: int, *args: Any) -> Iterator[Batch]:
-        return itertools.cycle(list(batches(self, micros, *args)))
+    def many(self: HeldOut, micros: int, *args: Any, **options: Any) -> Iterator[Batch]:
+        return itertools.cycle(list(batches(self, micros, *args, **options)))
 
     Pipeline.evaluate, HeldOut.batches = slow, many  # type: ignore[method-assign]
     HeldOut.most_batches = lambda *_: int(EVALUATION_S / 0.01)  # type: ignore[method-assign]
@@ -354,6 +354,7 @@ FLAGS = "--model.name m --data.sources demo --data.sequence 8 --data.batch 2 --o
 def test_a_signal_among_the_imports_ends_at_once_without_a_traceback(
     number: signal.Signals, arguments: list[str], tmp_path: Path
 ) -> None:
+    (tmp_path / "manifest.json").touch()  # what is no checkpoint is refused before the imports
     with running([sys.executable, *arguments], tmp_path) as run:
         maps = Path(f"/proc/{run.process.pid}/maps")
         run.wait_until(lambda: "libtorch" in maps.read_text(), 60)  # among the imports

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from acsgd import cli
 from acsgd.commands.generation.prompts import PromptEncoder
 from acsgd.config.options import DataConfig
+from acsgd.io.data.formats.base import Example
 from acsgd.io.data.formats.chat import Messages
 from acsgd.io.data.formats.formats import describe_unused
 from acsgd.io.data.sources.base import ReadOptions, SourceRecord
@@ -175,17 +176,17 @@ def test_checkpoints_and_exports_carry_the_template(
     for arguments in ([str(model), *flags], [str(checkpoint)]):
         cli.run(["data", "show", str(tmp_path / "a.jsonl"), "--model", *arguments])
         assert "⟦/no_think\nuser:1 + 1\nassistant:⟧2" in capsys.readouterr().out
-    prompts = list[object]()
+    prompts = list[Example]()
     encode = PromptEncoder.encode
     monkeypatch.setattr(PromptEncoder, "encode", lambda self, prompt: (prompts.append(prompt), encode(self, prompt))[1])
     for flags, prompt in (
-        ([], CHAT[:1]),
-        (["--chat"], CHAT[:1]),
+        ([], expected),
+        (["--chat"], expected),
         (["--format", "text"], CHAT[0]["content"]),
         (["--input-format", "Q: __input__"], "Q: 1 + 1"),
     ):
         cli.run(["generate", str(checkpoint), "--prompt", "1 + 1", "--max-new-tokens", "1", *flags])
-        assert prompts.pop() == prompt
+        assert prompts.pop().text == prompt
         assert ("a text is the message of a user" in capsys.readouterr().err) == (not flags)
 
 

@@ -197,6 +197,8 @@ def check_module(module: str, arguments: Sequence[str]) -> None:
         (check_acsgd if arguments[0] in ("eval", "generate") else check_training)(arguments)
         return
     found = importlib.util.find_spec(module)
+    if found is not None and found.origin is None:  # a package
+        found = importlib.util.find_spec(f"{module}.__main__")
     assert found is not None, f"no module {module}"
     assert found.origin is not None
     source = Path(found.origin)

@@ -262,16 +262,19 @@ TRAINING = "--model.name m --data.sources demo --data.sequence 8 --data.batch 2 
 @pytest.mark.parametrize(
     ("module", "number", "line", "when"),
     [
-        ("tyro", INT, "convert from-hf a b", " before the start"),
-        ("acsgd.shards.convert", USR1, "convert from-hf a b", ""),
+        ("tyro", INT, "convert from-hf m b", " before the start"),
+        ("acsgd.shards.convert", USR1, "convert from-hf m b", ""),
         ("acsgd.commands.evaluation.command", TERM, "eval m --data demo --sequence 8", " before the start"),
         ("acsgd.main", USR1, f"train {TRAINING}", " before the start"),
     ],
 )
 def test_a_stop_signal_among_the_imports_is_reported_and_ends_the_command(
-    module: str, number: int, line: str, when: str
+    module: str, number: int, line: str, when: str, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", AMONG_IMPORTS, module, str(number), *line.split()]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": ROOT})
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")  # a path that is no model is refused before the imports
+    command, environment = [sys.executable, "-c", AMONG_IMPORTS, module, str(number), *line.split()], {**os.environ}
+    environment["PYTHONPATH"] = ROOT
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
     text = f"\nerror: stopped by {signal.Signals(number).name}{when}; nothing was written\n"
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, "", text)

@@ -271,10 +271,10 @@ def test_an_observer_takes_part_in_exchanges_with_the_first_step_that_was_dealt_
     monkeypatch.setattr(hooks, "align_domain", lambda session, key: None)
     peers: Any = SimpleNamespace(observers=(2,), state_key="")
     join = hooks.BackgroundJoin(cast(Session, SimpleNamespace(peers=peers)), None, begun_at=5, ahead=2)
-    state, waiting = LoopState(Progress(step=5)), {hooks.JOINS: (False, False, True)}
+    state = LoopState(Progress(step=5))
     for step in range(5, 12):
         state.progress = Progress(step=step)
-        state.summary = cast(StepSummary, waiting if step < 8 else {hooks.JOINS: (False, False, False)})
+        state.summary = summarize([{hooks.JOINS: rank == 2 and step < 8} for rank in range(3)])
         join.after_step(state)
         assert list(state.idle) == ([2] if 5 < step < 8 else []), step
         if admitted:
