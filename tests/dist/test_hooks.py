@@ -47,6 +47,7 @@ class Sums(NamedTuple):
 def add_up(rank: int, form: str, may_be_unused: bool) -> Sums:
     """Compute gradients of two micro-batches each, the first under no_sync; the weights do not change."""
     run = Run(form, find_unused_parameters=may_be_unused, gradient_as_bucket_view=not may_be_unused)
+    run.optimizer.load_state_dict(run.optimizer.state_dict())  # as scripts resume; it replaces the parameter groups
     alone = net()
     made, applied = ({name: torch.zeros_like(p).double() for name, p in alone.named_parameters()} for _ in range(2))
     dropped = 0

@@ -304,11 +304,12 @@ def _learning_rates(model: DistributedDataParallel, optimizer: Optimizer | None)
     """
     if optimizer is None:
         return lambda param: 1.0
-    groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    group_of = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
     for name, param in model.module.named_parameters():
-        if param.requires_grad and id(param) not in groups and name not in model.parameters_to_ignore:
+        if param.requires_grad and id(param) not in group_of and name not in model.parameters_to_ignore:
             raise ValueError(f"the optimizer does not have {name}; give the one that updates the wrapped model")
-    return lambda param: float(groups[id(param)]["lr"])
+    # load_state_dict of an optimizer replaces its groups, so that only their indices last
+    return lambda param: float(optimizer.param_groups[group_of[id(param)]]["lr"])
 
 
 def _sparse_parameter(model: DistributedDataParallel) -> str | None:
