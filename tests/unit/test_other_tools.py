@@ -388,6 +388,8 @@ BASE = [word for name, value in REQUIRED.items() for word in (f"--{name}", value
         ),
         ("--zero_optimization.stage=3", "here: --dp.shard weights"),
         ("--zero_optimization.stage=2", "here: --dp.shard gradients"),
+        ("--zero_stage 3", "here: --dp.shard weights"),
+        ("--fsdp_sharding_strategy FULL_SHARD", "here: --dp.shard weights"),
         ("--optim.learning_rate 3", "here: --optim.lr 3; others: docs/migrate/finetuner.md"),
         ("--pp.stage 2", "(did you mean --pp.stages?)"),
         ("--model.dtype bfloat16", '("bfloat16" of the DeepSpeed finetuner is "bf16"); all options'),
