@@ -60,9 +60,8 @@ def sharded_mean(
         answers, mean = peers.exchange({}, lengths, meter), torch.zeros_like(mine)
         return ShardedMean([], _decode_parts(codec, answers, parts, None), mean)
     messages = [_encode(codec, part, peers.replica) for part in parts]
-    longest = codec.max_bytes(len(mine))
     outgoing = {peer: messages[peer].to(peers.device) for peer in others}
-    received = peers.exchange(outgoing, dict.fromkeys(others, longest), meter)
+    received = peers.exchange(outgoing, dict.fromkeys(others, codec.max_bytes(len(mine))), meter)
     received[peers.replica] = messages[peers.replica]
     mean = torch.zeros_like(mine)
     for peer in range(peers.size):  # the same order on every owner

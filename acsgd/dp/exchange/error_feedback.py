@@ -57,6 +57,7 @@ class ErrorFeedback:
     def sharded_mean(self, codec: MessageCodec, meter: Meter) -> Tensor:
         """Send the residual; return the decoded mean [n], equal on all replicas. Both directions are compressed.
 
+        The residual changes in place: others may have views of it.
         Call it in the thread of the peers. Raises RunError.
         """
         exchanged = self.exchange_sharded(self.residual, codec, meter)
