@@ -201,7 +201,7 @@ def test_a_replica_holds_its_part_of_the_parameters_and_those_of_two_layers(
     model = dataclasses.replace(config.model, freeze="*.h.1.*")
     config = dataclasses.replace(config, dp=ReplicaConfig(shard="weights"), model=model)
     whole, ids = 0, torch.ones(2, 32, dtype=torch.int64)
-    for replicas in (1, 2, 4):
+    for replicas in (1, 4):
         job = prepare(config, Launch(0, 0, replicas))
         composed = ComposedModel(job.model.build(job.shapes.dtype), job.model.description)
         source, peers = open_weight_source(job), AbsentPeers(0, replicas)

@@ -16,6 +16,7 @@ from acsgd.commands import plan as command
 from acsgd.config.checks import check
 from acsgd.config.options import Config
 from acsgd.config.run_file import parse, to_toml
+from acsgd.dp.modes import measured_work
 from acsgd.errors import CorruptFileError
 from acsgd.pp.schedules.simulate import Cost
 from acsgd.run.plan import step_time
@@ -122,6 +123,7 @@ def test_replicas_exchange_what_backward_does_not_hide(config: Config) -> None:
     modes = (replace(config, dp=replace(config.dp, mode=mode)) for mode in ("allreduce", "cocktail_grad:topk=0.2"))
     plain, compressed = (planned(changed, 4, rates, SLOW).update_s for changed in modes)
     assert compressed - plain == pytest.approx(18 * 28 * trained / 1e9), "cocktail_grad computes, too"
+    assert [measured_work(mode) for mode in ("cocktail_grad:topk=0.2", "diloco:inner=9", "allreduce")] == [18, 0.3, 0]
     in_buckets = replace(config, dp=replace(config.dp, mode="allreduce:bucket_mb=0.1"))
     hidden = planned(in_buckets, 4, replace(RATES, operations_per_s=1e3), SLOW)
     in_view = planned(in_buckets, 4, replace(RATES, operations_per_s=1e15), SLOW)

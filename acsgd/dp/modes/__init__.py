@@ -30,9 +30,12 @@ MODES = {
 
 
 def measured_work(mode: str) -> float:
-    """Return the computing time of a mode per parameter and step, in multiples of AdamW's; 0 = not measured."""
-    rung = MEASURED.get(mode) or MEASURED.get(mode.partition(":")[0])
-    return rung.work if rung else 0.0
+    """Return the computing time of a mode per parameter and step, in multiples of AdamW's; 0 = not measured.
+
+    mode: dp.mode; its options are left out of account.
+    """
+    name = mode.partition(":")[0]
+    return next((rung.work for spec, rung in MEASURED.items() if spec.partition(":")[0] == name and rung.work), 0.0)
 
 
 def compression(mode: str) -> float:
