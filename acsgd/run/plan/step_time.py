@@ -171,10 +171,12 @@ class StepPlanner:
             passes = micros if config.dp.sums_passes else 1
             gradients = passes * 4 / compression(config.dp.mode)
             nbytes = share * trained * (gradients + partition.shapes.dtype.itemsize)
-        if config.dp.shard == "weights":  # gathered for each forward and each backward instead
+        delay_s = 2 * (replicas - 1) * link.delay_s if nbytes else 0.0
+        if config.dp.shard == "weights":  # gathered for each forward and each backward instead, from all at once
             gathered = 2 * micros * weights.count.weight_bytes(partition.shapes.dtype)
             nbytes = share * (trained * micros * 4 / compression(config.dp.mode) + gathered)
-        delay_s = 2 * (replicas - 1) * link.delay_s if nbytes else 0.0
+            groups = -(-len(partition.layout.layers) // (partition.plugins.recompute.layers or 1))
+            delay_s = 2 * micros * groups * link.delay_s * (replicas > 1)
         return LinkLoad("replicas", nbytes, nbytes / link.bytes_per_s + delay_s)
 
     def _update_s(self, partition: Partition, weights: RankWeights, compute_s: float) -> float:
