@@ -191,10 +191,10 @@ def hosts_of(links: dict[frozenset[int], LinkRate], *, layer_s: float = 1e-3, ho
     return MeasuredHosts(layers, {pair: links.get(frozenset(pair), LinkRate(1e9)) for pair in pairs})
 
 
-def on_hosts(config: Config, stages: int, **pp: Any) -> Partition:
+def on_hosts(config: Config, stages: int, rank: int = 0, **pp: Any) -> Partition:
     """Return a run on four hosts of one rank each."""
-    config = replace(config, pp=PipelineConfig(stages, schedule="1f1b", hosts="auto", **pp))
-    grid = open_grid(config, Launch(0, 0, 4))
+    config = replace(config, pp=PipelineConfig(stages, **{"schedule": "1f1b", "hosts": "auto"} | pp))
+    grid = open_grid(config, Launch(rank, 0, 4))
     return divide_model(config, grid, describe_run_model(config), open_streams("cpu", 0))
 
 
@@ -217,6 +217,18 @@ def test_no_other_order_of_hosts_makes_a_shorter_step(config: Config) -> None:
     near = [order for order in times if times[order] <= GAIN * min(times.values())]
     assert found[0].hosts == near[0], "of those that are as short, the nearest to the order of the numbers"
     assert timed_orders(partition, hosts_of({}))[0].hosts == (0, 1, 2, 3), "hosts that are alike keep their order"
+
+
+def test_replicas_with_unequal_numbers_of_micro_batches_decide_alike(config: Config) -> None:
+    config = replace(config, data=replace(config.data, batch=5))
+    first, last = (on_hosts(config, 2, rank, schedule="auto") for rank in (0, 3))
+    assert len(first.micro_ids) != len(last.micro_ids)
+    divisions = [timed_divisions(each, ranks(2, LinkRate(1e6, 1e-3))) for each in (first, last)]
+    of_first, of_last = ([(run.schedule, run.step_s) for run in timed] for timed in divisions)
+    assert of_first == of_last
+    slow = hosts_of({frozenset((0, 1)): LinkRate(1e5)})
+    orders = [timed_orders(timed[0].partition, slow) for timed in divisions]
+    assert orders[0] == orders[1]
 
 
 def test_a_host_with_a_slow_network_stands_at_an_end_of_the_pipeline(config: Config) -> None:

@@ -62,6 +62,11 @@ class Partition:
         return BatchShapes(self.config, self.model, self.layout.specs)
 
     @property
+    def most_micros(self) -> int:
+        """Largest number of micro-batches of a replica in a step, if dealt evenly: the same on all ranks."""
+        return -(-self.shapes.num_micros // self.topology.replicas)
+
+    @property
     def cached_boundaries(self) -> list[int]:
         """Boundaries of which this rank has an end with activation caches."""
         return [each for each in self.layout.shared_boundaries if self.plugins.may_use_delta(each)]
