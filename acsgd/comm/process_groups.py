@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import secrets
-import socket
 import sys
 import threading
 import time
@@ -190,7 +189,6 @@ class ProcessGroups:
         rank = self._rank
         if self._host is not None:
             transport = self._host.transport()
-        publish_host(self.client, rank)
         if rank == 0:
             self.client.set(_RUN_ID, secrets.token_hex(4))
         thread = CallThread("connect", self._waits)  # torch's timeouts do not hold everywhere
@@ -400,18 +398,3 @@ class _GroupStore(dist.Store):
                 raise RuntimeError(f"a process has not started, or has ended: {' '.join(keys)} is not in the store")
             time.sleep(poll_pause_s(waited_s))
         self._found |= {*missing}
-
-
-def publish_host(store: StoreClient, rank: int) -> None:
-    """Store this rank's host name, for error messages of other ranks."""
-    store.set(_host_key(rank), socket.gethostname())
-
-
-def published_host(store: StoreClient, rank: int) -> str:
-    """Return a rank's host name."""
-    key = _host_key(rank)
-    return store.get(key) if store.has(key) else "an unknown host"
-
-
-def _host_key(rank: int) -> str:
-    return f"acsgd/host/{rank}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import socket
 import sys
 import threading
 import time
@@ -13,7 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from acsgd.comm.liveness import FAILURES
-from acsgd.comm.process_groups import published_host
 from acsgd.comm.store import CallThread, Store, StoreClient, StoreError
 from acsgd.errors import BEFORE_TRAINING, IN_TRAINING, RefusedError, ReportedError, RunError
 from acsgd.failures.report import is_first_of_host, message_of, print_error, record_error
@@ -215,8 +215,14 @@ class FailureBoard:
         unanswered = [rank for rank in ranks if not self._store.has(_key("answer", rank))]
         return [rank for rank in unanswered if not self._store.has(_key("failure", rank))]
 
+    def publish_host(self) -> None:
+        """Store this rank's host name, for messages of other ranks."""
+        self._store.set(_key("host", self.rank), socket.gethostname())
+
     def host(self, rank: int) -> str:
-        return published_host(self._store, rank)
+        """Return a rank's host name."""
+        key = _key("host", rank)
+        return self._store.get(key) if self._store.has(key) else "an unknown host"
 
     def publish(self, text: str) -> None:
         """Store the message that was printed."""
@@ -238,6 +244,7 @@ def _answering(board: FailureBoard, launch: Launch, context: RunContext, end: Ca
 
     def watch() -> None:
         with contextlib.suppress(StoreError):  # the main thread will notice
+            board.publish_host()
             while not (finished.wait(POLL_S) or board.has_failed()):
                 if context.signals is not None and context.signals.received is not None:
                     board.decide(context.signals.received)

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from lib.sleeps import record_sleeps
 
-from acsgd.comm.process_groups import publish_host
 from acsgd.comm.store import CallThread, StoreClient, StoreError
 from acsgd.errors import ReportedError, RunError, reason
 from acsgd.failures import failures as failure
@@ -269,7 +268,7 @@ def test_the_error_of_the_rank_at_fault_is_printed_even_if_another_reported_firs
 
 def test_the_silent_rank_is_named_with_its_host(capsys: pytest.CaptureFixture[str]) -> None:
     store = DictStore({2: FailureReport("2 waited for rank 1", (1,))}, alive=(0,))
-    publish_host(client_of(store), 1)
+    FailureBoard(client_of(store), 1, 4).publish_host()
     fail(RunError("3 waited for rank 2", awaited=[2]), store, rank=3, world_size=4)
     assert capsys.readouterr().err == (
         f"\nerror: 2 waited for rank 1; rank 1 on {HOST} is silent: ended or hanging; see its log\n"
@@ -284,6 +283,7 @@ def test_a_rank_answers_when_another_fails_and_when_it_has_finished(finished: bo
         if not finished:
             store.add("acsgd/failures", 1)
     assert store.check(["acsgd/answer/1"])
+    assert store.get("acsgd/host/1") == HOST.encode(), "from the start, whatever groups are open"
 
 
 def test_without_a_store_the_first_rank_of_each_host_prints_its_error(
