@@ -183,5 +183,6 @@ class StoreClient:
 
 
 def _name(store: Store) -> str:
-    store = store.underlying_store if isinstance(store, PrefixStore) else store
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
     return f"torchrun's store at {store.host}:{store.port}" if isinstance(store, TCPStore) else "the store of the run"

@@ -133,7 +133,8 @@ def test_a_client_reads_what_another_wrote() -> None:
 @pytest.mark.parametrize("name", ["get", "has", "add", "delete"])
 def test_a_store_that_stops_answering_raises_in_time_and_then_at_once(name: str) -> None:
     with proxied_store() as proxy:
-        client = client_of(dist.TCPStore("127.0.0.1", proxy.port), NO_LIMIT_S)
+        store = dist.PrefixStore("hosts", dist.PrefixStore("attempt-0", dist.TCPStore("127.0.0.1", proxy.port)))
+        client = client_of(store, NO_LIMIT_S)
         client.set("key", "1")
         assert client.get("key") == "1"
         proxy.freeze()
