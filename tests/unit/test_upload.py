@@ -529,9 +529,10 @@ def test_training_continues_after_credentials_end_and_the_next_start_continues_t
     monkeypatch.setattr(RemoteDirectory, "send", until_they_end)
     target = "s3://bucket/run"
     config = small_run(tiny_model(n_layer=1), tmp_path / "run", every=None, upload=target, resume=target)
-    config = replace(config, log=replace(config.log, to="print"))
+    config = replace(config, log=replace(config.log, to="print", trace="1:2"))
     with pytest.raises(RunError, match="the last checkpoint is not uploaded: its upload failed; the run is complete"):
         train_alone(with_local_checkpoint(config))
+    assert (tmp_path / "run/trace-1-2.json").exists(), "what else ends with the run has ended"
     out, err = capfd.readouterr()
     (failure,) = (line for line in (out + err).splitlines() if "could not be uploaded" in line)
     assert f"step-00000002 could not be uploaded to {target}: " in failure

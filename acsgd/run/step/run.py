@@ -236,13 +236,14 @@ def open_run(
         open_upload(session, inputs.disks, checkpointing, signals, metrics.note) as uploads,
     ):
         pace = Pace(session, metrics.event, state.idle)
-        hooks: list[StepHook] = [*extra(checkpointing), StepTrace(session, metrics.note)]
+        # the end of uploads comes last: it raises an error if one has failed
+        hooks: list[StepHook] = [*extra(checkpointing), *uploads, StepTrace(session, metrics.note)]
         hooks.append(SpikeGuard(session, checkpointing, metrics.note))
         hooks.append(StopOnSignal(signals, stops))
         if inputs.held_out is not None:
             hooks.append(Evaluations(session, inputs.held_out, metrics.note, signals, stops))
         batches = NextBatch(session, inputs.reader, pace.micros, signals, stops, metrics.note)
-        hooks += [*uploads, checkpointing, pace, batches]
+        hooks += [checkpointing, pace, batches]
         if session.job.plugins.ladder is not None and session.job.topology.stages > 1:
             hooks.append(stack.enter_context(contextlib.closing(LinkCodecs(session, metrics.event, state))))
         yield TrainingRun(session, inputs, state, StepHooks(hooks, metrics), checkpointing, batches)
