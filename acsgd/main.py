@@ -34,7 +34,7 @@ from acsgd.io.files.cache import TIMEOUT_S
 from acsgd.launch import Launch, set_variables
 from acsgd.notes import print_note
 from acsgd.run.lock.lock import RunLock, leases_of
-from acsgd.run.plan.job import prepare, with_local_checkpoint
+from acsgd.run.plan.job import Job, prepare, with_local_checkpoint
 from acsgd.run.setup.auto import Chosen, choose_hosts, choose_options, chooses_hosts
 from acsgd.run.setup.build import open_transports
 from acsgd.run.setup.directories import check_room, find_run_disks, open_disks
@@ -87,11 +87,7 @@ def run(
     job = prepare(with_local_checkpoint(config), launch)
     context.timeout_s = config.run.timeout
     timeout, several = timedelta(seconds=config.run.timeout), not launch.is_one_host
-    placed = list[Chosen]()
-    if chooses_hosts(job):
-        with connect(job.topology, timeout=timeout, store=dist.PrefixStore("hosts", store)) as groups:
-            job, choice = choose_hosts(job, groups)
-        placed = [choice]
+    job, placed = _order_hosts(job, timeout, store)
     groups = stack.enter_context(
         connect(job.topology, timeout=timeout, store=store, background=several, domain=job.domain)
     )
@@ -116,3 +112,12 @@ def run(
 
     with groups.naming_lost_ranks():
         train(job, inputs, groups, lock, on_start=on_start, signals=signals, chosen=[*placed, *chosen])
+
+
+def _order_hosts(job: Job, timeout: timedelta, store: dist.Store) -> tuple[Job, list[Chosen]]:
+    """Return the job with the order of hosts that pp.hosts=auto takes, measured over groups that are closed again."""
+    if not chooses_hosts(job):
+        return job, []
+    with connect(job.topology, timeout=timeout, store=dist.PrefixStore("hosts", store)) as groups:
+        job, choice = choose_hosts(job, groups)
+    return job, [choice]

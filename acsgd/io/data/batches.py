@@ -104,7 +104,7 @@ class BatchReader:
         return torch.from_numpy(ids.copy()).unflatten(0, (len(ids) // self.rows.micro, self.rows.micro))
 
 
-@functools.lru_cache(maxsize=2)  # each step asks for its own samples and for those of the next
+@functools.lru_cache(maxsize=2)  # each step reads its own samples and the ids of the next ones
 def _dealt(sampler: Sampler, step: int) -> Samples:
     """Return the samples of a step in the order in which they are dealt, which nobody changes."""
     return sampler.samples(step).dealt(sampler.unit)
