@@ -74,7 +74,7 @@ def total_if_on_all(numbers: Numbers) -> float:
 
 
 def by_rank(numbers: Numbers) -> list[float]:
-    """Return the number of each rank."""
+    """Return the number of each rank, those of the first replica first."""
     return [number for replica in numbers for number in replica]
 
 
@@ -209,7 +209,7 @@ def _shortened(number: float) -> float:
 class StepExchange:
     """Exchange of one step's reports between all ranks. Create it at the start of the step.
 
-    fields: what all ranks report, in the same order.
+    fields: what all ranks report, in the same order; CHECKSUM is among them.
     """
 
     def __init__(self, groups: Groups, topology: Topology, fields: Iterable[StepField[Any]]) -> None:
@@ -224,13 +224,12 @@ class StepExchange:
         """
         mine = torch.tensor([report[field] for field in self._fields], dtype=torch.float64)
         columns = torch.stack(self._gather.rows(mine)).T.tolist()
-        summary = StepSummary.of_columns(self._fields, columns, self._topology)
-        check_texts(summary[CHECKSUM])
-        return summary
+        check_texts(columns[self._fields.index(CHECKSUM)])
+        return StepSummary.of_columns(self._fields, columns, self._topology)
 
 
 def check_texts(checksums: Sequence[float]) -> None:
-    """Raise RunError unless all ranks that read segments of streamed sources read the same ones."""
+    """Raise RunError unless all ranks that read segments of streamed sources read the same ones. checksums: by rank."""
     first = next((rank for rank, checksum in enumerate(checksums) if checksum), 0)
     others = [rank for rank, checksum in enumerate(checksums) if checksum not in (0.0, checksums[first])]
     if others:

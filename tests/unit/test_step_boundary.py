@@ -20,7 +20,7 @@ from acsgd.errors import RunError
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.run import report
-from acsgd.run.report import STEP_FIELDS, Report, StepField, StepSummary, check_texts
+from acsgd.run.report import CHECKSUM, LOSS, STEP_FIELDS, Report, StepExchange, StepField, StepSummary, check_texts
 from acsgd.run.session import Computed, Session, StepResult
 from acsgd.run.step.checkpointing import FAILED_SAVE, SAVE
 from acsgd.run.step.hooks import LoopState, StepHook, StepHooks
@@ -134,6 +134,16 @@ def test_ranks_that_read_other_texts_are_named() -> None:
     check_texts([0.0, 7.0, 0.0, 7.0])
     with pytest.raises(RunError, match=r"ranks \[2, 4\] read other texts from a streamed source than rank 1"):
         check_texts([0.0, 7.0, 8.0, 7.0, 9.0])
+
+
+def test_ranks_that_read_other_texts_are_named_where_hosts_are_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, fields = (7.0, 7.0, 8.0), [LOSS, CHECKSUM]
+    rows = torch.tensor([[0.0, text] for text in texts], dtype=torch.float64)
+    monkeypatch.setattr("acsgd.run.report.Gather", lambda *_: SimpleNamespace(rows=lambda _: [*rows]))
+    groups: Any = None
+    exchange = StepExchange(groups, Topology.of(0, 3, 3, (1, 2, 0)), fields)
+    with pytest.raises(RunError, match=r"ranks \[2\] read other texts from a streamed source than rank 0"):
+        exchange.exchange(dict.fromkeys(fields, 0.0))
 
 
 def test_each_reduction() -> None:
