@@ -27,7 +27,7 @@ class Topology:
     """Number of ranks along each axis. Neighbours along the last axis are adjacent ranks. An axis of size 1 may be
     missing."""
     order: tuple[int, ...] = ()
-    """The rank at each position of the grid, those of the first replica first. Empty = ranks are positions."""
+    """As `ranks`. Empty = ranks are positions."""
 
     @classmethod
     def of(cls, rank: int, world_size: int, stages: int, order: tuple[int, ...] = ()) -> Topology:
@@ -53,12 +53,12 @@ class Topology:
     def ranks_along(self, axis: Axis) -> list[int]:
         """Return this rank and those that differ from it in their position along an axis only, in order of position."""
         stride, size = self._stride(axis), self.sizes.get(axis, 1)
-        first, ranks = self._position - self.index(axis) * stride, self._ranks
+        first, ranks = self._position - self.index(axis) * stride, self.ranks
         return [ranks[position] for position in range(first, first + size * stride, stride)]
 
     def lines(self, axis: Axis) -> list[list[int]]:
         """Return the ranks along an axis for each position along the other axes: every rank is in one of the lists."""
-        grid = (replace(self, rank=rank) for rank in self._ranks)
+        grid = (replace(self, rank=rank) for rank in self.ranks)
         return [each.ranks_along(axis) for each in grid if each.index(axis) == 0]
 
     def domains(self, names: Sequence[str]) -> dict[tuple[str, ...], list[int]]:
@@ -73,14 +73,14 @@ class Topology:
         return found
 
     @property
-    def _ranks(self) -> Sequence[int]:
-        """The rank at each position."""
+    def ranks(self) -> Sequence[int]:
+        """The rank at each position of the grid, those of the first replica first."""
         return self.order or range(self.world_size)
 
     @property
     def _position(self) -> int:
         """Position of this rank in the grid."""
-        return self._ranks.index(self.rank)
+        return self.ranks.index(self.rank)
 
     def _stride(self, axis: Axis) -> int:
         """Return the difference between the ranks of neighbours along an axis."""

@@ -62,7 +62,9 @@ def train(rank: int, world_size: int, store: Path, config: Config) -> list[str]:
 
 
 def test_a_trace_holds_all_ranks_on_one_clock(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    config = make_config(tiny_model(n_layer=2), tmp_path, steps=STEPS, stages=2, micro=1)
+    """Also where the order of hosts is not that of the ranks."""
+    hosts = (1, 0)
+    config = make_config(tiny_model(n_layer=2), tmp_path, steps=STEPS, stages=2, micro=1, hosts=hosts)
     log = dataclasses.replace(config.log, dir=str(tmp_path), trace=TRACED)
     config = dataclasses.replace(config, log=log)
     (wrote, never), *others = on_ranks(2, train, tmp_path / "store", config)
@@ -73,7 +75,7 @@ def test_a_trace_holds_all_ranks_on_one_clock(tiny_model: Callable[..., Path], t
     events = trace["traceEvents"]
     check_events(events)
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    ranks = [f"rank {rank}, stage {rank}, replica 0" for rank in range(2)]
+    ranks = [f"rank {rank}, stage {stage}, replica 0" for stage, rank in enumerate(hosts)]
     assert [name.partition(" on ")[0] for name in names.values()] == [*ranks, "plan of replica 0"]
     for rank in range(2):
         of_rank = [event for event in events if event["pid"] == rank + 1 and event["ph"] == "X"]

@@ -80,9 +80,8 @@ class Pace(StepHook):
         hosts = self._groups.all_gather_text(
             "naming slow ranks", socket.gethostname(), timeout_s=self._groups.timeout_s
         )
-        ranks = [rank for pipeline in self._topology.lines("pipeline") for rank in pipeline]
         for position, is_slow, factor in changes:
-            rank = ranks[position]
+            rank = self._topology.ranks[position]
             state = "is slow" if is_slow else "is no longer slow"
             text = f"rank {rank} on {hosts[rank]} {state}: {factor:.1f} times the time of other ranks of its stages"
             fields = {"rank": rank, "host": hosts[rank], "factor": round(factor, 2)}

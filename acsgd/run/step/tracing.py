@@ -103,7 +103,7 @@ class StepTrace(StepHook):
         gathered = gather_spans(self._session.groups, json.dumps((topology.replica, label, spans)))
         if not gathered:
             return
-        traces = [_on_one_clock(rank, *each) for rank, each in enumerate(gathered)]
+        traces = [_on_one_clock(rank, *gathered[rank]) for rank in topology.ranks]  # a plan is one of a pipeline
         try:
             plans, of_plan = (found := plan_steps(traces)), describe_plan(found)
         except (KeyError, ValueError) as error:  # a step that is not complete on all ranks
