@@ -193,7 +193,8 @@ def hosts_of(links: dict[frozenset[int], LinkRate], *, layer_s: float = 1e-3, ho
 
 def on_hosts(config: Config, stages: int, rank: int = 0, **pp: Any) -> Partition:
     """Return a run on four hosts of one rank each."""
-    config = replace(config, pp=PipelineConfig(stages, **{"schedule": "1f1b", "hosts": "auto"} | pp))
+    options = dict[str, Any](schedule="1f1b", hosts="auto") | pp
+    config = replace(config, pp=PipelineConfig(stages, **options))
     grid = open_grid(config, Launch(rank, 0, 4))
     return divide_model(config, grid, describe_run_model(config), open_streams("cpu", 0))
 
