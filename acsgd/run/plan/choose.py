@@ -129,7 +129,7 @@ def _scheduled(partition: Partition) -> Iterator[Partition]:
     for spec in CANDIDATES if is_chosen(pp.schedule) else (pp.schedule,):
         with suppress(ValueError):  # such as recomputation, which does not split backwards, or too few layers
             changed = with_options(partition, replace(partition.config, pp=replace(pp, schedule=spec)))
-            changed.programs.program(changed.most_micros)
+            changed.programs.program(changed.micros_per_replica)
             if not keeps_links or changed.layout.placement == partition.layout.placement:
                 yield changed
 
@@ -228,7 +228,7 @@ class HostPlanner:
             cost = step_cost(partition, MeasuredRanks(layers, links), self._built)
             backward = cast(Sequence[float], cost.backward)
             last = [sum(backward[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
-            self._known[pipeline] = ends_of(partition, partition.most_micros, cost), last
+            self._known[pipeline] = ends_of(partition, partition.micros_per_replica, cost), last
         return self._known[pipeline]
 
     def _slowest_of_ring(self, hosts: Sequence[int]) -> LinkRate:
@@ -237,7 +237,7 @@ class HostPlanner:
 
     def _count_messages(self, pipeline: Sequence[int], sent: dict[int, float], received: dict[int, float]) -> None:
         """Add the bytes that the hosts of a pipeline send to each other in a step."""
-        partition, micros = self._partition, self._partition.most_micros
+        partition, micros = self._partition, self._partition.micros_per_replica
         rank_of, route = partition.layout.placement.rank_of, next(iter(partition.programs.routes), None)
         pairs = [(boundary, boundary + 1, *sizes) for boundary, sizes in enumerate(zip(*self._sizes, strict=True))]
         rows = () if route is None else [(route.owner, route.user, self._rows, self._rows)]
@@ -267,7 +267,7 @@ def timed_modes(partition: Partition, measured: MeasuredRanks, rungs: Sequence[M
     rates = Rates("", False, config.model.dtype, operations_per_s=math.inf, bytes_per_s=measured.bytes_per_s)
     planner = StepPlanner(built, (), config.pp.micro, rates, measured.replica_link)
     cost = step_cost(partition, measured, built)
-    ends = ends_of(partition, partition.most_micros, cost)
+    ends = ends_of(partition, partition.micros_per_replica, cost)
     placement, backward = partition.layout.placement, cast(Sequence[float], cost.backward)
     last = [sum(backward[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
     adamw_s = [ADAMW_BYTES * each.count.trained / measured.bytes_per_s for each in planner.weights(partition)]
@@ -289,7 +289,7 @@ def with_mode(config: Config, mode: str) -> Config:
 
 def step_time(partition: Partition, measured: MeasuredRanks, built: PreTrainedModel) -> float:
     """Return the time of the computations of a step and of the messages between them. built: on the meta device."""
-    return max(ends_of(partition, partition.most_micros, step_cost(partition, measured, built)))
+    return max(ends_of(partition, partition.micros_per_replica, step_cost(partition, measured, built)))
 
 
 def step_cost(partition: Partition, measured: MeasuredRanks, built: PreTrainedModel) -> Cost:

@@ -177,7 +177,7 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True, model: RunMo
     grid = open_grid(config, launch)
     sources, eval_sources = _open_sources(config, grid.plugins)
     metrics = _choose_metrics(config, eval_sources or sources)
-    check_reading(config, most_micros(config, grid.micro_ids), launch.local_world_size)
+    check_reading(config, most_micros(config, grid.topology.replicas), launch.local_world_size)
     streams = open_streams(config.run.device, launch.local_rank)
     check_transports(config, grid.plugins, on_gpu=bool(streams.gpu), has_mesh=launch.mesh is not None)
     model = model or _open_model(config, launch, streams, trains=trains)

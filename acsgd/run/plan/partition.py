@@ -62,8 +62,8 @@ class Partition:
         return BatchShapes(self.config, self.model, self.layout.specs)
 
     @property
-    def most_micros(self) -> int:
-        """Largest number of micro-batches of a replica in a step, if dealt evenly: the same on all ranks."""
+    def micros_per_replica(self) -> int:
+        """Number of micro-batches of a replica in a step, dealt evenly; the largest if they differ."""
         return -(-self.shapes.num_micros // self.topology.replicas)
 
     @property
@@ -149,7 +149,7 @@ def open_grid(config: Config, launch: Launch) -> RankGrid:
         check_capabilities(config, plugins.mode.requires, plugins.optimizer.capabilities)
     check_deal(config, plugins)
     micro_ids = _deal(config, topology)
-    check_computes(config, topology.stages * plugins.schedule.chunks, most_micros(config, micro_ids))
+    check_computes(config, topology.stages * plugins.schedule.chunks, most_micros(config, topology.replicas))
     splits_backward = RankPrograms(plugins.schedule, topology.stages, topology.stage_rank).splits_backward
     check_shard(config, plugins, topology.replicas, is_elastic=bool(launch.daemon), splits_backward=splits_backward)
     if splits_backward:
@@ -173,9 +173,10 @@ def topology_of(config: Config, launch: Launch) -> Topology:
     return Topology.of(launch.rank, launch.world_size, config.pp.stages, ranks)
 
 
-def most_micros(config: Config, micro_ids: range) -> int:
-    """Return the largest number of micro-batches of a replica in a step. micro_ids: of the replica, if dealt evenly."""
-    return config.data.batch // config.pp.micro if config.data.deal == "speed" else len(micro_ids)
+def most_micros(config: Config, replicas: int) -> int:
+    """Return the largest number of micro-batches of a replica in a step."""
+    micros = config.data.batch // config.pp.micro
+    return micros if config.data.deal == "speed" else -(-micros // replicas)
 
 
 def divide_model(

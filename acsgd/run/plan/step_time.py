@@ -92,7 +92,7 @@ class StepPlanner:
         """Return the time of a step. key: `measure.layers_key` of the partition."""
         forward, backward = self._layer_times(partition, key)
         of_stages = [[sum(times[slice(*spec)]) for spec in partition.layout.specs] for times in (forward, backward)]
-        micros, placement = partition.most_micros, partition.layout.placement
+        micros, placement = partition.micros_per_replica, partition.layout.placement
         ranks = [placement.stages_of(rank) for rank in range(placement.ranks)]
         per_micro = [sum(of_stages[0][stage] + of_stages[1][stage] for stage in stages) for stages in ranks]
         compute_s = micros * max(per_micro)
@@ -131,7 +131,7 @@ class StepPlanner:
         ends: when each rank ends its computations; last: times of the backwards of its last micro-batch; links: to the
         other replicas, by rank of the pipeline; default: that between all ranks.
         """
-        weights, micros = self.weights(partition), partition.most_micros
+        weights, micros = self.weights(partition), partition.micros_per_replica
         links = links or [self._link] * len(weights)
         loads = [self._exchange(partition, *each, micros) for each in zip(weights, links, strict=True)]
         return loads, [_exposed(partition, *each) for each in zip(loads, ends, last, weights, strict=True)]
@@ -194,7 +194,7 @@ class StepPlanner:
         if partition.config.optim.offload == "none" or not self._rates.on_gpu:
             return nbytes / owned / self._rates.bytes_per_s
         trained = [weight.param for weight in chain.from_iterable(weights.stages.values())]
-        added = partition.most_micros * sum(param.nbytes + SUM_BYTES * param.numel() for param in trained)
+        added = partition.micros_per_replica * sum(param.nbytes + SUM_BYTES * param.numel() for param in trained)
         return nbytes / owned / HOST_BYTES_PER_S + max(0.0, added / HOST_BYTES_PER_S - compute_s)
 
 
@@ -282,7 +282,7 @@ def _exposed(partition: Partition, exchange: LinkLoad, step_s: float, backward_s
     if partition.config.dp.shard == "weights":  # each layer's weights travel while the one before it runs
         return max(exchange.busy_s / len(partition.layout.layers), exchange.busy_s - step_s)
     if partition.config.dp.shard != "none":
-        passes = partition.most_micros if partition.config.dp.sums_passes else 1
+        passes = partition.micros_per_replica if partition.config.dp.sums_passes else 1
         itemsize = partition.shapes.dtype.itemsize
         gathered = exchange.busy_s * itemsize / (itemsize + 4 * passes)
     reduced = (exchange.busy_s - gathered) / passes

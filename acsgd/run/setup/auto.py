@@ -69,7 +69,7 @@ def choose_hosts(job: Job, groups: Groups) -> tuple[Job, Chosen]:
     before = "" if found.step_s == plain else f", {plain:.3g} s in the order of their numbers"
     (sender, receiver), slowest = max(measured.links.items(), key=lambda each: 1 / each[1].bytes_per_s)
     text = (
-        f"pp.hosts=auto takes {shown}: a step of {job.most_micros} micro-batches is predicted to take "
+        f"pp.hosts=auto takes {shown}: a step of {job.micros_per_replica} micro-batches is predicted to take "
         f"{found.step_s:.3g} s{before}; the slowest link between hosts, from {sender} to {receiver}, "
         f"{_describe_link(slowest)}"
     )
@@ -192,7 +192,7 @@ def _describe_division(
     option: str, value: str, found: TimedRun, timed: Sequence[TimedRun], measured: MeasuredRanks
 ) -> Chosen:
     """Return which value of pp.schedule or pp.layers is taken, and why. timed: that run and those with others."""
-    micros = found.partition.most_micros
+    micros = found.partition.micros_per_replica
     compute = [1e3 * (sum(each.forward_s) + sum(each.backward_s)) for each in measured.layers]
     values = {each.schedule if option == "pp.schedule" else each.layers: each.step_s for each in reversed(timed)}
     times = ", ".join(f"{other} {values[other]:.3g} s" for other in reversed(values) if other != value)
