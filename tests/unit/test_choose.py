@@ -240,6 +240,25 @@ def test_a_host_with_a_slow_network_stands_at_an_end_of_the_pipeline(config: Con
     assert first.step_s < 0.65 * plain, "it carries the messages of one boundary instead of two"
 
 
+@pytest.mark.parametrize("layers", [None, "auto"])
+def test_hosts_without_memory_for_the_fastest_order_keep_that_of_their_numbers(
+    layers: Any, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With pp.layers=auto, they get fewer layers later."""
+    measured = hosts_of({frozenset((1, other)): LinkRate(1e5) for other in (0, 2, 3)})
+    job: Any = on_hosts(config, 4, layers=layers)
+    groups: Any = None
+    fastest, *_ = timed_orders(job, measured)
+    monkeypatch.setattr(auto, "measure_hosts", lambda *_: measured)
+    monkeypatch.setattr(auto, "_fit", lambda *_: {"reason": "too large", "is_refused": True})
+    monkeypatch.setattr(auto, "gather_reports", lambda _groups, _job, own: [own])
+    found, choice = auto.choose_hosts(job, groups)
+    shown = " ".join(map(str, fastest.hosts))
+    assert found.config.pp.host_order == (fastest.hosts if layers else (0, 1, 2, 3))
+    assert choice.value == (shown if layers else "0 1 2 3")
+    assert (f"as {shown}, for which a rank lacks memory" in choice.text) == (layers is None)
+
+
 @pytest.mark.parametrize(("hidden", "hosts"), [(4096, (0, 2, 1, 3)), (1, (0, 1, 2, 3))])
 def test_slow_links_carry_messages_or_updates_whichever_are_smaller(
     hidden: int, hosts: tuple[int, ...], config: Config, monkeypatch: pytest.MonkeyPatch

@@ -20,6 +20,7 @@ from acsgd.pp.schedules.schedules import CANDIDATES, is_chosen
 from acsgd.run.plan.choose import (
     NO_TIME,
     MeasuredRanks,
+    TimedOrder,
     TimedRun,
     timed_divisions,
     timed_modes,
@@ -62,19 +63,35 @@ def choose_hosts(job: Job, groups: Groups) -> tuple[Job, Chosen]:
     """
     with report_if_slow(print_note, lambda: "measuring links between hosts", enabled=job.topology.rank == 0):
         measured = measure_hosts(job, groups)
-        timed = timed_orders(job, measured)
-    found = timed[0]
-    plain = next(each.step_s for each in timed if each.hosts == tuple(range(len(each.hosts))))
+        fastest, *_ = timed = timed_orders(job, measured)
+        plain = next(each for each in timed if each.hosts == tuple(range(len(each.hosts))))
+        found, partition = fastest, _with_hosts(job, fastest)
+        if found != plain and not _has_room(partition, job, groups):
+            found, partition = plain, _with_hosts(job, plain)
     shown = " ".join(map(str, found.hosts))
-    before = "" if found.step_s == plain else f", {plain:.3g} s in the order of their numbers"
+    before = "" if found.step_s == plain.step_s else f", {plain.step_s:.3g} s in the order of their numbers"
+    if found != fastest:
+        before = f", {fastest.step_s:.3g} s as {' '.join(map(str, fastest.hosts))}, for which a rank lacks memory"
     (sender, receiver), slowest = max(measured.links.items(), key=lambda each: 1 / each[1].bytes_per_s)
     text = (
         f"pp.hosts=auto takes {shown}: a step of {job.micros_per_replica} micro-batches is predicted to take "
         f"{found.step_s:.3g} s{before}; the slowest link between hosts, from {sender} to {receiver}, "
         f"{_describe_link(slowest)}"
     )
-    config = replace(job.config, pp=replace(job.config.pp, hosts=found.hosts))
-    return _with(job, with_options(job, config)), Chosen("pp.hosts", shown, text)
+    return _with(job, partition), Chosen("pp.hosts", shown, text)
+
+
+def _with_hosts(job: Job, order: TimedOrder) -> Partition:
+    return with_options(job, replace(job.config, pp=replace(job.config.pp, hosts=order.hosts)))
+
+
+def _has_room(partition: Partition, job: Job, groups: Groups) -> bool:
+    """Return whether all ranks have memory for their stages, or get fewer layers later. A collective call."""
+    if job.config.pp.layers == "auto":
+        return True
+    topology, per_host = partition.topology, partition.local_world_size
+    launch = Launch(topology.rank, topology.rank % per_host, topology.world_size, per_host)
+    return not any(of_rank["is_refused"] for of_rank in gather_reports(groups, job, _fit(partition, launch)))
 
 
 def choose_options(job: Job, launch: Launch, groups: Groups, transports: Transports) -> tuple[Job, list[Chosen]]:
