@@ -97,10 +97,12 @@ def test_a_choice_depends_on_the_links(config: Config) -> None:
 def test_schedules_that_other_options_do_not_allow_are_left_out(config: Config) -> None:
     whole = replace(config, model=replace(config.model, recompute="layers"))
     found = timed_divisions(divided(whole), ranks(4, FREE))
-    assert {each.schedule for each in found} == {"1f1b", "1f1b:lead=2", "interleaved:chunks=2"}
+    assert {each.schedule for each in found} == {"1f1b", "1f1b:lead=2", "1f1b:lead=4", "interleaved:chunks=2"}
     for given in ({"layers": (1, 2, 2, 1)}, {"compress": "auto", "forward": "1=none"}):  # which count the stages
         found = timed_divisions(divided(replace(config, pp=replace(config.pp, **given))), ranks(4, FREE))
-        assert {each.schedule for each in found} == {"1f1b", "1f1b:lead=2", "zb", "zb:lead=2"}
+        assert {each.schedule for each in found} == {
+            f"{name}{lead}" for name in ("1f1b", "zb") for lead in ("", ":lead=2", ":lead=4")
+        }
 
 
 def test_a_schedule_is_taken_that_fits_all_ranks(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,7 +194,10 @@ class AutoSchedule:
 
 
 CHOICE: dict[str, type[AutoSchedule]] = {"auto": AutoSchedule}
-CANDIDATES = ("1f1b", "zb", "1f1b:lead=2", "zb:lead=2", "zbv", "interleaved:chunks=2")
+CANDIDATES = (
+    *("1f1b", "zb", "1f1b:lead=2", "zb:lead=2", "zbv", "interleaved:chunks=2"),
+    *("1f1b:lead=4", "zb:lead=4"),  # with which 4 stages at a delay of 20 ms wait for messages half as long
+)
 """Schedules among which "auto" chooses, about in the order of the activations that they keep."""
 
 
