@@ -95,7 +95,7 @@ itself. In the last one, of 2 stages, process 3 keeps its state, and follows the
 LOCAL = "local"
 RUNS = (*list(SCRIPTS)[1:], *OTHER_RUNS, *UPDATE_RUNS, *UPDATE_SCRIPTS)
 SOAK = {
-    *("joins", "source ends", "only the newcomer applies a step", "another one joins"),
+    *("joins", "source ends", "only the newcomer is late", "only the newcomer applies a step", "another one joins"),
     *OTHER_RUNS,
     *(mode for mode in UPDATE_RUNS if mode != UPDATE_RUNS[5]),
     *(
