@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from acsgd.elastic.membership.assignment import Transfer
+from acsgd.elastic.membership.assignment import Transfer, transfers_of
 from acsgd.elastic.membership.plan import CopiedLayers, Plan, WorkerState, make_plan
 
 Cut = tuple[tuple[int, ...], ...]
@@ -157,6 +157,14 @@ def test_newcomers_get_state_and_the_sending_is_spread() -> None:
     for transfer in plan.transfers:
         sent[transfer.source] += len(transfer.layers)
     assert sent == {0: 4, 1: 4}
+
+
+def test_a_rank_that_keeps_a_layer_sends_it_rather_than_one_that_gives_it_up() -> None:
+    """That one has others to receive, and frees it."""
+    layer, other = (0, 1), (0, 2)
+    held, wanted = [{layer}, {layer}, {other}], [frozenset({other}), frozenset({layer}), frozenset({layer, other})]
+    transfers = transfers_of(["a/0", "b/0", "c/0"], held, wanted)
+    assert {*transfers} == {Transfer((2,), 2, 0), Transfer((1,), 1, 2)}
 
 
 def test_state_reaches_a_host_that_joins_once_and_is_handed_on_there() -> None:

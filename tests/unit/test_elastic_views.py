@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from lib.view_simulator import TIMING, Simulation, run_history
+from lib.view_simulator import TIMING, SimulatedHost, Simulation, run_history
 
+from acsgd.elastic.membership.effects import KillHung, Send
 from acsgd.elastic.membership.messages import Decided, Host, Prepare, is_majority
 
 HISTORIES = 150
@@ -21,9 +23,9 @@ def test_random_histories(part: int) -> None:
     assert min(steps) > 0
 
 
-def simulation(hosts: int, **options: int) -> Simulation:
+def simulation(hosts: int, *, seed: int = 1, **options: int) -> Simulation:
     """Return a run in which all hosts train together."""
-    result = Simulation(1, hosts=hosts, min_hosts=hosts, **options)
+    result = Simulation(seed, hosts=hosts, min_hosts=hosts, **options)
     result.run(10)
     assert hosts_of(result) == hosts
     return result
@@ -66,8 +68,10 @@ def test_a_host_that_is_started_again_joins() -> None:
     assert hosts_of(run) == 3
 
 
-def test_in_a_partition_the_larger_part_trains_on_and_the_smaller_joins_again_afterwards() -> None:
-    run = simulation(5)
+@pytest.mark.parametrize("seed", range(6))
+def test_in_a_partition_the_larger_part_trains_on_and_the_smaller_joins_again_afterwards(seed: int) -> None:
+    """Whichever part notices first."""
+    run = simulation(5, seed=seed)
     run.partition(run.hosts[:2])
     run.run(4 * TIMING.silence_s)
     assert {host.address for host in run.register[max(run.register)].hosts} == {f"host{n}:1" for n in (2, 3, 4)}
@@ -164,6 +168,45 @@ def test_hosts_that_leave_shortly_after_each_other_stay_together_until_all_do() 
         host.membership.leave()
     run.run(TIMING.leave_s + 3)
     assert [host.address for host in run.register[before + 1].hosts] == [run.hosts[2].address], "the last one stays"
+
+
+@pytest.mark.parametrize(
+    ("working_s", "is_killed"),
+    [
+        ((None, None, TIMING.hang_s - 1), (False, False, False)),
+        ((None, None, TIMING.hang_s), (False, False, True)),
+        ((None, TIMING.hang_s, TIMING.hang_s), (False, True, True)),
+        ((TIMING.hang_s, None, None), (True, False, False)),
+        ((None, 1.0, TIMING.hang_s), (False, False, False)),
+    ],
+)
+def test_ranks_that_work_for_too_long_while_all_others_wait_for_them_are_killed(
+    working_s: Sequence[float | None], is_killed: Sequence[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """working_s: how long the ranks of each host have worked; None = they wait."""
+    run, killed = simulation(3), set[str]()
+    carry_out = SimulatedHost.carry_out
+
+    def record(host: SimulatedHost, effect: object) -> None:
+        killed.update({host.address} if isinstance(effect, KillHung) else ())
+        carry_out(host, effect)
+
+    monkeypatch.setattr(SimulatedHost, "carry_out", record)
+    for host, seconds in zip(run.hosts, working_s, strict=True):
+        host.membership.working_s = seconds
+    run.run(4 * TIMING.heartbeat_s)
+    assert [host.address in killed for host in run.hosts] == [*is_killed]
+
+
+def test_a_request_to_prepare_a_view_that_there_is_already_is_answered_with_it() -> None:
+    run = simulation(3)
+    first, second, _ = run.hosts
+    view = second.running
+    assert view is not None
+    second.membership.take_effects()
+    second.membership.receive(first.me, Prepare(None, view.epoch, at_step_end=True), run.now)
+    sent = [effect.message for effect in second.membership.take_effects() if isinstance(effect, Send)]
+    assert sent == [Decided(view)]
 
 
 def test_a_run_starts_again_after_all_of_its_hosts_have_ended_with_a_higher_epoch() -> None:
