@@ -287,7 +287,7 @@ def test_a_full_disk_costs_one_save(processes: int, disk: Path, calm: Runs, tmp_
 def test_a_disk_that_stays_full_keeps_its_checkpoints(
     on_error: Literal["stop", "continue"], disk: Path, calm: Runs, tmp_path: Path
 ) -> None:
-    config = changed(calm[2][0], tmp_path, dir=str(disk / "checkpoints"), on_error=on_error)
+    config = changed(calm[2][0], tmp_path, dir=str(disk / "checkpoints"), on_error=on_error, keep=2)  # and a third one
     with started(config, 2) as run:
         assert run.join() == [1, 1], run.notes()
     lost = 6 if on_error == "stop" else STEPS

@@ -196,7 +196,8 @@ def test_a_run_keeps_its_id_and_another_one_of_its_name_gets_another(
         """Return whether the run has the address."""
         options = replace(config.checkpoint, resume=resume)
         run = replace(config, optim=replace(config.optim, steps=steps), checkpoint=options)
-        train_alone(with_local_checkpoint(run))
+        with contextlib.suppress(RunError):  # the last checkpoint of a run without the address is not uploaded
+            train_alone(with_local_checkpoint(run))
         (owner,) = RemoteDirectory.open(address).read(upload.OWNER).splitlines()[1:]
         is_owner = owner.decode() == (tmp_path / "run/upload-id").read_text()
         assert is_owner == ("another run with log.dir=" not in "".join(capfd.readouterr()))
