@@ -8,7 +8,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make demo    set up .venv, train a small model on this machine, export it, generate text with it"
 	@echo "make test    set up .venv, run lint, types, docs and all tests"
-	@echo "make test-fast  lint, types and the unit tests that take less than a second and start no processes, while you write code"
+	@echo "make test-fast  lint, types and the unit tests that take less than half a second and start no processes, while you write code"
 	@echo "make soak    run the rows of tests that make test leaves out, then test with damaged input and injected faults"
 	@echo "             for 10 minutes; SOAK=\"--seconds 3600 --seed 2\""
 	@echo "make test-gpu   set up .venv with CuPy and matplotlib, and run the tests that need a GPU: 2 minutes"
