@@ -209,8 +209,8 @@ class PipelineConfig:
     cost; "auto" = by the time that each rank measures at the start, and by its memory, for ranks that are unequal."""
     hosts: tuple[Annotated[int, Range(0, 2**16)], ...] | Literal["auto"] | None = None
     """Order of the hosts along the pipelines, by their numbers in torchrun; the first one holds the first stages of the
-    first pipeline. Default: 0 1 2 ...; "auto" = that of the shortest step, by what hosts and the links between them
-    measure at the start."""
+    first pipeline. Default: 0 1 2 ...; "auto" = the order with the shortest predicted step, from layer times and link
+    rates that are measured at the start."""
 
     @property
     def blocks(self) -> tuple[int, ...] | None:

@@ -88,7 +88,7 @@ class Uploads:
         resumed: Path | None = None,
     ) -> None:
         self.notes: list[str] = []
-        own = UploadingRun(run, id_, Path("upload-id"), resumed)
+        own = UploadingRun(run, id_, Path("upload-id").absolute(), resumed)
         self.uploader = Uploader(address, disks, disk, run=own, bytes_per_s=rate, note=self.notes.append)
 
     def send(self, *paths: Path) -> list[str]:

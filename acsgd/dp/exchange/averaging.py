@@ -45,8 +45,8 @@ def sharded_mean(
     for any R. Call it in the thread of `peers`.
 
     Args:
-        parts: R parts [n_j], fp32, which become residuals: what is sent is subtracted, in place. Those of an observer
-            are not sent.
+        parts: R parts [n_j], fp32; changed in place to their residuals, the values minus what was sent. An observer
+            sends none.
         server_residual: [n_r], what compression has omitted from earlier means of the part r that this replica owns;
             added to the mean. None = no error feedback for the mean.
 
@@ -79,7 +79,7 @@ def sharded_mean(
 
 
 def gathered_mean(x: Tensor, codec: MessageCodec, peers: Peers, meter: Meter) -> Tensor:
-    """All-gather compressed vectors [n]; return the mean of the decoded ones. What is sent is subtracted from `x`.
+    """All-gather compressed vectors [n]; return the mean of the decoded ones. Changes x in place to its residual.
 
     Compressed in one direction only; each replica receives R - 1 messages of the whole vector. Call it in the thread of
     `peers`. Raises RunError if x is not finite or a peer failed.

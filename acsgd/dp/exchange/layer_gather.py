@@ -34,7 +34,7 @@ class GatheredParam:
     def __init__(self, weight: Weight, parts: Sequence[Part], own: Sequence[Weight]) -> None:
         self.key = weight.key
         self.uses = 0
-        """Number of uses that have begun, or for which it is gathered ahead."""
+        """Number of groups of layers that use it now or next. Without any it has no values."""
         self._param = weight.param
         self._parts = parts
         self._own = own
@@ -126,8 +126,10 @@ class LayerGather:
     def whole(self, group: int) -> Iterator[None]:
         """Context in which the parameters of a group have their values, and those of the next are on their way."""
         self.enter(group, group + 1)
-        yield
-        self.leave(group)
+        try:
+            yield
+        finally:
+            self.leave(group)
 
     def enter(self, group: int, ahead: int) -> None:
         """Wait for the parameters of a group, and start to gather those of the group `ahead`, if there is one."""

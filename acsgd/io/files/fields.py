@@ -1,11 +1,11 @@
 """Objects from JSON values: the types of a dataclass are the format of a file.
 
 @dataclass(frozen=True)
-class Entry:
+class Attachment:
     name: Annotated[str, check_file_name]     # a function that raises ValueError for a wrong value
     bytes: Natural = 0
 
-from_json(Entry, {"name": "a.txt"})
+from_json(Attachment, {"name": "a.txt"})
 """
 
 from __future__ import annotations

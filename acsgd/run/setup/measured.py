@@ -151,7 +151,7 @@ def _channel(number: int, peer: int, group: Group, groups: Groups, streams: Stre
 
 
 def _sizes(known: Mapping[tuple[int, int], Probed], me: int, peer: int) -> tuple[int, int]:
-    """Return the sizes of what is sent and received to measure a link. known: see `probe_ring`."""
+    """Return the number of bytes to send and to receive when a link is measured. known: see `probe_ring`."""
     sent, received = (known[pair].s_per_byte if known else None for pair in ((me, peer), (peer, me)))
     return probe_size(sent), probe_size(received)
 

@@ -216,7 +216,7 @@ class DocumentEncoder:
 def with_specials(counts: Mapping[str, int]) -> str:
     """Return a clause on chats whose messages have special tokens in their text.
 
-    counts: of these chats, by what such tokens are read as.
+    counts: number of such chats, by how the tokens are read.
     """
     clauses = [f"as {what} {count:,}" for what, count in counts.items() if count]
     return f"chats with special tokens of the tokenizer in the text of a message: {', '.join(clauses)}"
