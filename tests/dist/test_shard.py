@@ -7,9 +7,10 @@ import importlib.util
 import itertools
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,14 +20,17 @@ from lib.resume import STEPS, TinyModel, checkpoint_of, train_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from acsgd.comm.waits import Meter
 from acsgd.config.options import AdapterConfig, Config, OptimConfig, ReplicaConfig
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
+from acsgd.dp.exchange.layer_gather import GatheredParam, LayerGather
 from acsgd.dp.modes.allreduce import open_sync
+from acsgd.dp.peers import Peers
 from acsgd.launch import Launch
 from acsgd.layers.composed import ComposedModel
 from acsgd.optim import OPTIMIZERS
-from acsgd.optim.ownership import OwnedWeights, Ownership, divide
+from acsgd.optim.ownership import OwnedWeights, Ownership, Part, divide
 from acsgd.pp.stage import MicroBatch
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.dry_run import AbsentPeers
@@ -231,3 +235,48 @@ def existing(params: Iterable[nn.Parameter]) -> int:
     """Return the bytes of the values of parameters."""
     storages = {param.untyped_storage().data_ptr(): param.untyped_storage() for param in params}
     return sum(storage.nbytes() for storage in storages.values())
+
+
+class OtherReplica:
+    """Peers of replica 0 of 2, whose other one holds the second half of each weight and answers at once."""
+
+    size, replica, others, device = 2, 0, (1,), torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.halves: list[Tensor] = []
+        """What the other replica sends in the next exchange."""
+        self.sent: list[int] = []
+        """Bytes of each exchange."""
+
+    def submit(self, work: Callable[[], None]) -> Any:
+        work()
+        return SimpleNamespace(result=lambda meter: None)
+
+    def exchange(self, outgoing: Mapping[int, Tensor], longest: Mapping[int, int], meter: Meter) -> dict[int, Tensor]:
+        self.sent.append(sum(map(len, outgoing.values())))
+        theirs = torch.cat([half.view(-1).view(torch.uint8) for half in self.halves]) if longest else torch.tensor([])
+        return {1: theirs} if longest else {}
+
+
+def test_a_parameter_of_two_groups_is_gathered_once_and_freed_after_the_last() -> None:
+    """As that of a block that is repeated, which the group ahead already uses when the one before ends."""
+    values = {key: torch.randn(4, 3) for key in ("repeated", "own")}
+    params = {key: nn.Parameter(x.clone()) for key, x in values.items()}
+    gathered = {}
+    for key, param in params.items():
+        weight = Weight(key, param, param)
+        parts = [Part(key, 0, 2, 0), Part(key, 2, 4, 1)]
+        gathered[key] = GatheredParam(weight, parts, [parts[0].of(weight, is_view=False)])
+        assert param.isnan().all()
+    peers = OtherReplica()
+    gather = LayerGather([[gathered["repeated"]], [*gathered.values()]], cast(Peers, peers), Meter())
+    peers.halves = [values["repeated"][2:]]
+    gather.enter(0, -1)
+    assert torch.equal(params["repeated"], values["repeated"])
+    peers.halves = [values["own"][2:]]
+    gather.enter(1, -1)
+    gather.leave(0)
+    assert all(torch.equal(params[key], values[key]) for key in values)
+    gather.leave(1)
+    assert all(param.isnan().all() for param in params.values())
+    assert peers.sent == [2 * 3 * 4] * 2, "each is sent once"

@@ -225,7 +225,9 @@ def test_no_other_order_of_hosts_makes_a_shorter_step(config: Config) -> None:
 def test_replicas_with_unequal_numbers_of_micro_batches_decide_alike(config: Config) -> None:
     config = replace(config, data=replace(config.data, batch=5))
     first, last = (on_hosts(config, 2, rank, schedule="auto") for rank in (0, 3))
-    assert len(first.micro_ids) != len(last.micro_ids)
+    counts = {len(each.micro_ids) for each in (first, last)}
+    assert counts == {2, 3}
+    assert {each.micros_per_replica for each in (first, last)} == {3}, "the replica with most takes longest"
     divisions = [timed_divisions(each, ranks(2, LinkRate(1e6, 1e-3))) for each in (first, last)]
     of_first, of_last = ([(run.schedule, run.step_s) for run in timed] for timed in divisions)
     assert of_first == of_last
@@ -240,6 +242,15 @@ def test_a_host_with_a_slow_network_stands_at_an_end_of_the_pipeline(config: Con
     assert first.hosts.index(1) in (0, 3)
     plain = next(each.step_s for each in others if each.hosts == (0, 1, 2, 3))
     assert first.step_s < 0.65 * plain, "it carries the messages of one boundary instead of two"
+
+
+def test_a_host_with_a_slow_network_receives_all_messages_over_it(config: Config) -> None:
+    """Activations from the host before it and gradients from the one after it."""
+    measured = hosts_of({}, layer_s=1e-6)
+    slow = {pair: LinkRate(1e5) for pair in measured.links if pair[1] == 1}
+    measured = measured._replace(links={**measured.links, **slow})
+    times = {each.hosts: each.step_s for each in timed_orders(on_hosts(config, 4), measured)}
+    assert times[0, 1, 2, 3] == pytest.approx(2 * times[1, 0, 2, 3], rel=0.02)
 
 
 @pytest.mark.parametrize("layers", [None, "auto"])

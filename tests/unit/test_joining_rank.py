@@ -65,6 +65,10 @@ def test_a_return_while_the_last_layers_are_on_their_way_requests_all_again_and_
     constants = cast(DeferredConstants, SimpleNamespace(load=lambda: None, is_complete=True))
     rank = JoiningRank(session, 1, cast(StateReceiver, receiver), constants, limit_bytes=0, members=[0])
 
+    other = JoiningRank(session, 1, cast(StateReceiver, receiver), constants, limit_bytes=0, members=[1, 0])
+    assert other.is_pending
+    assert other.wanted is None, "rank 1 of its host requests what both get"
+
     def step() -> None:
         rank.after_step([rank.wanted])
 

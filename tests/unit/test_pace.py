@@ -15,6 +15,7 @@ from acsgd.pp.schedules.schedules import OneFOneB
 from acsgd.run.session import Session
 from acsgd.run.step.hooks import LoopState
 from acsgd.run.step.pace import MIN_GAIN, NORMAL, PATIENCE, SLOW, WINDOW, Dealer, Pace, SpeedChange, Stragglers
+from acsgd.topology import Topology
 
 
 def counts_over(dealer: Dealer, times: Iterable[Sequence[float]]) -> list[list[int]]:
@@ -77,6 +78,21 @@ def test_replicas_that_are_ready_when_the_run_returns_to_a_step_get_micro_batche
     pace.at_return(LoopState(Progress(), idle=[]))
     assert pace.micros(0) == range(4, 8)
     assert [event.fields for event in events] == [{"ready": [1], "micros": [4, 4]}]
+
+
+def test_a_slow_rank_has_its_own_number_where_hosts_have_another_order() -> None:
+    """The second one of the first pipeline is rank 3, on the last host."""
+    job = SimpleNamespace(
+        topology=Topology.of(0, 4, 2, (2, 3, 0, 1)),
+        config=SimpleNamespace(data=SimpleNamespace(deal="even")),
+        plugins=SimpleNamespace(schedule=OneFOneB()),
+        shapes=SimpleNamespace(num_micros=8),
+    )
+    groups = SimpleNamespace(all_gather_text=lambda *_, **__: ["a", "b", "c", "d"], timeout_s=1.0)
+    events = list[RunEvent]()
+    pace = Pace(cast(Session, SimpleNamespace(job=job, groups=groups)), events.append)
+    pace._name([SpeedChange(1, True, 3.0)], 5)
+    assert [event.fields for event in events] == [{"rank": 3, "host": "d", "factor": 3.0}]
 
 
 def changes_over(times: Iterable[list[list[float]]]) -> list[tuple[int, SpeedChange]]:

@@ -349,7 +349,10 @@ def test_all_parts_are_read_and_links_beside_their_files_are_not(tmp_path: Path)
     (other / "4.csv").write_text("text\n4\n")
     (tmp_path / "there").symlink_to(other)
     (other / "back").symlink_to(tmp_path)
-    assert texts(source_of(tmp_path)) == ["4", "1", "2", "3", "3"]
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "5.csv").write_text("text\n5\n")
+    (tmp_path / "the same").symlink_to("part")
+    assert texts(source_of(tmp_path)) == ["5", "4", "1", "2", "3", "3"]
 
 
 def test_a_repository_with_configs_is_left_to_datasets(hub: Path) -> None:
