@@ -37,7 +37,7 @@ from acsgd.run.plan.choose import (
 )
 from acsgd.run.plan.job import prepare
 from acsgd.run.plan.model import describe_run_model
-from acsgd.run.plan.partition import Partition, divide_model, open_grid
+from acsgd.run.plan.partition import Partition, divide_model, open_grid, topology_of
 from acsgd.run.plan.plugins import parse_modes
 from acsgd.run.plan.rates import LayerTimes, LinkRate
 from acsgd.run.setup import auto
@@ -344,3 +344,9 @@ def test_modes_that_other_options_do_not_allow_are_left_out(config: Config) -> N
     config = replace(config, data=replace(config.data, deal="even"), optim=replace(config.optim, steps=20))
     inner = {each.partition.plugins.mode.inner for each in taken(config, 1e3, 1) if "diloco" in each.mode}  # type: ignore[attr-defined]
     assert inner == {15}, "others never exchange"
+
+
+def test_an_order_of_several_hosts_on_a_single_one_is_to_be_removed(config: Config) -> None:
+    config = replace(config, pp=PipelineConfig(2, hosts=(1, 0)))
+    with pytest.raises(ValueError, match=r"2 hosts for 4 processes, of which this host has 4; remove it$"):
+        topology_of(config, Launch(0, 0, 4, 4))

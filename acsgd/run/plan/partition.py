@@ -163,11 +163,11 @@ def topology_of(config: Config, launch: Launch) -> Topology:
     if order is None or config.pp.stages == 1:
         return Topology.of(launch.rank, launch.world_size, config.pp.stages)
     if len(order) * per_host != launch.world_size:
-        hosts = -(-launch.world_size // per_host)
+        numbers = " ".join(map(str, range(-(-launch.world_size // per_host))))
+        other = f"give --pp.hosts {numbers} in another order, with equal numbers of processes on all hosts, or "
         raise ValueError(
             f"pp.hosts={' '.join(map(str, order))} gives {len(order)} hosts for {launch.world_size} processes, of "
-            f"which this host has {per_host}; give --pp.hosts {' '.join(map(str, range(hosts)))} in another order, "
-            "with equal numbers of processes on all hosts, or remove it"
+            f"which this host has {per_host}; {'' if launch.is_one_host else other}remove it"
         )
     ranks = tuple(host * per_host + local for host in order for local in range(per_host))
     return Topology.of(launch.rank, launch.world_size, config.pp.stages, ranks)
