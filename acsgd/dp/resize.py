@@ -126,22 +126,27 @@ def fold(table: Sequence[ReplicaState], saved: Sequence[WeightState], weights: S
     Returns what is to be added to the next gradients, by name and key, fp32.
     """
     gradients: WeightState = {}
-    table = sorted(table, key=lambda state: state.single != "replace_weight")  # residuals are added to these
     for weight in weights:
-        folded: Tensor = weight.master
-        for state in table:
-            merged = _merge(state, saved, weight.key, 0, 1)
-            if merged is None or state.single == "drop":
-                continue
-            merged = merged.to(weight.master.device)
-            if state.single == "add_to_gradient":
-                gradients.setdefault(state.name, {})[weight.key] = merged.float()
-            else:
-                folded = merged if state.single == "replace_weight" else folded + merged
+        folded = fold_into(table, saved, weight.key, weight.master)
         if folded is not weight.master:
             weight.param.copy_(folded)
             weight.master.copy_(folded)
+        for state in table:
+            merged = _merge(state, saved, weight.key, 0, 1)
+            if merged is not None and state.single == "add_to_gradient":
+                gradients.setdefault(state.name, {})[weight.key] = merged.to(weight.master.device).float()
     return gradients
+
+
+def fold_into(table: Collection[ReplicaState], saved: Sequence[WeightState], key: str, weight: Tensor) -> Tensor:
+    """Return the values of a weight with the states of N replicas folded in; the same tensor if there is nothing to."""
+    folded = weight
+    for state in sorted(table, key=lambda state: state.single != "replace_weight"):  # residuals are added to these
+        merged = None if state.single in ("drop", "add_to_gradient") else _merge(state, saved, key, 0, 1)
+        if merged is not None:
+            merged = merged.to(weight.device)
+            folded = merged if state.single == "replace_weight" else folded + merged
+    return folded
 
 
 def add_tied_copy(

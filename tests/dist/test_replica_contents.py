@@ -190,3 +190,32 @@ def test_a_run_resumes_in_every_other_mode_after_one_without_state(runs: dict[st
     for config, batches in zip(configs, trained[0], strict=True):
         assert [step for step, _ in batches] == [1], config.dp.mode
         assert_valid(directory_of(config).of(STEPS))
+
+
+def test_with_allreduce_a_run_resumes_as_on_one_replica(runs: dict[str, Config], tmp_path: Path) -> None:
+    """What replicas had not exchanged is folded into the weights alike, and so is their optimizer state."""
+    several, single = list[Config](), list[Config]()
+    for spec, config in runs.items():
+        if spec == "allreduce" or spec.startswith("powersgd"):  # which keeps gradients, see the note of the resumed run
+            continue
+        for started, mode in (several, "allreduce"), (single, spec):
+            run = tmp_path / f"{len(started)}-{mode.partition(':')[0]}" / "run"
+            share_cache(Path(config.model.name), run)
+            pp, log = dataclasses.replace(config.pp, stages=1), dataclasses.replace(config.log, dir=str(run))
+            started.append(dataclasses.replace(config, dp=ReplicaConfig(mode), pp=pp, log=log))
+            shutil.copytree(directory_of(config).of(1), directory_of(started[-1]).of(1))
+            assert any(directory_of(config).of(1).glob("*.replica-00001.safetensors"))
+    on_ranks(2, train_ranks, tmp_path / "store-2", several)
+    on_ranks(1, train_ranks, tmp_path / "store-1", single)
+    for config, alone in zip(several, single, strict=True):
+        files = [ShardDirectory(directory_of(each).of(STEPS)) for each in (config, alone)]
+        assert not files[0].manifest.replicas, "all-reduce has no state"
+        for layer in files[0].manifest.layers:
+            ours, theirs = ({**each.read_layer(layer), **_flat(each.state(layer))} for each in files)
+            assert ours.keys() == theirs.keys()
+            for key, tensor in ours.items():
+                assert (tensor - theirs[key]).norm() <= 1e-5 * tensor.norm(), (alone.dp.mode, key)
+
+
+def _flat(state: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{name} {key}": tensor for name, by_key in state.items() for key, tensor in by_key.items()}

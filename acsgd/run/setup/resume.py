@@ -14,8 +14,10 @@ from torch import Tensor
 
 from acsgd.comm.waits import Meter
 from acsgd.dp.exchange.sharded import gather_state
-from acsgd.dp.resize import ReplicaState, add_tied_copy, merge_tied_copy
+from acsgd.dp.modes import MODES
+from acsgd.dp.resize import ReplicaState, add_tied_copy, fold_into, merge_tied_copy
 from acsgd.dp.resize import restore as restore_replica
+from acsgd.dp.sync import Mode
 from acsgd.errors import RunError
 from acsgd.groups import Groups
 from acsgd.io.checkpoint.contents import LOCAL_OPTIMIZER, Contents, build_tensors, optimizer_spec
@@ -111,6 +113,13 @@ def _describe_changes(job: Job, checkpoint: Checkpoint, loss_scale: LossScale) -
         notes.append(f"the optimizer starts without state: the checkpoint has that of {saved}, not of {present}")
     if changed := changed_options(checkpoint.run.options, recorded_options(job.config)):
         notes.append(f"options that differ from those of the checkpoint: {'; '.join(changed)}")
+    former = _former_mode(job, checkpoint)
+    if former is not None and former.states and (checkpoint.run.replicas or 0) > 1:
+        dropped = any(state.single == "add_to_gradient" for state in former.states)
+        notes.append(
+            f"what replicas of dp.mode={checkpoint.run.options['dp.mode']} had not exchanged yet is "
+            + ("dropped" if dropped else "part of the weights now")
+        )
     notes += _describe_rate(job, checkpoint.run)
     if loss_scale.dynamic and any(each.startswith("optim.loss_scale:") for each in changed):
         notes.append(f"optim.loss_scale is that of a new run: this one resumes with {loss_scale.value:g}")
@@ -189,19 +198,22 @@ def _local(state: WeightState) -> WeightState:
 def restore(session: Session, checkpoint: Checkpoint) -> Progress:
     """Restore weights, optimizer state and replica state from a checkpoint of a run of any number of ranks.
 
-    Returns the progress of that run.
+    The state of another data-parallel mode is folded into the weights, and the optimizer state of replicas with local
+    weights into its mean. Returns the progress of that run.
     """
-    has_same_optimizer = _has_same_optimizer(session.job, checkpoint)
+    has_same_optimizer, former = _has_same_optimizer(session.job, checkpoint), _former_mode(session.job, checkpoint)
+    table = (former or session.job.plugins.mode).states
     for stage in session.stages.values():
         replicas: list[WeightState] = []
         for layer in stage.layers:
-            _restore_layer(session, checkpoint.shards, layer, has_same_optimizer=has_same_optimizer)
-            states = _replica_states(session, checkpoint.shards, layer)
+            states = _replica_states(session, checkpoint.shards, layer, table)
+            folded = [] if former is None else states
+            _restore_layer(session, checkpoint.shards, layer, table, folded, has_same_optimizer=has_same_optimizer)
             if has_same_optimizer:
-                _restore_local_optimizer(session, layer.weights, states)
+                _restore_local_optimizer(session, layer.weights, states, as_mean=former is not None)
             else:
                 _drop_local_optimizer(states)
-            _merge_layer(replicas, states)
+            _merge_layer(replicas, [] if former is not None else states)
         stage.sync.load_state_dict(replicas)
     progress = checkpoint.run.progress
     return replace(progress, loss_scale=LossScale.of(session.job.config, progress.loss_scale))
@@ -242,27 +254,47 @@ def _layers_read(job: Job) -> set[int]:
     return own | tied | ({len(description.layers) - 1} if description.layers[-1].buffers else set())
 
 
+def _former_mode(job: Job, checkpoint: Checkpoint) -> Mode | None:
+    """Return the data-parallel mode that saved a checkpoint if it is another than that of this run."""
+    name = (checkpoint.run.options.get("dp.mode") or job.config.dp.mode).partition(":")[0]
+    if name not in MODES or isinstance(job.plugins.mode, MODES[name]):
+        return None
+    return MODES[name]()
+
+
 def _restore_layer(
-    session: Session, checkpoint: ShardDirectory, layer: LoadedLayer, *, has_same_optimizer: bool
+    session: Session,
+    checkpoint: ShardDirectory,
+    layer: LoadedLayer,
+    table: Sequence[ReplicaState],
+    folded: Sequence[WeightState],
+    *,
+    has_same_optimizer: bool,
 ) -> None:
+    """Restore the weights of a layer, with the states of another mode folded in, and their optimizer state."""
     description = session.job.model.description
     read = functools.cache(checkpoint.state)
     for weight in layer.weights:
         first = description.first_holder(weight.key).name
-        session.owned.load(weight, checkpoint.tensor(first, weight.key))
+        session.owned.load(weight, fold_into(table, folded, weight.key, checkpoint.tensor(first, weight.key)))
         if has_same_optimizer:
             session.owned.load_state(session.optimizer, [weight], read(first))
 
 
-def _replica_states(session: Session, checkpoint: ShardDirectory, layer: LoadedLayer) -> list[WeightState]:
-    """Return the saved state of each replica for one layer, adapted to the copies of tied weights that this run has."""
+def _replica_states(
+    session: Session, checkpoint: ShardDirectory, layer: LoadedLayer, of_mode: Sequence[ReplicaState]
+) -> list[WeightState]:
+    """Return the saved state of each replica for one layer, adapted to the copies of tied weights that this run has.
+
+    of_mode: the state of the mode that saved it.
+    """
     job = session.job
     first_holders = {weight.key: job.model.description.first_holder(weight.key).name for weight in layer.weights}
     own = {  # not that of copies which this run does not have
         key for key, first in first_holders.items() if first == layer.spec.name
     } | {weight.key for weight in layer.weights if weight.is_copy}
     saved = [part_of(state, own) for state in checkpoint.replica_states(layer.spec.name)]
-    table = [*job.plugins.mode.states, *_local_states(job.plugins.optimizer)]
+    table = [*of_mode, *_local_states(job.plugins.optimizer)]
     for weight in layer.weights:
         if not weight.is_tied:
             continue
@@ -275,7 +307,7 @@ def _replica_states(session: Session, checkpoint: ShardDirectory, layer: LoadedL
         former = holders[1:] if weight.has_remote_lookups else here[1:]
         for index in former:
             copies = checkpoint.replica_states(job.model.layers[index].name)
-            merge_tied_copy(job.plugins.mode.states, saved, copies, weight.key)
+            merge_tied_copy(of_mode, saved, copies, weight.key)
     return saved
 
 
@@ -284,10 +316,15 @@ def _local_states(optimizer: OptimizerSpec) -> list[ReplicaState]:
     return [ReplicaState(LOCAL_OPTIMIZER + state.name, merge="mean", shape=state.shape) for state in optimizer.states]
 
 
-def _restore_local_optimizer(session: Session, weights: Sequence[Weight], saved: Sequence[WeightState]) -> None:
-    """Restore optimizer state that was saved per replica, and remove it from `saved`, in place."""
+def _restore_local_optimizer(
+    session: Session, weights: Sequence[Weight], saved: Sequence[WeightState], *, as_mean: bool
+) -> None:
+    """Restore optimizer state that was saved per replica, and remove it from `saved`, in place.
+
+    as_mean: whether this run has it in common, as the mean, and not per replica.
+    """
     peers, by_key = session.peers, {weight.key: weight.master for weight in weights}
-    here = {"replica": peers.replica, "replicas": peers.size}
+    here = {"replica": 0, "replicas": 1} if as_mean else {"replica": peers.replica, "replicas": peers.size}
     local = {}
     for state in _local_states(session.job.plugins.optimizer):
         local[state.name.removeprefix(LOCAL_OPTIMIZER)] = restore_replica(state, saved, by_key, **here)
