@@ -236,8 +236,8 @@ class ReplicaConfig:
     """Data-parallel mode: "allreduce", or a compressed one such as "cocktail:random=0.1,topk=0.2,bits=4". Its
     exact_steps may be epochs, "quantized:exact_steps=1 epoch"."""
     compress: str | None = None
-    """How the mode is chosen: "auto", or "auto:max_loss_cost=0.02", measures the links between replicas at the start,
-    and takes a mode. Default: dp.mode is the mode."""
+    """How the mode is chosen: "auto", or "auto:max_loss_cost=0.02", measures the links between replicas, and takes
+    another mode when they change. Default: dp.mode is the mode."""
     transport: OwnTransport = "run"
     """Transport of the sums of gradients and of the updates that replicas exchange, as run.transport; "run" = that of
     run.transport."""

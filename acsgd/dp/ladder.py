@@ -52,8 +52,8 @@ the loss cost of bf16, which is taken to be that of activations."""
 
 @dataclass(frozen=True)
 class AutoMode:
-    """Measure the links between replicas at the start, and take the mode that costs the least loss among those whose
-    step is the shortest. A resumed run keeps the mode of its checkpoint."""
+    """Measure the links between replicas, and take the mode that costs the least loss among those whose step is the
+    shortest; another one when the links change."""
 
     max_loss_cost: Annotated[float, Range(0, 10, above=True)] = 0.005
     """Largest loss cost of the mode, in the unit of the loss."""

@@ -82,7 +82,7 @@ def _check_given(config: Config) -> None:
         )
     if config.dp.compress is not None:
         raise ValueError(
-            f"dp.compress={config.dp.compress} measures the links between replicas at the start, and those of an "
+            f"dp.compress={config.dp.compress} measures the links between replicas, and those of an "
             "elastic run come and go; give the mode, such as --dp.mode cocktail"
         )
 

@@ -100,11 +100,12 @@ class Computed(NamedTuple):
     """Time without waits for other ranks."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Session:
     """Everything one rank trains with. Built by `build_session`; `close` it at the end."""
 
     job: Job
+    """Another one after a change of the data-parallel mode; all else stays."""
     groups: Groups
     peers: Peers
     stages: dict[int, Stage]

@@ -1,4 +1,4 @@
-"""Codecs chosen by pp.compress, and hosts ordered by pp.hosts, on links that differ and change; needs root:
+"""Codecs chosen by pp.compress, modes by dp.compress, and hosts ordered by pp.hosts, on links that change; needs root:
 
     .venv/bin/python -m benchmarks.pipeline.chosen [--json runs/benchmarks/chosen.json]
 
@@ -10,6 +10,7 @@ one     four stages; the last link is so slow that uncompressed messages take --
 falls   two stages; the link has 1 Gbit/s, then --slow, then 1 Gbit/s. Each change of a codec is printed with the
         number of steps since the link has changed
 none    two stages on an unlimited link: steps with pp.compress=auto and steps without it take turns
+modes   as "falls", two replicas with dp.compress=auto: each change of the mode is printed
 hosts   four stages without codecs; the second host is so slow that the messages of one boundary take --ratio times the
         compute. Runs with hosts in order, and in the order that pp.hosts=auto takes, take turns
 """
@@ -35,7 +36,16 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig, RunConfig
+from acsgd.config.options import (
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    PipelineConfig,
+    ReplicaConfig,
+    RunConfig,
+)
 from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.record import RunEvent
@@ -43,13 +53,15 @@ from acsgd.launch import Launch
 from acsgd.layers.batch import Batch
 from acsgd.pp.wire.ladder import Auto
 from acsgd.run.initial_weights import open_weight_source
-from acsgd.run.plan.job import prepare
+from acsgd.run.plan.job import Job, prepare
 from acsgd.run.session import Session
-from acsgd.run.setup.auto import choose_hosts, chooses_hosts
+from acsgd.run.setup.auto import choose_hosts, choose_options, chooses_hosts
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import plan_activation_caches
-from acsgd.run.step.hooks import LoopState
+from acsgd.run.setup.measured import find_transports
+from acsgd.run.step.hooks import LoopState, StepHook
 from acsgd.run.step.link_codecs import LinkCodecs
+from acsgd.run.step.replica_mode import ReplicaMode
 from acsgd.train import train_step
 from benchmarks.common import netlab
 from benchmarks.pipeline.network_ranks import (
@@ -90,13 +102,19 @@ class Setting:
     schedule: str = "1f1b:lead=2"
     vocabulary: int = 512
     hosts: Literal["auto"] | None = None
+    replicas: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks, one per host."""
+        return self.stages * self.replicas
 
     def config(self, form: str) -> Config:
         """Return the configuration in which the last link has codecs given by hand, or all have chosen ones."""
         layers = (BLOCKS // self.stages,) * self.stages
         pipeline = PipelineConfig(self.stages, 1, self.schedule, layers=layers, hosts=self.hosts)
         if form == CHOSEN:
-            pipeline = replace(pipeline, compress="auto")
+            pipeline = replace(pipeline, compress="auto" if self.stages > 1 else None)
         elif form != PLAIN:
             others = "".join(f"{link}=none " for link in range(self.stages - 2))
             forward, backward = (f"{others}{self.stages - 2}={codec}" for codec in form.split("/"))
@@ -104,6 +122,7 @@ class Setting:
         return Config(
             model=ModelConfig(str(self.model)),
             data=DataConfig(sources="demo", sequence=SEQUENCE, batch=self.micros),
+            dp=ReplicaConfig(compress="auto" if self.replicas > 1 else None),
             optim=OptimConfig(lr=1e-4, steps=10**9),
             pp=pipeline,
             log=LogConfig(dir=str(self.model.parent / "run")),
@@ -116,7 +135,7 @@ class Step(NamedTuple):
 
     seconds: float
     changes: list[str]
-    """Sentences on the codecs that have changed after it."""
+    """Sentences on the codecs, or the mode, that have changed after it."""
 
 
 class Run:
@@ -124,7 +143,11 @@ class Run:
 
     def __init__(self, session: Session, form: str) -> None:
         self._session, self._state, self._changes = session, LoopState(Progress()), list[str]()
-        self._hook = LinkCodecs(session, self._note, self._state) if form == CHOSEN else None
+        self._hook: StepHook | None = None
+        if session.job.modes is not None:
+            self._hook = ReplicaMode(session, session.job.modes, self._note)
+        elif form == CHOSEN:
+            self._hook = LinkCodecs(session, self._note, self._state)
 
     def _note(self, event: RunEvent) -> None:
         self._changes.append(event.text)
@@ -147,32 +170,35 @@ class Run:
 
 def be_rank(rank: int, setting: Setting, store: str, pipe: Connection) -> None:
     """Run one rank: one step of the requested form for each request, until the pipe is closed."""
-    jobs = [prepare(setting.config(form), Launch(rank, 0, setting.stages)) for form in setting.forms]
-    files, timeout = dist.FileStore(store, setting.stages), timedelta(seconds=TIMEOUT_S)
+    launch = Launch(rank, 0, setting.ranks)
+    jobs = [prepare(setting.config(form), launch) for form in setting.forms]
+    files, timeout = dist.FileStore(store, setting.ranks), timedelta(seconds=TIMEOUT_S)
     if chooses_hosts(jobs[0]):
         with connect(jobs[0].topology, timeout=timeout, store=dist.PrefixStore("hosts", files)) as groups:
             jobs[0], choice = choose_hosts(jobs[0], groups)
         if rank == 0:
             print(choice.text)
-    batch = make_batch(jobs[0].topology.stage_rank, setting)
+    batch = make_batch(jobs[0], setting)
     opened = connect(jobs[0].topology, timeout=timeout, store=files)
     with contextlib.suppress(EOFError), opened as groups:
         runs = {}
-        for form, job in zip(setting.forms, jobs, strict=True):
+        for form, prepared in zip(setting.forms, jobs, strict=True):
+            job, _ = choose_options(prepared, launch, groups, find_transports(prepared, groups, measures=False))
             plan = plan_activation_caches(job, setting.micros, run_id="", fresh=True)
             runs[form] = Run(build_session(job, open_weight_source(job), groups, plan), form)
         while True:
             pipe.send(runs[pipe.recv()].step(batch))
 
 
-def make_batch(rank: int, setting: Setting) -> Batch:
-    """Return the batch of every step. rank: of the pipeline."""
-    tokens = zipf_tokens(setting.micros, setting.vocabulary)[:, None, : SEQUENCE + 1]
+def make_batch(job: Job, setting: Setting) -> Batch:
+    """Return the batch of this replica in every step."""
+    micros, rank = job.micro_ids, job.topology.stage_rank
+    tokens = zipf_tokens(setting.micros, setting.vocabulary)[micros.start : micros.stop, None, : SEQUENCE + 1]
     batch = Batch(
         {"input_ids": tokens[..., :-1]} if rank == 0 else None,
         tokens[..., 1:] if rank == setting.stages - 1 else None,
-        sample_ids=torch.arange(setting.micros).view(-1, 1),
-        micro_ids=range(setting.micros),
+        sample_ids=torch.arange(micros.start, micros.stop).view(-1, 1),
+        micro_ids=micros,
     )
     return replace(batch, upcoming=batch)
 
@@ -220,8 +246,18 @@ def measure_one(model: Path, options: argparse.Namespace, console: Console) -> d
 
 
 def measure_falls(model: Path, options: argparse.Namespace, console: Console) -> dict[str, object]:
-    """Let a link fall and recover; print after how many steps the codecs change."""
-    setting, log = Setting(model, 2, options.micros, (CHOSEN,)), list[dict[str, object]]()
+    """Let a link between stages fall and recover; print after how many steps the codecs change."""
+    return {"falls": fall(Setting(model, 2, options.micros, (CHOSEN,)), options, console)}
+
+
+def measure_modes(model: Path, options: argparse.Namespace, console: Console) -> dict[str, object]:
+    """Let a link between replicas fall and recover; print after how many steps the mode changes."""
+    return {"modes": fall(Setting(model, 1, options.micros, (CHOSEN,), replicas=2), options, console)}
+
+
+def fall(setting: Setting, options: argparse.Namespace, console: Console) -> list[dict[str, object]]:
+    """Let the link of two hosts fall and recover; return the times of steps, and what has changed after which."""
+    log = list[dict[str, object]]()
     with netlab.lab(hosts=2) as network, running(setting, network) as pipes:
         for mbit in (FAST, options.slow, FAST):
             network.limit(mbit)
@@ -236,7 +272,7 @@ def measure_falls(model: Path, options: argparse.Namespace, console: Console) ->
                 f"{mbit:g} Mbit/s: first step {times[0]:.2f} s, last five {statistics.median(times[-5:]):.2f} s"
             )
             log.append({"mbit": mbit, "seconds": times})
-    return {"falls": log}
+    return log
 
 
 def measure_none(model: Path, options: argparse.Namespace, console: Console) -> dict[str, object]:
@@ -282,7 +318,13 @@ def measure_hosts(model: Path, options: argparse.Namespace, console: Console) ->
     return {"hosts": {"compute_s": compute_s, "mbit": mbit, "seconds": seconds}}
 
 
-MEASURES = {"one": measure_one, "falls": measure_falls, "none": measure_none, "hosts": measure_hosts}
+MEASURES = {
+    "one": measure_one,
+    "falls": measure_falls,
+    "none": measure_none,
+    "modes": measure_modes,
+    "hosts": measure_hosts,
+}
 
 
 def main() -> None:

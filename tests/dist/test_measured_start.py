@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,10 +25,13 @@ from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.plan import choose
 from acsgd.run.plan.job import prepare
+from acsgd.run.plan.partition import Partition
 from acsgd.run.plan.rates import LayerTimes
 from acsgd.run.setup import auto, measured
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import open_inputs
+from acsgd.run.step import replica_mode
+from acsgd.shards.disk import ShardDirectory
 
 
 def start_and_train(
@@ -98,14 +102,36 @@ def test_ranks_measure_and_decide_alike_and_train_as_with_what_they_choose_given
 OPTIM = {"warmup": 0, "schedule": "constant"}
 
 
-def start_runs(rank: int, world_size: int, store: Path, configs: Sequence[Config]) -> list[tuple[str, str]]:
-    """Run configs one after the other, with a link of 1 kB/s between replicas; return the mode of each, and why."""
+FAST, SLOW = Probed(1e-10, 0.0), Probed(1e-3, 0.01)
+"""What is measured of a link."""
+
+
+class Start(NamedTuple):
+    """A run, and what is measured of the links between its replicas."""
+
+    config: Config
+    at_start: Probed = SLOW
+    after_steps: tuple[Probed, ...] = ()
+    """After each step; the last one after all others."""
+    without_room: str = "nothing"
+    """Mode that the memory of rank 1 does not allow."""
+
+
+def start_runs(rank: int, world_size: int, store: Path, starts: Sequence[Start]) -> list[tuple[str, str]]:
+    """Run configs one after the other; return the mode at the start of each, and why. Each step measures the links."""
     torch.set_num_threads(1)
     found = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measured, "LAYERS_S", 0.0)
-        patch.setattr(measured, "probe", lambda *_: Probed(1e-3, 0.01))
-        for number, config in enumerate(configs):
+    for number, (config, at_start, after_steps, without_room) in enumerate(starts):
+
+        def fit(partition: Partition, _: Launch, refused: str = without_room) -> dict[str, Any]:
+            return {"reason": "no room" * (rank == 1 and partition.config.dp.mode.startswith(refused))}
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(auto, "_fit", fit)
+            patch.setattr(measured, "LAYERS_S", 0.0)
+            patch.setattr(replica_mode, "PROBE_EVERY", 1)
+            patch.setattr(replica_mode, "PROBES", 1)
+            patch.setattr(measured, "probe", lambda *_, link=at_start: link)
             launch = Launch(rank, rank, world_size)
             job = prepare(config, launch)
             with connect(
@@ -114,9 +140,15 @@ def start_runs(rank: int, world_size: int, store: Path, configs: Sequence[Config
                 job, choices = auto.choose_options(
                     job, launch, groups, measured.find_transports(job, groups, measures=True)
                 )
+                links = chain(after_steps, repeat((at_start, *after_steps)[-1]))
+                patch.setattr(measured, "probe", lambda *_, links=links: next(links))
                 training.train(job, open_inputs(job), groups, RunLock([]), chosen=choices)
             found.append((job.config.dp.mode, "".join(each.text for each in choices)))
     return found
+
+
+def lines_of(config: Config) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(config.log.dir) / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_chosen_mode_trains_as_a_given_one_and_is_that_of_the_resumed_run(
@@ -130,18 +162,48 @@ def test_a_chosen_mode_trains_as_a_given_one_and_is_that_of_the_resumed_run(
             dp=ReplicaConfig(**dp),
         )
 
-    chosen, resumed = config("chosen", 2, compress="auto"), config("chosen", 4, compress="auto:max_loss_cost=0.1")
+    chosen, resumed = config("chosen", 2, compress="auto"), config("chosen", 4, compress="auto:max_loss_cost=0.006")
     given = config("given", 4, mode="cocktail_grad:topk=0.1,bits=4")
-    by_rank = on_ranks(2, start_runs, tmp_path / "store", [chosen, resumed, given])
+    full = config("full", 1, compress="auto")
+    starts = [Start(chosen), Start(resumed, FAST, (SLOW,)), Start(given), Start(full, without_room="cocktail_grad")]
+    by_rank = on_ranks(2, start_runs, tmp_path / "store", starts)
     assert by_rank[0] == by_rank[1]
-    (mode, text), (kept, why), _ = by_rank[0]
+    (mode, text), (kept, why), _, (smaller, _) = by_rank[0]
     assert mode == kept == given.dp.mode
+    assert smaller == "allreduce:dtype=bf16", "a rank has no memory for the other one"
     assert text.startswith(f"dp.compress=auto takes {mode}: a step is predicted to take ")
     assert text.endswith(
         "at a loss cost of 0.0003; the slowest link between replicas has 0.008 Mbit/s and a delay of 10 ms"
     )
-    assert why == f"dp.compress=auto:max_loss_cost=0.1 keeps {mode}, the mode of the checkpoint"
-    lines = [json.loads(line) for line in (Path(chosen.log.dir) / "metrics.jsonl").read_text().splitlines()]
-    events = [(line["after_step"], line["value"]) for line in lines if line.get("event") == "choice"]
+    assert why.startswith(f"dp.compress=auto:max_loss_cost=0.006 keeps {mode}, the mode of the checkpoint: a step is ")
+    events = [(line["after_step"], line["value"]) for line in lines_of(chosen) if line.get("event") == "choice"]
     assert events == [(0, mode), (2, mode)]
     assert disturbed.end_of(resumed).layers == disturbed.end_of(given).layers
+
+
+def test_a_change_of_the_mode_equals_a_stop_and_a_resume_with_the_other_mode(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Links become slow after the second step, and fast again after the fourth."""
+    model, sparse = tiny_model("gpt2", n_layer=1, n_embd=16), "cocktail_grad:topk=0.1,bits=4"
+
+    def config(name: str, steps: int, **dp: Any) -> Config:
+        return replace(
+            disturbed.make_config(model, tmp_path / "runs" / name, stages=1, every="100", steps=steps, **OPTIM),
+            dp=ReplicaConfig(**dp),
+        )
+
+    changed = config("changed", 6, compress="auto")
+    stopped = [config("stopped", steps, mode=mode) for steps, mode in ((2, "allreduce"), (4, sparse), (6, "allreduce"))]
+    starts = [Start(changed, FAST, (FAST, SLOW, SLOW, FAST)), *map(Start, stopped)]
+    on_ranks(2, start_runs, tmp_path / "store", starts)
+    events = [(line["after_step"], line["mode"]) for line in lines_of(changed) if line.get("event") == "mode"]
+    assert events == [(2, sparse), (4, "allreduce")]
+    losses = [[line["loss"] for line in lines_of(each) if "loss" in line] for each in (changed, stopped[-1])]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    ours, theirs = (ShardDirectory(disturbed.checkpoints_of(each).of(6)) for each in (changed, stopped[-1]))
+    assert ours.manifest.run is not None
+    assert ours.manifest.run["options"]["dp.mode"] == "allreduce"
+    for layer in ours.manifest.layers:  # the mean is rounded to fp32 before it is added, not after
+        each, other = (torch.cat([*map(torch.flatten, files.read_layer(layer).values())]) for files in (ours, theirs))
+        assert torch.linalg.norm(each - other) <= 1e-4 * torch.linalg.norm(each), layer

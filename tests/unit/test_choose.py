@@ -29,10 +29,10 @@ from acsgd.run.plan.choose import (
     HostPlanner,
     MeasuredHosts,
     MeasuredRanks,
+    ModePlanner,
     TimedRun,
     compare_orders,
     timed_divisions,
-    timed_modes,
     timed_orders,
 )
 from acsgd.run.plan.job import prepare
@@ -305,13 +305,18 @@ RATES = [1e12, *(10.0**power for power in range(10, 2, -1))]
 """Of links between replicas, bytes per second."""
 
 
-def taken(config: Config, rate: float, limit: float, **others: Any) -> list[TimedRun]:
-    """Return the runs with the modes that may be taken for a link between replicas. others: see `MeasuredRanks`."""
+def mode_planner(config: Config, limit: float, **others: Any) -> ModePlanner:
+    """Return what predicts the steps of the modes that cost at most `limit`. others: see `MeasuredRanks`."""
     config = replace(config, dp=ReplicaConfig(compress=f"auto:max_loss_cost={limit}"))
     grid = open_grid(config, Launch(0, 0, 4))
     partition = divide_model(config, grid, describe_run_model(config), open_streams("cpu", 0))
-    measured = ranks(config.pp.stages, FREE, layer_s=1e-3)._replace(replica_link=LinkRate(rate), **others)
-    return timed_modes(partition, measured, parse_modes(config))
+    measured = ranks(config.pp.stages, FREE, layer_s=1e-3)._replace(**others)
+    return ModePlanner(partition, measured, parse_modes(config))
+
+
+def taken(config: Config, rate: float, limit: float, **others: Any) -> list[TimedRun]:
+    """Return the runs with the modes that may be taken for a link between replicas, in the order of choice."""
+    return mode_planner(config, limit, **others).timed(LinkRate(rate))
 
 
 @pytest.mark.parametrize("limit", [0.0002, 0.005, 0.02, 1])
@@ -330,6 +335,26 @@ def test_slower_links_get_modes_of_fewer_bytes_within_the_loss_cost(init: Any, l
         before = compression(found[0].mode)
     assert taken(config, RATES[0], limit)[0].mode == "allreduce"
     assert before > 1
+
+
+def test_a_mode_follows_the_link_down_and_up_and_not_its_noise(config: Config) -> None:
+    """Measurements that vary by 15 % to both sides change it once at most; a step is nearly as short as possible."""
+    planner = mode_planner(replace(config, pp=PipelineConfig()), 0.02)
+    down = [10 ** (10 - power / 10) for power in range(80)]
+    present, seen = planner.timed(LinkRate(down[0]))[0].mode, list[str]()
+    for rate in (*down, *reversed(down)):
+        changes = 0
+        for noise in (1.0, 0.85, 1.15) * 3:
+            link = LinkRate(noise * rate)
+            found = planner.following(present, link)
+            assert found.step_s <= GAIN**2 * planner.timed(link)[0].step_s
+            changes, present = changes + (found.mode != present), found.mode
+        assert changes <= 1
+        seen.append(present)
+    assert len({*seen}) > 2
+    assert [compression(mode) for mode in seen[:80]] == sorted(map(compression, seen[:80]))
+    assert [compression(mode) for mode in seen[80:]] == sorted(map(compression, seen[80:]), reverse=True)
+    assert seen[0] == seen[-1] == "allreduce"
 
 
 def test_a_mode_that_takes_longer_to_compute_than_it_saves_is_not_taken(config: Config) -> None:

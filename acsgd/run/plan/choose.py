@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, cast
@@ -25,6 +25,9 @@ from acsgd.shards.plan import blocks_of, plan_unequal
 
 GAIN = 1.02
 """Ratio of step times up to which a schedule with fewer activations, or a mode that costs less loss, is taken."""
+BAND = 1.4
+"""Factor by which links must be faster than a codec or mode needs before one with more bytes takes its place, so that
+measurements that vary do not change it back and forth."""
 MAX_ORDERS = 240
 """Number of orders of hosts that are compared at most: all of up to five hosts; of more, see `compare_orders`."""
 NO_TIME = LinkRate(math.inf)
@@ -257,29 +260,64 @@ class HostPlanner:
         return row_bytes(self._partition, self._built)
 
 
-def timed_modes(partition: Partition, measured: MeasuredRanks, rungs: Sequence[ModeRung]) -> list[TimedRun]:
-    """Return the runs with the modes that dp.compress=auto may take, the one to take first.
+class ModePlanner:
+    """Predicts the step of a run with each mode that dp.compress=auto may take, for any link between replicas.
 
-    Those within GAIN of the shortest step come first, by loss cost. Modes that other options do not allow, or that
-    never exchange in so few steps, are left out. rungs: by loss cost, all-reduce among them.
+    Modes that other options do not allow, or that never exchange in so few steps, are left out. rungs: by loss cost,
+    all-reduce among them.
     """
-    config, built = partition.config, partition.model.build(partition.shapes.dtype)
-    rates = Rates("", False, config.model.dtype, operations_per_s=math.inf, bytes_per_s=measured.bytes_per_s)
-    planner = StepPlanner(built, (), config.pp.micro, rates, measured.replica_link)
-    cost = step_cost(partition, measured, built)
-    ends = ends_of(partition, partition.micros_per_replica, cost)
-    placement, backward = partition.layout.placement, cast(Sequence[float], cost.backward)
-    last = [sum(backward[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
-    adamw_s = [ADAMW_BYTES * each.count.trained / measured.bytes_per_s for each in planner.weights(partition)]
-    timed = []
-    for rung in rungs:
-        with suppress(ValueError):  # such as an optimizer that the mode does not work with
-            changed = with_options(partition, with_mode(config, rung.spec))
-            if getattr(changed.plugins.mode, "inner", 1) <= (config.optim.steps or math.inf):
-                waits = planner.exchanges(changed, ends, last)[1]
-                of_ranks = zip(ends, waits, adamw_s, strict=True)
-                timed.append(TimedRun(changed, max(end + late + rung.work * step for end, late, step in of_ranks)))
-    return _shortest_first(timed)
+
+    def __init__(self, partition: Partition, measured: MeasuredRanks, rungs: Sequence[ModeRung]) -> None:
+        config, built = partition.config, partition.model.build(partition.shapes.dtype)
+        rates = Rates("", False, config.model.dtype, operations_per_s=math.inf, bytes_per_s=measured.bytes_per_s)
+        self._planner = StepPlanner(built, (), config.pp.micro, rates, None)
+        cost = step_cost(partition, measured, built)
+        self._ends = ends_of(partition, partition.micros_per_replica, cost)
+        placement, backward = partition.layout.placement, cast(Sequence[float], cost.backward)
+        self._last = [sum(backward[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
+        weights = self._planner.weights(partition)
+        self._adamw_s = [ADAMW_BYTES * each.count.trained / measured.bytes_per_s for each in weights]
+        self._runs = list[tuple[ModeRung, Partition]]()
+        for rung in rungs:
+            with suppress(ValueError):  # such as an optimizer that the mode does not work with
+                changed = with_options(partition, with_mode(config, rung.spec))
+                if getattr(changed.plugins.mode, "inner", 1) <= (config.optim.steps or math.inf):
+                    self._runs.append((rung, changed))
+
+    @property
+    def partitions(self) -> Mapping[str, Partition]:
+        """The runs by mode, in the order of loss cost."""
+        return {rung.spec: partition for rung, partition in self._runs}
+
+    def keep(self, modes: Collection[str]) -> None:
+        """Leave out all other modes."""
+        self._runs = [each for each in self._runs if each[0].spec in modes]
+
+    def timed(self, link: LinkRate) -> list[TimedRun]:
+        """Return the runs with all modes, the one to take first.
+
+        Those within GAIN of the shortest step come first, by loss cost. link: the slowest one between replicas.
+        """
+        timed = []
+        for rung, partition in self._runs:
+            waits = self._planner.exchanges(partition, self._ends, self._last, [link] * len(self._ends))[1]
+            of_ranks = zip(self._ends, waits, self._adamw_s, strict=True)
+            timed.append(TimedRun(partition, max(end + late + rung.work * step for end, late, step in of_ranks)))
+        return _shortest_first(timed)
+
+    def following(self, present: str, link: LinkRate) -> TimedRun:
+        """Return the run that follows one with the mode `present`: the same, unless that is slow, or links leave room.
+
+        Another mode takes its place if a step is shorter by more than GAIN twice, or if it costs less loss, and would
+        also be taken with a link that is slower by BAND. So measurements that vary do not change it back and forth.
+        """
+        costs, timed = [*self.partitions], self.timed(link)
+        (now,) = (each for each in timed if each.mode == present)
+        if now.step_s > GAIN**2 * timed[0].step_s:
+            return timed[0]
+        slower = self.timed(replace(link, bytes_per_s=link.bytes_per_s / BAND))[0]
+        by_cost = sorted((timed[0], slower), key=lambda each: costs.index(each.mode))
+        return min(now, by_cost[-1], key=lambda each: costs.index(each.mode))
 
 
 def with_mode(config: Config, mode: str) -> Config:

@@ -33,6 +33,7 @@ from acsgd.layers.description import LayerSpec
 from acsgd.metrics import choose_metrics
 from acsgd.notes import print_note, report_if_slow
 from acsgd.pp.wire.delta import Delta
+from acsgd.run.plan.choose import ModePlanner
 from acsgd.run.plan.layout import RunPaths, sizes_of
 from acsgd.run.plan.limits import check_directories, check_reading, check_streams
 from acsgd.run.plan.model import RunModel, open_run_model
@@ -64,6 +65,8 @@ class Job(Partition):
     """Whether hosts may join and leave the run."""
     has_mesh: bool = False
     """Whether one port per host carries all connections."""
+    modes: ModePlanner | None = None
+    """Data-parallel modes that dp.compress=auto may change to, once they are known to fit; None without it."""
     get_model_file: Callable[[Path, StoredFile], None] | None = None
     """Gets a file of the model from other hosts; None if this host must have all of it. See `ShardDirectory`."""
 

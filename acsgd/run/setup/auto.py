@@ -20,12 +20,11 @@ from acsgd.pp.schedules.schedules import CANDIDATES, is_chosen
 from acsgd.run.plan.choose import (
     NO_TIME,
     MeasuredRanks,
+    ModePlanner,
     TimedOrder,
     TimedRun,
     timed_divisions,
-    timed_modes,
     timed_orders,
-    with_mode,
     with_options,
 )
 from acsgd.run.plan.job import Job
@@ -76,7 +75,7 @@ def choose_hosts(job: Job, groups: Groups) -> tuple[Job, Chosen]:
     text = (
         f"pp.hosts=auto takes {shown}: a step of {job.micros_per_replica} micro-batches is predicted to take "
         f"{found.step_s:.3g} s{before}; the slowest link between hosts, from {sender} to {receiver}, "
-        f"{_describe_link(slowest)}"
+        f"{describe_link(slowest)}"
     )
     return _with(job, partition), Chosen("pp.hosts", shown, text)
 
@@ -98,17 +97,13 @@ def choose_options(job: Job, launch: Launch, groups: Groups, transports: Transpo
     """Return the job with what pp.schedule=auto, pp.layers=auto and dp.compress=auto take. A collective call.
 
     Returns the job as it is if none is given, or there is nothing to choose: one stage, or one replica. The mode is
-    that of the checkpoint to resume from, if there is one with several replicas: others lack its state. Raises
+    that of the checkpoint to resume from, if there is one with several replicas whose mode is allowed. Raises
     ValueError if this rank has no memory for the layers that are measured, or no division fits the ranks.
     """
     config, topology, chosen = job.config, job.topology, list[Chosen]()
     wants_schedule = topology.stages > 1 and is_chosen(config.pp.schedule)
     wants_layers = topology.stages > 1 and config.pp.layers == "auto"
     wants_mode = topology.replicas > 1 and config.dp.compress is not None
-    if wants_mode and (kept := _kept_mode(job, groups)) is not None:
-        wants_mode, job = False, _with(job, with_options(job, with_mode(config, kept)))
-        text = f"dp.compress={config.dp.compress} keeps {kept}, the mode of the checkpoint"
-        chosen.append(Chosen("dp.mode", kept, text))
     if not (wants_schedule or wants_layers or wants_mode):
         return job, chosen
     with report_if_slow(print_note, lambda: "measuring layers and links", enabled=topology.rank == 0):
@@ -123,8 +118,12 @@ def choose_options(job: Job, launch: Launch, groups: Groups, transports: Transpo
             alike = [each for each in timed if each.schedule == found.schedule]
             chosen.append(_describe_division("pp.layers", found.layers, found, alike, measured))
         if wants_mode:
-            chosen.append(_describe_mode(job, timed := timed_modes(job, measured, parse_modes(config)), measured))
-            job = _with(job, timed[0].partition)
+            planner = ModePlanner(job, measured, parse_modes(config))
+            planner.keep(_fitting_modes(planner, job, launch, groups))
+            timed, kept = planner.timed(measured.replica_link), _kept_mode(job, groups)
+            taken = next((each for each in timed if each.mode == kept), timed[0])
+            chosen.append(_describe_mode(job, taken, timed, measured, is_kept=taken.mode == kept))
+            job = replace(_with(job, taken.partition), modes=planner)
     return job, chosen
 
 
@@ -183,6 +182,13 @@ def _first_fitting(
     return likely
 
 
+def _fitting_modes(planner: ModePlanner, job: Job, launch: Launch, groups: Groups) -> list[str]:
+    """Return the modes for which all ranks have memory; all-reduce is known to fit. A collective call."""
+    found = {mode: _fit(partition, launch)["reason"] for mode, partition in planner.partitions.items()}
+    reports = gather_reports(groups, job, found)
+    return [mode for mode in found if mode == "allreduce" or not any(each[mode] for each in reports)]
+
+
 def _fit(partition: Partition, launch: Launch) -> dict[str, Any]:
     """Return why a run does not fit the memory of this rank, "" if it does, and whether that is sure."""
     try:
@@ -217,25 +223,28 @@ def _describe_division(
     text = (
         f"{option}=auto takes {value}: a step of {micros} micro-batches is predicted to take {found.step_s:.3g} s "
         f"({times or 'as balanced by cost'}); all layers take {min(compute):.3g} to {max(compute):.3g} ms for a "
-        f"micro-batch on a rank, and the slowest link {_describe_link(slowest)}"
+        f"micro-batch on a rank, and the slowest link {describe_link(slowest)}"
     )
     return Chosen(option, value, text)
 
 
-def _describe_mode(job: Job, timed: Sequence[TimedRun], measured: MeasuredRanks) -> Chosen:
-    """Return which mode is taken, and why."""
-    found, *others = timed
+def _describe_mode(
+    job: Job, taken: TimedRun, timed: Sequence[TimedRun], measured: MeasuredRanks, *, is_kept: bool
+) -> Chosen:
+    """Return which mode is taken, and why. timed: with all modes; is_kept: whether it is that of the checkpoint."""
     from_scratch, spec = job.config.model.init == "scratch", job.config.dp.compress
-    cost = MEASURED[found.mode].cost(from_scratch=from_scratch)
-    times = ", ".join(f"{each.mode} {each.step_s:.3g} s" for each in others)
+    cost = MEASURED[taken.mode].cost(from_scratch=from_scratch)
+    times = ", ".join(f"{each.mode} {each.step_s:.3g} s" for each in timed if each is not taken)
+    how = f"keeps {taken.mode}, the mode of the checkpoint" if is_kept else f"takes {taken.mode}"
     text = (
-        f"dp.compress={spec} takes {found.mode}: a step is predicted to take {found.step_s:.3g} s ({times}), at a loss "
-        f"cost of {cost:g}; the slowest link between replicas {_describe_link(measured.replica_link)}"
+        f"dp.compress={spec} {how}: a step is predicted to take {taken.step_s:.3g} s ({times}), at a loss "
+        f"cost of {cost:g}; the slowest link between replicas {describe_link(measured.replica_link)}"
     )
-    return Chosen("dp.mode", found.mode, text)
+    return Chosen("dp.mode", taken.mode, text)
 
 
-def _describe_link(link: LinkRate) -> str:
+def describe_link(link: LinkRate) -> str:
+    """Return rate and delay of a link, for the user."""
     if link == NO_TIME:
         return "is NCCL"
     return f"has {8e-6 * link.bytes_per_s:.3g} Mbit/s and a delay of {1e3 * link.delay_s:.2g} ms"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -13,11 +13,13 @@ from torch import Tensor
 
 from acsgd.comm.communicators import NCCL
 from acsgd.comm.waits import Meter
+from acsgd.config.spec import from_spec
 from acsgd.dp.exchange.layer_gather import DividedParams, LayerGather
+from acsgd.dp.modes import MODES
 from acsgd.dp.modes.allreduce import AllReduce, open_sync
 from acsgd.dp.modes.powersgd import PowerSGD
 from acsgd.dp.peers import Peers
-from acsgd.dp.resize import ReplicaPlace, carry_over
+from acsgd.dp.resize import ReplicaPlace, ReplicaState, carry_over, fold
 from acsgd.dp.sync import GradSync
 from acsgd.groups import Groups
 from acsgd.layers.composed import ComposedModel, Inputs
@@ -118,6 +120,45 @@ def restart_syncs(session: Session, was: ReplicaPlace, states: Sequence[WeightSt
     for stage, own in zip(session.stages.values(), states, strict=True):
         stage.restart(mode.open(stage.weights, session.peers))
         stage.sync.load_state_dict(carry_over(mode.states, own, was=was, now=now))
+
+
+def change_mode(session: Session, mode: str) -> None:
+    """Continue a session in another data-parallel mode, between two steps. All ranks call it together.
+
+    What replicas have not exchanged is folded into the weights, and replicas with optimizer states of their own take
+    the mean, as at a resume. mode: its dp.mode. Raises RunError if a replica fails.
+    """
+    job, peers = session.job, session.peers
+    table, opened = job.plugins.mode.states, from_spec(mode, MODES, key="dp.mode")
+    for stage in session.stages.values():
+        has_own_state = stage.sync.global_weights() is not None
+        own, meter = stage.sync.take_state(), stage.sync.meter
+        fold(table, [_merged(table, own, peers, meter)], stage.weights)
+        if has_own_state:
+            state = session.owned.state_of(session.optimizer, stage.weights)
+            mean = ((name, _summed(by_key, peers, meter, 1 / peers.size)) for name, by_key in state.items())
+            session.owned.load_state(session.optimizer, stage.weights, dict(mean))
+        stage.restart(opened.open(stage.weights, peers))
+        stage.sync.meter = meter
+    config = replace(job.config, dp=replace(job.config.dp, mode=mode))
+    session.job = replace(job, config=config, plugins=job.plugins._replace(mode=opened))
+
+
+def _merged(table: Collection[ReplicaState], own: WeightState, peers: Peers, meter: Meter) -> WeightState:
+    """Return what a single replica would restore from the states of all, as far as it would be part of the weights."""
+    return {
+        state.name: _summed(own[state.name], peers, meter, 1.0 if state.merge == "sum" else 1 / peers.size)
+        for state in table
+        if state.name in own and state.single in ("replace_weight", "add_to_weight")
+    }
+
+
+def _summed(tensors: Mapping[str, Tensor], peers: Peers, meter: Meter, scale: float) -> dict[str, Tensor]:
+    """Return the sums of tensors over all replicas, times `scale`, fp32."""
+    flat = torch.cat([tensor.detach().float().reshape(-1).to(peers.device) for tensor in tensors.values()])
+    peers.start_sum(flat, meter)()
+    parts = flat.mul_(scale).split([tensor.numel() for tensor in tensors.values()])
+    return {key: part.view_as(tensor) for (key, tensor), part in zip(tensors.items(), parts, strict=True)}
 
 
 def _place(peers: Peers) -> ReplicaPlace:

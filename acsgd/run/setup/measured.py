@@ -57,7 +57,7 @@ def measure_ranks(job: Job, groups: Groups, transports: Transports) -> MeasuredR
 
     Links over NCCL count as taking no time.
     """
-    rings = {"pipeline": groups.pp, "replica": groups.dp if groups.domains is None else groups.domains.leaders}
+    rings = {"pipeline": groups.pp, "replica": replica_ring(groups)}
     probed = {name: [probe_ring(ring, groups, job.streams, {})] for name, ring in rings.items()}
     reports = gather_reports(groups, job, {name: rounds[0] for name, rounds in probed.items()})
     for name, ring in rings.items():
@@ -71,9 +71,7 @@ def measure_ranks(job: Job, groups: Groups, transports: Transports) -> MeasuredR
     def links_of(axis: Axis, lines: Sequence[Sequence[int]]) -> dict[tuple[int, int], LinkRate]:
         return _slowest(reports, axis, lines, lambda pair: transports.uses_nccl(axis, pair))
 
-    pipelines, replicas = job.topology.lines("pipeline"), job.topology.lines("replica")
-    if groups.domains is not None:
-        replicas = [[line[first] for first, *_ in groups.domains.domains.values()] for line in replicas]
+    pipelines, replicas = job.topology.lines("pipeline"), _replica_lines(job, groups)
     of_positions = ([reports[rank]["layers"] for rank in ranks] for ranks in zip(*pipelines, strict=True))
     return MeasuredRanks(
         tuple(_longest(layers.key, of_ranks) for of_ranks in of_positions),
@@ -81,6 +79,32 @@ def measure_ranks(job: Job, groups: Groups, transports: Transports) -> MeasuredR
         functools.reduce(LinkRate.slower_of, links_of("replica", replicas).values(), NO_TIME),
         min(each["memory"] for each in reports),
     )
+
+
+def replica_ring(groups: Groups) -> Group | None:
+    """Return the group that this rank sends to as a replica, or as the leader of a domain; None if another one does."""
+    return groups.dp if groups.domains is None else groups.domains.leaders
+
+
+def _replica_lines(job: Job, groups: Groups) -> list[Sequence[int]]:
+    """Return the ranks of each ring of replicas, or of leaders of domains."""
+    lines = job.topology.lines("replica")
+    if groups.domains is None:
+        return [*lines]
+    return [[line[first] for first, *_ in groups.domains.domains.values()] for line in lines]
+
+
+def links_of_replicas(
+    job: Job, groups: Groups, probed: Mapping[int, Probed]
+) -> tuple[LinkRate, dict[tuple[int, int], Probed]]:
+    """Return the slowest link between replicas, and those of this rank's ring for `probe_ring`. A collective call.
+
+    probed: what `probe_ring` has measured on this rank, see `replica_ring`. None of the links uses NCCL.
+    """
+    reports, ring = gather_reports(groups, job, {"replica": probed}), replica_ring(groups)
+    links = _slowest(reports, "replica", _replica_lines(job, groups), lambda _: False)
+    known = {} if ring is None else _by_link(reports, "replica", ring.ranks)
+    return functools.reduce(LinkRate.slower_of, links.values()), known
 
 
 def probe_ring(

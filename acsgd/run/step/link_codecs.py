@@ -19,6 +19,7 @@ from acsgd.pp.wire.coder import CodecIndices, TensorSpec
 from acsgd.pp.wire.ladder import CodecTime, measure_codec
 from acsgd.pp.wire.link import Link
 from acsgd.pp.wire.probe import Probed, probe, probe_size
+from acsgd.run.plan.choose import BAND
 from acsgd.run.report import COMPUTE_S, MICROS, Numbers, Report, StepField, in_grid
 from acsgd.run.session import Session
 from acsgd.run.step.hooks import LoopState, StepHook
@@ -26,9 +27,6 @@ from acsgd.run.step.hooks import LoopState, StepHook
 TOLERANCE = 0.02
 """Fraction by which a step may be longer than with the fastest codecs, for a lower loss cost; twice that, before other
 codecs take the place of the present ones."""
-BAND = 1.4
-"""Factor by which links must be faster than a codec needs before one with more bytes takes its place, so that
-measurements that vary do not change it back and forth."""
 SAME = 1.15
 """Ratio of two measurements up to which the choice is not made anew."""
 NEGLIGIBLE = 0.02

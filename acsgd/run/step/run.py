@@ -27,6 +27,7 @@ from acsgd.run.step.checkpointing import Checkpointing
 from acsgd.run.step.hooks import LoopState, StepHook, StepHooks
 from acsgd.run.step.link_codecs import LinkCodecs
 from acsgd.run.step.pace import Pace
+from acsgd.run.step.replica_mode import ReplicaMode
 from acsgd.run.step.spikes import SpikeGuard
 from acsgd.run.step.tracing import StepTrace
 from acsgd.run.step.upload import open_upload
@@ -246,6 +247,9 @@ def open_run(
         hooks += [checkpointing, pace, batches]
         if session.job.plugins.ladder is not None and session.job.topology.stages > 1:
             hooks.append(stack.enter_context(contextlib.closing(LinkCodecs(session, metrics.event, state))))
+        dp, planner = session.groups.dp, session.job.modes
+        if planner is not None and dp.reductions is None and dp.updates is None:  # which are of one kind of mode
+            hooks.append(ReplicaMode(session, planner, metrics.event))
         yield TrainingRun(session, inputs, state, StepHooks(hooks, metrics), checkpointing, batches)
 
 
