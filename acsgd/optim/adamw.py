@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from acsgd.codecs.bits import block_size
 from acsgd.config.options import OptimConfig
 from acsgd.optim.base import Capability, LocalStep, SecondMoments
 from acsgd.optim.torch_optimizer import TorchOptimizer
 from acsgd.shards.weights import StateTensor, Weight
+
+SMALLEST = 1e-37
+"""Smallest product of gradients that counts: smaller ones have fewer bits."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +52,39 @@ class AdamWOptimizer(TorchOptimizer):
     def _update(self, step: int, rate: float, how: LocalStep) -> None:
         for group in self._optimizer.param_groups:
             group["betas"] = (self._config.betas[0] if how.momentum else 0.0, self._config.betas[1])
-        frozen = how.frozen and any(self._optimizer.state.values())  # all steps so far may have been skipped
-        if frozen or how.shares:
-            self._update_variant(step, rate, how, frozen=frozen)
-        else:
-            self._optimizer.step()
+        if how.frozen and any(self._optimizer.state.values()):  # all steps so far may have been skipped
+            self._update_frozen(step, rate, how.replicas)
+            return
+        if how.shares:
+            self._subtract_rest(how.shares)
+        self._optimizer.step()
 
     @torch.no_grad()
-    def _update_variant(self, step: int, rate: float, how: LocalStep, *, frozen: bool) -> None:
-        """Update the masters with frozen second moments and step count, or with those that accumulate shares.
+    def _subtract_rest(self, shares: Mapping[str, Tensor]) -> None:
+        """Subtract from second moments what the next step adds beyond the shares of the squared gradients.
+
+        So a step with shares takes the fused kernel, and one pass more. The second moments after it are those of the
+        shares, and not negative: products that would be rounded to less than 24 bits count as 0.
+        """
+        for group in self._optimizer.param_groups:
+            beta2 = group["betas"][1]
+            for master in group["params"]:
+                state = self._optimizer.state[master]
+                if master.grad is None or not master.numel():
+                    continue
+                if not state:
+                    state["step"] = torch.zeros((), device=master.device)
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+                rests = (1 - shares[self._keys[master]]).mul_((1 - beta2) / beta2).unsqueeze(1)
+                rows = len(rests)
+                size = max(1, block_size(master.device) * rows // master.numel())
+                tensors = rests, master.grad.view(rows, -1), state["exp_avg_sq"].view(rows, -1)
+                for rest, grad, second in zip(*(x.split(size) for x in tensors), strict=True):
+                    second.sub_(functional.threshold_((grad * rest).mul_(grad), SMALLEST, 0.0))
+
+    @torch.no_grad()
+    def _update_frozen(self, step: int, rate: float, replicas: int) -> None:
+        """Update the masters with frozen second moments and step count.
 
         Frozen second moments are lower bounds. An element without a gradient before the freeze, such as one of the
         embedding of a rare token, has 0 or nearly 0, and its step would be momentum / eps: thousands of times too long.
@@ -69,24 +96,17 @@ class AdamWOptimizer(TorchOptimizer):
             beta1, beta2 = group["betas"]
             for master in group["params"]:
                 state = self._optimizer.state[master]
-                if master.grad is None or (frozen and not state):
+                if master.grad is None or not state:
                     continue
-                if not state:
-                    state["step"] = torch.zeros((), device=master.device)
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
-                if not frozen:
-                    state["step"] += 1
                 # counts stay on the device, so that nothing waits for it, in fp64, since fp32 rounds 1 - .999
                 count = state["step"].double()
-                first = (1 - beta2) * (1 - beta2**count) / (1 - beta2 ** (step + 1)) / how.replicas**2
-                correction = 1 - beta1 ** (step + 1 if frozen else count)
-                shares = None if frozen else how.shares[self._keys[master]]
-                for weight, grad, average, second, share in _blocks(master, state, shares):
+                first = (1 - beta2) * (1 - beta2**count) / (1 - beta2 ** (step + 1)) / replicas**2
+                correction = 1 - beta1 ** (step + 1)
+                tensors = master.detach(), master.grad, state["exp_avg"], state["exp_avg_sq"]
+                blocks = zip(*(x.view(-1).split(block_size(x.device)) for x in tensors), strict=True)
+                for weight, grad, average, second in blocks:  # a block stays in the CPU cache
                     average.lerp_(grad, 1 - beta1)
-                    if share is None:
-                        torch.maximum(second, grad.square().mul_(first), out=second)
-                    else:
-                        second.lerp_((grad * share).mul_(grad), 1 - beta2)
+                    torch.maximum(second, grad.square().mul_(first), out=second)
                     root = denominator(second, beta2, count, self._config.eps)
                     weight.mul_(1 - rate * group["weight_decay"])
                     weight.addcdiv_(average, root.mul_(correction), value=-rate)
@@ -96,25 +116,6 @@ class AdamWOptimizer(TorchOptimizer):
         states = {weight.key: self._optimizer.state.get(weight.master) for weight in weights}
         by_key = {key: state["exp_avg_sq"] for key, state in states.items() if state}
         return SecondMoments(by_key, self._config.betas[1])
-
-
-def _blocks(
-    master: Tensor, state: Mapping[str, Tensor], shares: Tensor | None
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]:
-    """Split a master, its gradient, its moments and the shares of its rows [rows] into blocks: [n, width], and [n, 1].
-
-    A block stays in the CPU cache. Without shares, n is a number of elements.
-    """
-    assert master.grad is not None
-    rows = master.numel() if shares is None else len(shares)
-    if not master.numel():
-        return
-    tensors = (x.view(rows, -1) for x in (master.detach(), master.grad, state["exp_avg"], state["exp_avg_sq"]))
-    size = max(1, block_size(master.device) * rows // master.numel())
-    split = zip(*(x.split(size) for x in tensors), strict=True)
-    of_rows = itertools.repeat(None) if shares is None else shares.unsqueeze(1).split(size)
-    for (weight, grad, average, second), share in zip(split, of_rows, strict=False):
-        yield weight, grad, average, second, share
 
 
 def denominator(second_moment: Tensor, beta2: float, steps: int | Tensor, eps: float) -> Tensor:

@@ -89,6 +89,7 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             'allows no mode but allreduce: the one that costs least, "allreduce:dtype=bf16", costs 0.0002; give',
         ),
         ("--dp.compress auto --dp.mode cocktail", 1, "chooses dp.mode; remove dp.mode=cocktail or dp.compress"),
+        ("--dp.mode cocktail --optim.betas 0.9 0.0", 2, "squared gradients, and optim.betas=(0.9, 0.0) has none; give"),
         ("--dp.compress best", 1, 'dp.compress="best": unknown name "best"; use "auto"'),
         ("--pp.schedule auto:lead=2", 1, '"auto" has no option "lead"; it takes no options'),
         ("--pp.schedule interleaved:chunk=2", 1, 'has no option "chunk"; it takes "chunks" or "lead"'),

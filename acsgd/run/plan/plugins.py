@@ -125,6 +125,11 @@ def check_capabilities(config: Config, required: frozenset[Capability], provided
             f'dp.mode="{config.dp.mode}" requires {", ".join(sorted(missing))}, which optim.name="{config.optim.name}" '
             f"does not support; use optim.name={' or '.join(able)}, or another dp.mode"
         )
+    if "second_moments" in required and config.optim.betas[1] == 0:
+        raise ValueError(
+            f'dp.mode="{config.dp.mode}" corrects means of squared gradients, and optim.betas={config.optim.betas} has '
+            "none; give --optim.betas 0.9 0.999, or moment_correction=false in dp.mode"
+        )
 
 
 def check_deal(config: Config, plugins: Plugins) -> None:
