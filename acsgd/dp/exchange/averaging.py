@@ -28,8 +28,6 @@ def split_evenly(flat: Tensor, count: int) -> list[Tensor]:
 class ShardedMean(NamedTuple):
     """Result of `sharded_mean`."""
 
-    messages: list[Tensor]
-    """What this replica has sent, by part; empty on an observer."""
     mean: Tensor
     """[n], decoded means of all parts, fp32; equal on all replicas."""
     server_residual: Tensor
@@ -58,7 +56,7 @@ def sharded_mean(
     if peers.is_observer:
         peers.exchange({}, {}, meter)
         answers, mean = peers.exchange({}, lengths, meter), torch.zeros_like(mine)
-        return ShardedMean([], _decode_parts(codec, answers, parts, None), mean)
+        return ShardedMean(_decode_parts(codec, answers, parts, None), mean)
     messages = [_encode(codec, part, peers.replica) for part in parts]
     outgoing = {peer: messages[peer].to(peers.device) for peer in others}
     received = peers.exchange(outgoing, dict.fromkeys(others, codec.max_bytes(len(mine))), meter)
@@ -75,7 +73,7 @@ def sharded_mean(
     means = _decode_parts(codec, answers, parts, (peers.replica, mean))
     for peer in others:
         _add_decoded(codec, messages[peer], peers.replica, None, parts[peer])
-    return ShardedMean(messages, means, mean)
+    return ShardedMean(means, mean)
 
 
 def gathered_mean(x: Tensor, codec: MessageCodec, peers: Peers, meter: Meter) -> Tensor:

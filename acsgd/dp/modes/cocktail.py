@@ -139,8 +139,8 @@ class _Exchange(NamedTuple):
 
     sampled: list[Tensor | slice]
     """Sampled coordinates, by part."""
-    sent: list[Tensor]
-    """Decoded messages of this replica, by part."""
+    residuals: list[Tensor]
+    """What this replica's messages have omitted of its updates, by part; of an observer, its updates."""
     result: ShardedMean
 
 
@@ -205,25 +205,22 @@ class CocktailSync(LocalWeightsSync):
         updates = [mine[index] - common[index] for mine, common, index in zip(local, shared, sampled, strict=True)]
         residual = feedback.server_residual[sampled[peers.replica]]
         result = sharded_mean(updates, residual, self._codec, peers, self.meter)
-        sizes = [len(update) for update in updates]
-        messages = zip(result.messages, sizes, strict=False)  # an observer sends none
-        sent = [self._codec.decode(message, size) for message, size in messages] or [*map(torch.zeros_like, updates)]
-        return _Exchange(sampled, sent, result)
+        return _Exchange(sampled, updates, result)
 
     @torch.no_grad()
     def _apply(self, buffer: WeightBuffer, feedback: ErrorFeedback, exchange: _Exchange) -> None:
-        """Move the global weights by the mean update, and the local weights by its difference from what was sent."""
+        """Move the global weights by the mean update; the local weights differ from them by what was not sent."""
         result, replicas = exchange.result, self.peers.size
         feedback.server_residual[exchange.sampled[self.peers.replica]] = result.server_residual
-        for local, shared, index, sent, mean in zip(
+        for local, shared, index, residual, mean in zip(
             split_evenly(buffer.local, replicas),
             split_evenly(buffer.shared, replicas),
             exchange.sampled,
-            exchange.sent,
-            result.mean.split([len(sent) for sent in exchange.sent]),
+            exchange.residuals,
+            result.mean.split([*map(len, exchange.residuals)]),
             strict=True,
         ):
-            update = mean * self._mode.outer_lr
-            local[index] += update - sent
-            shared[index] += update
+            moved = torch.add(shared[index], mean, alpha=self._mode.outer_lr)
+            shared[index] = moved
+            local[index] = moved.add_(residual)
         buffer.update_params()
