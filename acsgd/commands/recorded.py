@@ -18,6 +18,8 @@ from acsgd.shards.manifest import MANIFEST
 
 READING = tuple(each.name for each in fields(ReadOptions))
 """Options of [data] that say how records are read; options of commands have the same names."""
+LIMITS = ("max_prompt", "max_answer")
+"""Those of them that limit tokens. Commands have no options of these names."""
 DEFAULTS = {each.name: each.default for each in fields(DataConfig) if each.default is not MISSING}
 
 
@@ -53,18 +55,39 @@ class RecordedModel:
         values = {name: value for name, value in {**recorded, **_present(given)}.items() if value is not None}
         return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
+    def for_sources(
+        self, given: Mapping[str, Any], used: Mapping[str, Any], count: int, name: str
+    ) -> tuple[dict[str, Any], str | None]:
+        """Return options for a number of other sources than the run's, and what the user has to know of them.
+
+        Limits of tokens that the run has for each of its sources are left out. given, used: arguments and result of
+        `data_options`; name: of these sources. Raises ValueError for others that it has for each: the user gives them.
+        """
+        lists = {
+            option: value
+            for option, value in used.items()
+            if isinstance(value, tuple) and len(value) != count and option not in _present(given)
+        }
+        if needed := [option for option in lists if option not in LIMITS]:
+            flags = " and ".join(f"--{option.replace('_', '-')}" for option in needed)
+            raise ValueError(
+                f"the run reads each of its sources in its own way: {_texts(lists, needed)}; give {flags} of {name}"
+            )
+        rest = {option: value for option, value in used.items() if option not in lists}
+        return rest, f"no limit for {name}: the run has {_texts(lists, lists)}, for its sources" if lists else None
+
     def describe(self, given: Mapping[str, Any], used: Mapping[str, Any]) -> str | None:
         """Return a sentence on the options of [data] that the run determines; None if it determines none.
 
         given, used: arguments and result of `data_options`. Defaults of a run are left out.
         """
         recorded = {name: value for name, value in used.items() if name not in _present(given)}
-        texts = [
-            f"data.{name}={json.dumps(value, ensure_ascii=False)}"
-            for name, value in recorded.items()
-            if value != DEFAULTS.get(name)
-        ]
-        return f"as in the run: {', '.join(texts)}" if texts else None
+        names = [name for name, value in recorded.items() if value != DEFAULTS.get(name)]
+        return f"as in the run: {_texts(recorded, names)}" if names else None
+
+
+def _texts(values: Mapping[str, Any], names: Iterable[str]) -> str:
+    return ", ".join(f"data.{name}={json.dumps(values[name], ensure_ascii=False)}" for name in names)
 
 
 def _present(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -366,6 +366,15 @@ def test_generation_begins_and_stops_where_documents_of_known_tokenizers_do(name
         [asked] = read_records(str(tmp_path / "a.jsonl"))
         prompt = PromptReader(reading, tokenizer, field=None, is_chat=False).of_record(asked)
         check(example, prompt, tokenizer.eos_token_id)
+        if [each.is_target for each in example.segments] != [False, True]:
+            continue
+        limited = dataclasses.replace(reading, max_prompt=2)
+        prompt = PromptReader(limited, tokenizer, field=None, is_chat=False).of_record(asked)
+        assert encoder.cuts(prompt) == (len(encoder.encode(prompt)) == len(before) + 2)
+        check(example._replace(max_prompt=2), prompt, tokenizer.eos_token_id)
+        [tokens] = PairEncoder(tokenizer, 512, "truncate").tokenize([example._replace(max_prompt=2)])
+        assert isinstance(tokens, ExampleTokens)
+        assert of_pairs.encode(prompt) == tokens.parts[0]
 
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     documents, finder = DocumentEncoder(tokenizer), EndFinder(tokenizer)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -264,6 +265,25 @@ WRONG = [
     (["--data", "demo", "--sequence", "8", "--metrics", "none"], r"^--metrics"),
 ]
 """Flags, and the message."""
+
+
+def test_options_of_each_source_of_the_run_are_given_anew_for_other_sources() -> None:
+    options = {"data.format": ["io", "text"], "data.input_format": ["Q:__input__"] * 2, "data.max_prompt": [8, 0]}
+    model = RecordedModel("m", "lm", options)
+
+    def found(flags: str) -> tuple[dict[str, Any], str | None]:
+        return data_of(parse_flags(EvalOptions, ["m", "--data", *flags.split()], prog="acsgd eval"), model)
+
+    values, note = found("a.jsonl,b.jsonl")
+    assert (values["format"], values["max_prompt"]) == (("io", "text"), (8, 0))
+    message = (
+        'its own way: data.format=["io", "text"], data.input_format=["Q:__input__", "Q:__input__"]; give --format and'
+    )
+    with pytest.raises(ValueError, match=re.escape(f"{message} --input-format of --data")):
+        found("a.jsonl")
+    values, note = found("a.jsonl --format io --input-format __input__")
+    assert (values["format"], "max_prompt" in values) == ("io", False)
+    assert note == "no limit for --data: the run has data.max_prompt=[8, 0], for its sources"
 
 
 def test_a_given_length_rule_holds_beside_given_rows_and_prompts_are_found_whatever_the_run_has_learned() -> None:

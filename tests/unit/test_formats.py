@@ -752,6 +752,7 @@ CHATS: list[tuple[str, dict[str, Any], list[dict[str, Any]], dict[str, Any]]] = 
     (PARTS, {"messages": [{**each, "content": parts_of(each["content"])} for each in CHAT]}, MORE, {}),
     (CHATML, {"prompt": [SYSTEM, *CHAT, USER], "completion": [ANSWER]}, [SYSTEM, *CHAT, *CHAT], {}),
     (CHATML, {"prompt": "hi", "completion": [ANSWER]}, CHAT, {}),
+    (CHATML, {"prompt": json.dumps([SYSTEM, USER]), "completion": json.dumps([ANSWER])}, [SYSTEM, *CHAT], {}),
     (
         "{{ mode }}" + CHATML,
         {"messages": CHAT, "chat_template_kwargs": {"mode": "fast"}},

@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -300,9 +301,10 @@ ALPACA = (
     "response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n"
 )
 """The prompt of IN, as Stanford Alpaca (Taori et al. 2023) writes it."""
-PROMPTS: list[tuple[str, dict[str, object], str]] = [
+PROMPTS: list[tuple[str, dict[str, object], str] | tuple[str, dict[str, object], str, str]] = [
     ("", {"prompt": "a"}, "a"),
-    ("", {"question": "a", "text": "b"}, "b"),
+    ("", {"question": "a", "text": "b"}, "b", "question"),
+    ("", {"prompt": "a", "n": 0, "tags": [], "note": None}, "a", "n"),
     ("", {"messages": [{"role": "user", "content": "a"}]}, "user:a;assistant:"),
     ("", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "user:a;assistant:"),
     ("--field q", {"q": [{"role": "user", "content": "a"}], "system": "s"}, "system:s;user:a;assistant:"),
@@ -311,7 +313,10 @@ PROMPTS: list[tuple[str, dict[str, object], str]] = [
     ("", {**IN, "output": None}, ALPACA),
     ("--input-format Q:__input__A:", {"input": "a"}, "Q:aA:"),
     ("--input-format Q:__input__A: --fields prompt=q,completion=a", {"q": "a"}, "Q:aA:"),
-    ("--input-format Q:__input__A: --field q", {"q": "a", "prompt": "b"}, "Q:aA:"),
+    ("--input-format Q:__input__A: --field q", {"q": "a", "prompt": "b"}, "Q:aA:", "prompt"),
+    ("--field q --fields q=meta.x", {"meta": {"x": "a", "n": 1}, "text": "b"}, "a", "meta.n text"),
+    ("--field q", {"q": [{"role": "user", "content": "a", "name": "c"}]}, "user:a;assistant:", "messages.name"),
+    ("--fields input=q,output=a", {"q": "a", "input": "b", "n": 1}, "a", "input n"),
     ("--input-format Q:__input__A: --format prompt", {"prompt": "a", "input": "b"}, "Q:a\nbA:"),
     ("--input-format Q:__input__A:", {"text": "a"}, "a"),
     ("--chat", {"input": "a"}, "user:a;assistant:"),
@@ -320,12 +325,17 @@ PROMPTS: list[tuple[str, dict[str, object], str]] = [
     ("--format oig", {"text": "<human>: a\n<bot>: b"}, "<human>: a\n<bot>:"),
     ("--input-format Q:__input__A:", {"input": "b", "history": [["a", "c"]]}, "Q:aA:c\n\nQ:bA:"),
 ]
-"""Options, record, and the prompt that is made of it."""
+"""Options, record, and the prompt that is made of it; fields of the record with a value on which it does not depend."""
 
 
-@pytest.mark.parametrize(("options", "record", "prompt"), PROMPTS)
+@pytest.mark.parametrize(("options", "record", "prompt", "unread"), [(*each, "")[:4] for each in PROMPTS])
 def test_a_prompt_is_that_of_training_without_the_answer(
-    options: str, record: dict[str, object], prompt: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    options: str,
+    record: dict[str, object],
+    prompt: str,
+    unread: str,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
 ) -> None:
     """The prompts of an adapted record with its answer are those of `acsgd eval --generate`."""
     (tmp_path / "in.jsonl").write_text(f"{json.dumps(record)}\n")
@@ -340,6 +350,9 @@ def test_a_prompt_is_that_of_training_without_the_answer(
     reader = PromptReader(reading, chat, field=given.field, is_chat=given.chat)
     [found] = read_records(str(given.file))
     assert reader.of_record(found).text == prompt
+    names = {name for note in reader.notes() for name in re.findall(r'"([^"]+)" \(1\)', note)}
+    assert names == {*unread.split()}
+    assert all(note.startswith(f"--file: {tmp_path}: fields that are not read") for note in reader.notes())
 
 
 def test_prompts_of_several_sources_are_read_in_their_order_and_not_from_the_output(tmp_path: Path) -> None:

@@ -207,6 +207,14 @@ def test_sources_that_differ_are_named(saved: RunIdentity, message: str) -> None
     assert OURS.difference(saved) == message
 
 
+def test_options_that_change_no_text_of_the_run_are_named() -> None:
+    """Those that one of the two does not record are not: older versions recorded fewer."""
+    saved = dataclasses.replace(OURS, reading={"data.format": "text", "data.more": "1"})
+    assert OURS.difference(saved) is None
+    assert OURS.differing_reading(saved) == "data.format is text in the checkpoint, auto in the run"
+    assert OURS.differing_reading(dataclasses.replace(OURS, reading={})) == ""
+
+
 def test_sources_may_have_other_names_with_the_same_text() -> None:
     moved = dataclasses.replace(OURS, sources=of_sources("x=1 y=2 z=3", []).sources)
     assert OURS.difference(moved) is None

@@ -312,6 +312,8 @@ def test_caches_and_hidden_files_are_no_data(parts: Path) -> None:
         "dataset_info.json",
         "node_modules/a/package.json",
         "wandb/run-1/files/wandb-metadata.json",
+        "_temporary/0/a.jsonl",
+        "_SUCCESS",
     ):
         (parts / name).parent.mkdir(parents=True, exist_ok=True)
         (parts / name).write_text('{"text": "no data"}')
@@ -328,14 +330,21 @@ def test_caches_and_hidden_files_are_no_data(parts: Path) -> None:
         (["x (1).csv", "x.csv"], r"has {}/x \(1\).csv and {}/x.csv, which are equal; remove one of them"),
         (["x.csv", "more/y.csv.gz"], "{}/more/y.csv.gz is not read, since only .* are; convert it to one of them"),
         (["x.csv", "more/Copy of x.csv"], "has {}/more/Copy of x.csv and {}/x.csv, which are equal"),
+        (["more/_temporary/0/x.csv", "x.csv"], "{}/more is being written, or was not .*, or remove {}/more/_temporary"),
+        (["_delta_log/0.json", "x.csv"], r"{} is a table with versions \(_delta_log\), whose files are not all of the"),
+        (["metadata/version-hint.text", "data/x.csv"], r"{} is a table with versions \(metadata/version-hint.text\)"),
     ],
 )
 def test_parts_that_are_missing_and_copies_of_files_are_found(files: list[str], problem: str, tmp_path: Path) -> None:
-    (tmp_path / "more").mkdir()
     for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("text\na\n")
     with pytest.raises(ValueError, match=problem.format(tmp_path, tmp_path)):
         source_of(tmp_path)
+    if "equal" not in problem:
+        address = f"file://{tmp_path}"
+        with pytest.raises(ValueError, match=problem.format(address, address)):
+            _ = source_of(address).fingerprint
 
 
 def test_all_parts_are_read_and_links_beside_their_files_are_not(tmp_path: Path) -> None:

@@ -293,12 +293,15 @@ def test_a_run_whose_steps_are_done_says_that_nothing_is_left(
     assert "stopped" not in printed
 
 
-def test_a_learning_rate_that_rises_since_the_run_became_longer_is_said_with_both_values(
+def test_a_learning_rate_that_rises_and_another_chat_template_are_said_at_a_resume(
     finished: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = stopped_after(finished, STEPS, tmp_path / "run")
     longer = with_optim(config, steps=STEPS + 2)
-    train_alone(longer)
+    template = dataclasses.replace(config.data, chat_template="openchatkit")
+    train_alone(dataclasses.replace(longer, data=template))
     last, now = learning_rate(STEPS - 1, finished.optim), learning_rate(STEPS, longer.optim)
     assert now > last
-    assert f"the learning rate of step 5 is {now:.3g}, after {last:.3g} in step 4" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"the learning rate of step 5 is {now:.3g}, after {last:.3g} in step 4" in printed
+    assert re.search(r"what it saves reads and writes others .*: data.chat_template is \w+ in the checkpoint", printed)

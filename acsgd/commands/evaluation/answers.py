@@ -61,7 +61,7 @@ def read_questions(data: DataConfig, generator: Generator, places: Collection[st
     """
     tokenizer, questions = generator.loaded.tokenizer, []
     for source, _ in parse_sources(data.sources, key="--data", options=read_options(data)):
-        counts = RecordCounts()
+        counts, cut = RecordCounts(), 0
         for where, example in read_each(source, tokenizer, counts):
             if places is not None and where not in places:
                 continue
@@ -70,20 +70,21 @@ def read_questions(data: DataConfig, generator: Generator, places: Collection[st
                 continue
             try:
                 questions.append(_question(example, generator))
+                cut += generator.prompts.cuts(_prompt_of(example))
             except FormatError as error:
                 stop_or_skip(BadRecord(where, error.reason, error.remedy), source, counts)
-        if skipped := counts.summary():
-            print_note(f"--data: {source.name}: {skipped}")
+        truncated = f"longer than data.max_prompt of the run and truncated, as in training: {cut:,}" if cut else None
+        for note in (counts.unread_summary(), counts.summary(), truncated):
+            if note:
+                print_note(f"--data: {source.name}: {note}")
     if not questions:
         raise ValueError(f"--data: {data.sources} has no examples; give prompts with answers")
     return questions
 
 
 def _question(example: Example, generator: Generator) -> Question:
-    prompts = generator.prompts
-    prompt, answer = prompt_and_answer(example)
-    plain = tuple(span for span in example.plain if span[1] <= len(prompt))
-    ids = prompts.encode(example._replace(segments=(TextSegment(prompt, is_target=False),), plain=plain))
+    prompts, (_, answer) = generator.prompts, prompt_and_answer(example)
+    ids = prompts.encode(_prompt_of(example))
     # as the generated text is: without special tokens, which chat templates write
     tokens = generator.loaded.tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"]
     if not (expected := prompts.decode(tokens)).strip():
@@ -91,6 +92,13 @@ def _question(example: Example, generator: Generator) -> Question:
             f"has an answer that is empty without special tokens ({excerpt(answer)})", "remove the record"
         )
     return Question(ids, expected)
+
+
+def _prompt_of(example: Example) -> Example:
+    """Return the prompt of an example. Raises FormatError if it has none."""
+    prompt, _ = prompt_and_answer(example)
+    plain = tuple(span for span in example.plain if span[1] <= len(prompt))
+    return example._replace(segments=(TextSegment(prompt, is_target=False),), plain=plain)
 
 
 def generate_answers(generator: Generator, prompts: Sequence[Ids]) -> list[str]:

@@ -102,7 +102,11 @@ def data_of(options: EvalOptions, model: RecordedModel) -> EvaluationOptions:
             "--lm-eval TASKS"
         )
     values = model.data_options(given, names)
-    return EvaluationOptions(values, model.describe(given, values))
+    limits = None
+    if options.data is not None:
+        values, limits = model.for_sources(given, values, options.data.count(",") + 1, "--data")
+    notes = [note for note in (model.describe(given, values), limits) if note]
+    return EvaluationOptions(values, "; ".join(notes) or None)
 
 
 def _changed_rows(options: EvalOptions, model: RecordedModel, data: Mapping[str, Any]) -> list[str]:

@@ -93,9 +93,11 @@ def generate(
         if options.file is not None and options.out is not None:
             _generate_file(generator, options.out, records, reader, on_start)
         elif options.prompt is not None:
-            prompt = generator.prompts.encode(reader.of_text(options.prompt))
+            prompt = reader.of_text(options.prompt)
+            ids = generator.prompts.encode(prompt)
+            _report_cut(generator, [prompt])
             on_start()
-            [_] = ranks.map(lambda ids: generator.stream(ids, index=0), [prompt])
+            [_] = ranks.map(lambda ids: generator.stream(ids, index=0), [ids])
         else:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             Chat(generator, reader).run()
@@ -115,18 +117,15 @@ def _prompt_reader(options: GenerateOptions, generator: Generator, records: Sequ
     """
     given = {name: getattr(options, name) for name in ("format", "fields", "input_format")}
     model = RecordedModel.of(str(generator.loaded.tokenizer_directory))
-    used = model.data_options(given, (*given, "split_special_tokens"))
-    if note := model.describe(given, used):
-        generator.ranks.note(note)
+    used = model.data_options(given, (*given, "split_special_tokens", "max_prompt"))
+    used, limits = model.for_sources(given, used, 1, "these prompts")
+    for note in (model.describe(given, used), limits):
+        if note:
+            generator.ranks.note(note)
     config = DataConfig(sources="", sequence=1, batch=1, **used)
-    reading, *others = read_options(config, has_labels=config.format == "label")
-    if others:
-        raise ValueError(
-            f"the run has several formats, data.format={config.format}, data.fields={config.fields}; give --format and "
-            "--fields of these prompts"
-        )
+    [reading] = read_options(config, has_labels=config.format == "label")
     learned = {*model.options.get(FORMATS, ())}
-    are_texts = not records or any(name in records[0].fields for name in FIELDS)
+    are_texts = not records or any(name in record.fields for record in records for name in FIELDS)
     is_chat = options.chat
     if is_chat and config.format not in ("auto", *CHATS):
         raise ValueError(
@@ -183,6 +182,9 @@ def _generate_file(
     ranks = generator.ranks
     prompts = [reader.of_record(record) for record in records]
     limits, digest = _check_prompts(generator, records, prompts)
+    for note in reader.notes():
+        ranks.note(note)
+    _report_cut(generator, prompts)
     if generator.decoding.batch > 1 and not _pads_exactly(generator):
         ranks.note("padding changes the results of this model: prompts are run one at a time, as with --batch 1")
         decoding = dataclasses.replace(generator.decoding, batch=1)
@@ -190,7 +192,7 @@ def _generate_file(
     model = generator.loaded.model
     about: Options = {
         **dataclasses.asdict(generator.decoding),
-        "field": reader.field,
+        "field": reader.read,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
         "weights": _weights_digest(generator),
@@ -267,6 +269,12 @@ def _check_prompts(
             limits.append(generator.limit(ids))
             digest.update(repr(ids).encode())
     return limits, digest.hexdigest()
+
+
+def _report_cut(generator: Generator, prompts: Sequence[Example]) -> None:
+    """Print the number of prompts that are longer than the run's may be."""
+    if number := sum(map(generator.prompts.cuts, prompts)):
+        generator.ranks.note(f"longer than data.max_prompt of the run and truncated, as in training: {number:,}")
 
 
 def batches(limits: Sequence[int], size: int) -> Iterator[range]:

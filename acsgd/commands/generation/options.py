@@ -70,7 +70,7 @@ class GenerateOptions:
     """File that gets each record of --file with its "generated_text". An interrupted start is resumed."""
     field: str | None = None
     """Field of --file with the prompt, a text or messages. Default: as the format of the records says; with --chat, and
-    without messages, the first of prompt, text and input that the first record has."""
+    without messages, the first of prompt, text and input that the first record of a source has."""
     format: str | None = None
     """Format of the records of --file, as data.format; they need no answers. Default: as in the run that saved the
     checkpoint, else that of a run, as for the options below."""

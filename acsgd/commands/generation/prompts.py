@@ -66,11 +66,9 @@ class PromptEncoder:
             prompt.text.encode()
         except UnicodeEncodeError:
             raise ValueError("the prompt is not valid UTF-8; correct it") from None
-        if self.is_encoder_decoder:
-            ids: list[int] = self.tokenizer(prompt.text, verbose=False)["input_ids"]
-        else:
-            ids = self._text_ids(prompt)
-            ids = ids if prompt.has_special_tokens else [*self.before, *ids]
+        ids = self._within_limit(prompt)
+        if not (self.is_encoder_decoder or prompt.has_special_tokens):
+            ids = [*self.before, *ids]
         if not ids:
             raise ValueError("the prompt has no tokens; give a text")
         if self.max_new_tokens(len(ids)) < 1:
@@ -80,7 +78,22 @@ class PromptEncoder:
             )
         return ids
 
+    def cuts(self, prompt: Example) -> bool:
+        """Return whether a prompt is longer than those of the run may be, and loses its end."""
+        return 0 < prompt.max_prompt < len(self._text_ids(prompt))
+
+    def _within_limit(self, prompt: Example) -> list[int]:
+        ids, limit = self._text_ids(prompt), prompt.max_prompt
+        if not 0 < limit < len(ids):
+            return ids
+        if self.is_encoder_decoder:  # keeps the token after it
+            ids = self.tokenizer(prompt.text, verbose=False, truncation=True, max_length=limit)["input_ids"]
+        return ids[:limit]
+
     def _text_ids(self, prompt: Example) -> list[int]:
+        if self.is_encoder_decoder:
+            ids: list[int] = self.tokenizer(prompt.text, verbose=False)["input_ids"]
+            return ids
         if prompt.plain and self.tokenizer.is_fast:
             found = plain_prompt_tokens(self.tokenizer, self._plain_specials, prompt.text, prompt.plain)
             if found is not None:

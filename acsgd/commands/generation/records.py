@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from acsgd.io.data.formats.base import Example, Format, FormatError, TextSegment, field_of, has_value
-from acsgd.io.data.formats.formats import CHATS, FORMATS
+from acsgd.io.data.formats.formats import CHATS, FORMATS, unread_of
 from acsgd.io.data.formats.messages import SYSTEM, USER, is_list
 from acsgd.io.data.sources.base import TEXT, BadRecord, ReadOptions, RecordCounts
 from acsgd.io.data.sources.sources import parse_sources
@@ -31,6 +32,8 @@ GENERATED = "generated_text"
 class PromptRecord(NamedTuple):
     """A record of the input."""
 
+    source: str
+    """Name of its source."""
     where: str
     """File and line."""
     text: str
@@ -59,17 +62,27 @@ def read_records(spec: str) -> list[PromptRecord]:
             if GENERATED in record.fields:
                 raise ValueError(f'{record.where}, has a "{GENERATED}" already; rename or remove the field')
             text = record.line.strip(" \t\r\n") if record.line else json.dumps(record.fields, ensure_ascii=False)
-            records.append(PromptRecord(record.where, text, record.fields))
+            records.append(PromptRecord(source.name, record.where, text, record.fields))
     if not records:
         raise ValueError(f"{spec} has no records; give a file with one JSON object per line")
     return records
 
 
+class _Reading(NamedTuple):
+    """How the prompts of a source are read: records in a format, or one field of them."""
+
+    format: Format | None
+    field: str | None
+    """None if no record has any of FIELDS."""
+    name: str | None
+    """For the user and the options of an output file."""
+
+
 class PromptReader:
     """Makes prompts of texts and of records, as a run makes those of its examples.
 
-    field: that holds the prompts; None = as the format of the first record says, or the first of FIELDS that it has.
-    is_chat: whether a text is the message of a user.
+    field: that holds the prompts; None = as the format of the first record of a source says, or the first of FIELDS
+    that it has. is_chat: whether a text is the message of a user.
     """
 
     def __init__(
@@ -78,15 +91,21 @@ class PromptReader:
         self._options = options
         self._formats = {name: make(options, tokenizer) for name, make in FORMATS.items()}
         self._is_chat = is_chat
-        self._format: Format | None = None
-        self.field = field
-        """Field that holds the prompts, or the format of the records; None until one was read."""
+        self._field = field
+        self._readings = dict[str, _Reading]()
+        self._counts = dict[str, RecordCounts]()
+
+    @property
+    def read(self) -> str:
+        """Fields and formats of the prompts so far."""
+        return ", ".join(dict.fromkeys(str(reading.name) for reading in self._readings.values()))
 
     def of_text(self, text: str) -> Example:
         """Return the prompt that a text makes. Raises ValueError if it cannot be the message of a user."""
         if self._is_chat:
             return self.of_messages([{"role": USER, "content": text}])
-        return Example((TextSegment(self._options.input_format.replace("__input__", text), is_target=False),))
+        text = self._options.input_format.replace("__input__", text)
+        return self._limited(Example((TextSegment(text, is_target=False),)))
 
     def of_messages(self, messages: Any, fields: Mapping[str, Any] | None = None) -> Example:
         """Return the prompt that messages make, with what fields of a record add to a chat. Raises ValueError."""
@@ -101,32 +120,45 @@ class PromptReader:
         for name, path in self._options.fields:
             with contextlib.suppress(FormatError):  # such as that of the answer
                 fields[name] = field_of(record.fields, path)
-        if self.field is None:
-            self._choose(fields, record.where)
-        if self._format is not None:
+        if record.source not in self._readings:
+            self._readings[record.source] = self._choose(fields, record.where)
+        reading = self._readings[record.source]
+        prompt = self._prompt(reading, fields, record)
+        counts = self._counts.setdefault(record.source, RecordCounts())
+        counts.unread.update(self._unread(reading, fields, record))
+        return prompt
+
+    def notes(self) -> list[str]:
+        """Return a sentence on each source whose records, so far, had fields without effect on their prompts."""
+        found = {source: counts.unread_summary() for source, counts in self._counts.items()}
+        return [f"--file: {source}: {clause}" for source, clause in found.items() if clause]
+
+    def _prompt(self, reading: _Reading, fields: Mapping[str, Any], record: PromptRecord) -> Example:
+        """Return the prompt of a record. fields: as data.fields names them. Raises ValueError that names the record."""
+        if reading.format is not None:
             try:
-                return self._format.prompt(fields)
+                prompt = reading.format.prompt(fields)
+                return self._limited(prompt) if reading.format.answer else prompt
             except FormatError as error:
                 raise ValueError(f"{record.where} {error.reason}; {error.remedy}") from None
             except ValueError as error:
                 raise ValueError(f"{record.where}: {error}") from None
-        if self.field is None or self.field not in fields:
-            wanted = f"field {self.field!r}" if self.field else f"field {', '.join(FIELDS)} or {MESSAGES}"
+        if reading.field is None or reading.field not in fields:
+            wanted = f"field {reading.field!r}" if reading.field else f"field {', '.join(FIELDS)} or {MESSAGES}"
             found = ", ".join(map(repr, record.fields)) or "none"
             raise ValueError(
                 f"{record.where}, has no {wanted}; its fields: {found}; name the one with the prompt by --field"
             )
-        return self._of_field(fields, record.where)
+        return self._of_field(reading.field, fields, record.where)
 
-    def _of_field(self, fields: Mapping[str, Any], where: str) -> Example:
+    def _of_field(self, field: str, fields: Mapping[str, Any], where: str) -> Example:
         """Return the prompt of the field with it: a text, or messages. Raises ValueError that names the record."""
-        assert self.field is not None
-        prompt = fields[self.field]
+        prompt = fields[field]
         if isinstance(prompt, str) and not self._is_chat:
-            return self._formats[TEXT].prompt(fields) if self.field == TEXT else self.of_text(prompt)
+            return self._formats[TEXT].prompt(fields) if field == TEXT else self.of_text(prompt)
         if not isinstance(prompt, str) and not is_list(prompt):
             raise ValueError(
-                f'{where}: {self.field!r} is neither a text nor a list of messages; write "..." or '
+                f'{where}: {field!r} is neither a text nor a list of messages; write "..." or '
                 '[{"role": "user", "content": "..."}]'
             )
         messages = [{"role": USER, "content": prompt}] if isinstance(prompt, str) else prompt
@@ -135,8 +167,30 @@ class PromptReader:
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
 
-    def _choose(self, fields: Mapping[str, Any], where: str) -> None:
-        """Choose format or field of all records by the fields of the first, in a place. Raises ValueError."""
+    def _unread(self, reading: _Reading, fields: Mapping[str, Any], record: PromptRecord) -> set[str]:
+        """Return the names of the fields of a record that its prompt does not depend on. fields: see `_prompt`."""
+        (form, field, _), options = reading, self._options
+        if form is not None:
+            lacks_answer = form.answer is not None and not has_value(fields.get(form.answer))
+            return unread_of(form, record.fields, {**fields, form.answer: "."} if lacks_answer else fields, options)
+        assert field is not None
+        prompt = fields[field]
+        name = MESSAGES if self._is_chat or not isinstance(prompt, str) else TEXT
+        messages = [{"role": USER, "content": prompt}] if isinstance(prompt, str) else prompt
+        path = dict(options.fields).get(field, field)
+        options = replace(options, fields=(*options.fields, (name, path)))
+        renamed = {**fields, name: prompt if name == TEXT else messages}
+        return unread_of(self._formats[name], record.fields, renamed, options) - {field}
+
+    def _limited(self, prompt: Example) -> Example:
+        """Return a prompt with the maximum length of those that a run has learned, which have no earlier answers."""
+        is_limited = not prompt.has_special_tokens and len(prompt.segments) == 1
+        return prompt._replace(max_prompt=self._options.max_prompt) if is_limited else prompt
+
+    def _choose(self, fields: Mapping[str, Any], where: str) -> _Reading:
+        """Return how the records of a source are read, by the fields of the first, in a place. Raises ValueError."""
+        if self._field is not None:
+            return _Reading(None, self._field, self._field)
         names = [*self._formats] if self._options.format == "auto" else [self._options.format]
         for name in names:
             form = self._formats[name]
@@ -144,8 +198,7 @@ class PromptReader:
             if not is_given and not form.detect({**fields, form.answer: "."} if form.answer else fields):
                 continue
             if not self._is_chat or name in CHATS:
-                self._format, self.field = form, f"format {name}"
-                return
+                return _Reading(form, None, f"format {name}")
             texts = [each for each in (*form.required, *form.optional) if each not in (form.answer, SYSTEM)]
             if len(texts := [each for each in texts if has_value(fields.get(each))]) > 1:
                 raise ValueError(
@@ -153,7 +206,8 @@ class PromptReader:
                     f"--field, or give --format {name} for a plain prompt"
                 )
             break
-        self.field = next((name for name in FIELDS if name in fields), None)
+        field = next((name for name in FIELDS if name in fields), None)
+        return _Reading(None, field, field)
 
 
 Options = Mapping[str, Any]

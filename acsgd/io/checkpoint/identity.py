@@ -164,11 +164,14 @@ class RunIdentity:
         weights = differing_weights(self.sources, self.data.get(WEIGHTS), saved.data.get(WEIGHTS))
         return weights and f"its batches differ: {weights}"
 
+    def differing_reading(self, saved: RunIdentity) -> str:
+        """Return a clause on the options of reading that differ; empty if none of those that both record do."""
+        common = {name: value for name, value in self.reading.items() if name in saved.reading}
+        return _differing(common, {name: saved.reading[name] for name in common})
+
     def _differing_texts(self, saved: RunIdentity) -> str:
         """Return a clause that says how the sources differ."""
-        # older versions recorded fewer
-        common = {name: value for name, value in self.reading.items() if name in saved.reading}
-        if differing := _differing(common, {name: saved.reading[name] for name in common}):
+        if differing := self.differing_reading(saved):
             return f"the records of data.sources are read differently: {differing}"
         named = differing_sources(self.sources, saved.sources) if saved.sources else None
         return named or "the text of data.sources differs from the text it was trained on"

@@ -22,6 +22,7 @@ from acsgd.errors import RunError
 from acsgd.groups import Groups
 from acsgd.io.checkpoint.contents import LOCAL_OPTIMIZER, Contents, build_tensors, optimizer_spec
 from acsgd.io.checkpoint.copies import FileExchange, fetch
+from acsgd.io.checkpoint.identity import RunIdentity
 from acsgd.io.checkpoint.progress import Progress, RunState, changed_options, recorded_options
 from acsgd.io.checkpoint.resume import Checkpoint
 from acsgd.io.checkpoint.saver import LayerState
@@ -97,7 +98,7 @@ def start(job: Job, inputs: RunInputs, groups: Groups, *, gives_up: bool = False
     progress = restore(session, checkpoint)
     inputs.reader.restore(checkpoint.run.streams)
     notes.append(f"resuming from {checkpoint.path}: {progress}")
-    notes += _describe_changes(job, checkpoint, progress.loss_scale)
+    notes += _describe_changes(job, inputs.identity, checkpoint, progress.loss_scale)
     if progress.best and checkpoint.run.held_out not in ("", inputs.held_out_key):
         progress = replace(progress, best={})
         notes.append("the evaluation data are others than those of the checkpoint: its best metrics do not count")
@@ -105,7 +106,7 @@ def start(job: Job, inputs: RunInputs, groups: Groups, *, gives_up: bool = False
     return Start(session, progress, checkpoint.path, notes, source, StepRecord(**left) if left else None)
 
 
-def _describe_changes(job: Job, checkpoint: Checkpoint, loss_scale: LossScale) -> list[str]:
+def _describe_changes(job: Job, identity: RunIdentity, checkpoint: Checkpoint, loss_scale: LossScale) -> list[str]:
     """Return sentences on options that differ from those of a checkpoint. loss_scale: with which the run resumes."""
     notes = []
     if not _has_same_optimizer(job, checkpoint):
@@ -119,6 +120,11 @@ def _describe_changes(job: Job, checkpoint: Checkpoint, loss_scale: LossScale) -
         notes.append(
             f"what replicas of dp.mode={checkpoint.run.options['dp.mode']} had not exchanged yet is "
             + ("dropped" if dropped else "part of the weights now")
+        )
+    if differing := identity.differing_reading(checkpoint.run.identity):
+        notes.append(
+            "no text of this run is changed, but what it saves reads and writes others in another way than the "
+            f"checkpoint: {differing}"
         )
     notes += _describe_rate(job, checkpoint.run)
     if loss_scale.dynamic and any(each.startswith("optim.loss_scale:") for each in changed):

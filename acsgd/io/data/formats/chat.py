@@ -373,13 +373,16 @@ class ShareGpt(Messages):
 
 
 class PromptMessages(Messages):
-    """Lists of messages under "prompt" and "completion", of which one may be a text. Only the completion is learned."""
+    """Lists of messages under "prompt" and "completion", of which one may be a text. Only the completion is learned.
+
+    A list may be JSON text, as in tables.
+    """
 
     required = ("prompt", "completion")
 
     def detect(self, fields: Mapping[str, Any]) -> bool:
         """Return whether one of them is a list."""
-        return any(is_list(fields.get(name)) for name in self.required)
+        return any(_list_in(fields.get(name)) is not None for name in self.required)
 
     def prompt(self, fields: Mapping[str, Any]) -> Example:
         _, answer = self.required
@@ -388,10 +391,17 @@ class PromptMessages(Messages):
     def _turns(self, fields: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
         turns = []
         for name, role in zip(self.required, (USER, ASSISTANT), strict=True):
-            value = fields.get(name)
-            part = messages_in(value) if is_list(value) else [{"role": role, "content": string_of(fields, name)}]
-            turns += [(name, turn, name == "completion") for turn in part or ()]
+            part = _list_in(fields.get(name))
+            part = [{"role": role, "content": string_of(fields, name)}] if part is None else part
+            turns += [(name, turn, name == "completion") for turn in part]
         return turns
+
+
+def _list_in(value: Any) -> list[Any] | None:
+    """Return the messages of a list, or of a text that is the JSON of one; None of another text."""
+    found = messages_in(value)
+    is_chat = is_list(value) or all(isinstance(each, Mapping) and "role" in each for each in found or [None])
+    return found if is_chat else None
 
 
 @lru_cache(maxsize=256)

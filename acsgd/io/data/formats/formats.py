@@ -136,7 +136,7 @@ class _Reader:
             example.text.encode()
             if self._options.max_prompt or self._options.max_answer:
                 example = _limited(example, self._options)
-            self._counts.unread.update(self._unread(form, record.fields))
+            self._counts.unread.update(unread_of(form, record.fields, renamed.fields, self._options))
         except FormatError as error:
             return BadRecord(record.where, error.reason, error.remedy)
         except UnicodeEncodeError:
@@ -151,17 +151,6 @@ class _Reader:
             return fields
         return {**fields, **{name: field_of(fields, path) for name, path in self._options.fields}}
 
-    def _unread(self, form: Format, fields: Mapping[str, Any]) -> set[str]:
-        """Return the names of the fields of a record that its example does not depend on."""
-        if not self._options.fields:
-            return {*form.unread(fields)}
-        names = {name for name, _ in self._options.fields}
-        paths = {path.removesuffix(AS_TEXT) for _, path in self._options.fields}
-        read = paths | {path.split(".")[0] for path in paths}
-        replaced = {name for name in names & fields.keys() - read if has_value(fields[name])}
-        beside = {name for top in read - paths for name in _beside(fields.get(top), top, paths)}
-        return replaced | beside | ({*form.unread(self._renamed(fields))} - read)
-
     def _detected(self, fields: Mapping[str, Any]) -> str:
         for name, form in self._formats.items():
             if form.detect(fields):
@@ -173,6 +162,21 @@ class _Reader:
             f'has no string under "{TEXT}"; its fields: {names_of(fields)}',
             f"name the fields that a format needs, --data.fields {examples}",
         )
+
+
+def unread_of(form: Format, fields: Mapping[str, Any], renamed: Mapping[str, Any], options: ReadOptions) -> set[str]:
+    """Return the names of the fields of a record that its example does not depend on.
+
+    renamed: the fields under the names of the format. Raises FormatError if they have another one.
+    """
+    if not options.fields:
+        return {*form.unread(renamed)}
+    names = {name for name, _ in options.fields}
+    paths = {path.removesuffix(AS_TEXT) for _, path in options.fields}
+    read = paths | {path.split(".")[0] for path in paths}
+    replaced = {name for name in names & fields.keys() - read if has_value(fields[name])}
+    beside = {name for top in read - paths for name in _beside(fields.get(top), top, paths)}
+    return replaced | beside | ({*form.unread(renamed)} - read)
 
 
 def _beside(value: Any, place: str, paths: Collection[str]) -> Iterator[str]:

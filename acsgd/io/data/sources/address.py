@@ -8,15 +8,27 @@ import io
 import itertools
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from glob import has_magic
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from acsgd.io.data.sources.base import BadRecord, NamedSource, RecordCounts, SourceRecord
-from acsgd.io.data.sources.files import NO_RECORDS, SPLITS, read_files, readable_endings, reader_of, split_of
+from acsgd.io.data.sources.files import (
+    NO_RECORDS,
+    SPLITS,
+    check_forms,
+    check_parts,
+    check_written,
+    read_files,
+    readable_endings,
+    reader_of,
+    refuse_other_records,
+    split_of,
+)
 from acsgd.io.data.sources.files import version_of as version_of_content
 from acsgd.io.data.sources.remote import ConnectionLostError
 from acsgd.io.data.sources.text import reading
@@ -115,7 +127,9 @@ class FsspecFiles(NamedSource):
         """Return those of the files of a directory or pattern that hold records. Raises ValueError."""
         fixed = "/".join(itertools.takewhile(lambda part: not has_magic(part), directory.split("/")))
         below = {path: Path(path.removeprefix(fixed).lstrip("/")) for path in paths}
-        paths = [path for path in paths if not any(map(NO_RECORDS.fullmatch, below[path].parts)) and reader_of(path)]
+        if not has_magic(directory):
+            self._check_complete([*below.values()])
+        paths = [path for path in paths if _may_hold_records(below[path]) and reader_of(path)]
         paths = [path for path in paths if not path.endswith(".txt")] or paths  # as in a local directory
         if not paths:
             raise ValueError(f"{self.key}: {self.name} holds no files that can be read, {readable_endings()}")
@@ -127,6 +141,20 @@ class FsspecFiles(NamedSource):
                 f"as {pattern}"
             )
         return paths
+
+    def _check_complete(self, files: Sequence[Path]) -> None:
+        """Raise ValueError if a directory lacks files, or has some that cannot be read. files: their paths in it."""
+        above, found = f"{self.name.rstrip('/')}/", {*files}.union(*(path.parents for path in files))
+        for directory in sorted(found):
+            has = partial(_contains, found, directory)
+            check_written(f"{above}{directory}".removesuffix("/."), has)
+        records = [path for path in files if _may_hold_records(path)]
+        for path in records:
+            if reader_of(path.name) is None:
+                refuse_other_records(f"{above}{path}")
+        read = [path for path in records if reader_of(path.name)]
+        check_parts(self.name, read, above)
+        check_forms(self.name, read, prefix=above)
 
     def _version_of(self, entry: Mapping[str, Any]) -> str:
         """Return the version of a file; of a local one that of its content, since each host may have a copy."""
@@ -168,6 +196,14 @@ class FsspecFiles(NamedSource):
         return ValueError(
             f"{self.key}: {self.name} cannot be read ({problem}); check the address, its credentials and the network"
         )
+
+
+def _contains(paths: Collection[Path], directory: Path, name: str) -> bool:
+    return directory / name in paths
+
+
+def _may_hold_records(path: Path) -> bool:
+    return not any(map(NO_RECORDS.fullmatch, path.parts))
 
 
 class _Reader(io.RawIOBase):

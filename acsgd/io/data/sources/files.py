@@ -89,7 +89,8 @@ MAX_NAMED = 5
 STATE = "state.json"
 """File in which `datasets` lists the Arrow files of a directory that it saved."""
 NO_RECORDS = re.compile(
-    r"(\.|__).*|cache-.*\.arrow|(dataset_infos?|dataset_dict|state)\.json|node_modules|venv|wandb|mlruns|lightning_logs"
+    r"(\.|__).*|_temporary|cache-.*\.arrow|(dataset_infos?|dataset_dict|state)\.json|node_modules|venv|wandb|mlruns|"
+    "lightning_logs"
 )
 """Names of hidden files and directories, of the caches and descriptions that `datasets` writes beside records, and of
 directories in which programs keep packages and logs."""
@@ -97,6 +98,10 @@ COPY = re.compile(r"(copy of )?(.*?)(( -|_)? ?\(?copy\)?( \d+)?| ?\(\d+\)|[-_. ]
 """Name, without its ending, that browsers and desktops give to a copy: data (1), data copy 2, Copy of data."""
 OTHER_RECORDS = re.compile(r"\.(jsonl?|ndjson|csv|tsv|parquet|arrow)(\.(gz|zst|xz|bz2|lz4|zip))?$")
 """Endings of names of files of records, also compressed, of which not all have a reader."""
+UNFINISHED, FINISHED = "_temporary", "_SUCCESS"
+"""Directory in which Spark and Hadoop write files until all are complete, and the file that they write then."""
+TABLE_LOGS = ("_delta_log", ".hoodie", "metadata/version-hint.text")
+"""What a table of Delta Lake, Hudi or Iceberg has beside its files, of which some may be of earlier versions."""
 CONFIGS = re.compile(r"---\n(?:(?!---).*\n)*?configs:")
 """Beginning of a README.md that divides the files of a repository of the Hub into datasets and splits."""
 
@@ -197,13 +202,17 @@ def _names_in(name: str, directory: Path, endings: Collection[str], prefix: str)
             f"{split or 'others'}: {prefix}{_typed(splits[split], directory, endings)}" for split in _in_order(splits)
         ]
         raise ValueError(f"{name} has several splits; give one of them: {'; '.join(choices)}")
-    _check_parts(name, paths)
-    _check_copies(name, paths, endings, prefix)
+    check_parts(name, paths)
+    check_forms(name, paths, endings, prefix)
+    _check_copies(name, paths, endings)
     return [str(path) for path in paths]
 
 
-def _check_parts(name: str, paths: Sequence[Path]) -> None:
-    """Raise ValueError if a file is a part of a set of which others are missing, as after an interrupted download."""
+def check_parts(name: str, paths: Iterable[Path], above: str = "") -> None:
+    """Raise ValueError if a file is a part of a set of which others are missing, as after an interrupted download.
+
+    above: what a path begins with as the user types it.
+    """
     found = dict[tuple[Path, str, str, str], set[int]]()
     for path in paths:
         if match := PART.fullmatch(path.name):
@@ -214,23 +223,28 @@ def _check_parts(name: str, paths: Sequence[Path]) -> None:
         if missing := sorted({*range(first, first + int(total))} - numbers):
             part = f"{start}{missing[0]:0{len(total)}}-of-{total}{end}"
             raise ValueError(
-                f"{name} lacks {len(missing)} of {int(total)} parts, such as {directory / part}; get them, or give a "
-                f'pattern of those that it has, "{directory}/{start}*{end}"'
+                f"{name} lacks {len(missing)} of {int(total)} parts, such as {above}{directory / part}; get them, or "
+                f'give a pattern of those that it has, "{above}{directory / f"{start}*{end}"}"'
             )
 
 
-def _check_copies(name: str, paths: Sequence[Path], endings: Collection[str], prefix: str) -> None:
-    """Raise ValueError for files of which one is a copy of another: in another form, or by its name and its bytes."""
-    found, originals = dict[Path, Path](), dict[tuple[str, int], list[Path]]()
+def check_forms(name: str, paths: Iterable[Path], endings: Collection[str] = READERS, prefix: str = "") -> None:
+    """Raise ValueError for files of which one may be another in another form. prefix: of what the user types."""
+    found = dict[Path, Path]()
     for path in paths:
-        stem = next(path.name.removesuffix(end) for end in endings if path.name.endswith(end))
-        if other := found.get(path.with_name(stem)):
+        if other := found.get(path.with_name(stem := _stem(path, endings))):
             raise ValueError(
                 f"{name} has {other.name} and {path.name}, which may hold the same records; give one of them: "
                 f"{prefix}{other} or {prefix}{path}"
             )
         found[path.with_name(stem)] = path
-        match = COPY.fullmatch(stem)
+
+
+def _check_copies(name: str, paths: Iterable[Path], endings: Collection[str]) -> None:
+    """Raise ValueError for files of which one is a copy of another by its name and its bytes."""
+    originals = dict[tuple[str, int], list[Path]]()
+    for path in paths:
+        match = COPY.fullmatch(_stem(path, endings))
         assert match
         originals.setdefault((match[2], _size(str(path))), []).append(path)
     for first, *others in originals.values():
@@ -238,6 +252,11 @@ def _check_copies(name: str, paths: Sequence[Path], endings: Collection[str], pr
             raise ValueError(
                 f"{name} has {first} and {equal}, which are equal; remove one of them, or give the files by name"
             )
+
+
+def _stem(path: Path, endings: Collection[str]) -> str:
+    """Return the name of a file without its ending, one of `endings`."""
+    return next(path.name.removesuffix(end) for end in endings if path.name.endswith(end))
 
 
 def files_below(directory: Path, endings: Collection[str] = READERS, above: Sequence[Path] = ()) -> Iterator[Path]:
@@ -251,6 +270,7 @@ def files_below(directory: Path, endings: Collection[str] = READERS, above: Sequ
             files = [file["filename"] for file in json.loads((directory / STATE).read_bytes())["_data_files"]]
         yield from (directory / file for file in files)
         return
+    check_written(str(directory), lambda name: (directory / name).exists())
     above = (*above, directory.resolve())
     for path in sorted(directory.iterdir()):
         if NO_RECORDS.fullmatch(path.name):
@@ -260,11 +280,34 @@ def files_below(directory: Path, endings: Collection[str] = READERS, above: Sequ
                 yield from files_below(path, endings, above)
         elif path.is_file() and path.name.endswith(tuple(endings)):
             yield path
-        elif path.is_file() and OTHER_RECORDS.search(path.name):
-            raise ValueError(
-                f"{path} is not read, since only {readable_endings(endings)} are; convert it to one of them, or move "
-                "it elsewhere"
-            )
+        elif path.is_file():
+            refuse_other_records(str(path), endings)
+
+
+def refuse_other_records(name: str, endings: Collection[str] = READERS) -> None:
+    """Raise ValueError for the name of a file of records with an ending that is not read."""
+    if OTHER_RECORDS.search(name):
+        raise ValueError(
+            f"{name} is not read, since only {readable_endings(endings)} are; convert it to one of them, or move it "
+            "elsewhere"
+        )
+
+
+def check_written(directory: str, has: Callable[[str], bool]) -> None:
+    """Raise ValueError if a program has not written all files of a directory, or only some of them belong together.
+
+    has: whether there is a file or directory with a name in it.
+    """
+    if has(UNFINISHED) and not has(FINISHED):
+        raise ValueError(
+            f"{directory} is being written, or was not written to its end: it has {UNFINISHED} and no {FINISHED}; "
+            f"wait or write it again, or remove {directory}/{UNFINISHED}"
+        )
+    if log := next(filter(has, TABLE_LOGS), None):
+        raise ValueError(
+            f"{directory} is a table with versions ({log}), whose files are not all of the present one; write the "
+            "present version to a directory of its own, such as Parquet files"
+        )
 
 
 def _overlap(one: Path, other: Path) -> bool:
