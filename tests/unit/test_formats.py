@@ -752,6 +752,12 @@ CHATS: list[tuple[str, dict[str, Any], list[dict[str, Any]], dict[str, Any]]] = 
     (PARTS, {"messages": [{**each, "content": parts_of(each["content"])} for each in CHAT]}, MORE, {}),
     (CHATML, {"prompt": [SYSTEM, *CHAT, USER], "completion": [ANSWER]}, [SYSTEM, *CHAT, *CHAT], {}),
     (CHATML, {"prompt": "hi", "completion": [ANSWER]}, CHAT, {}),
+    (
+        "{% for each in documents %}{{ each.text }}{% endfor %}" + CHATML,
+        {"messages": CHAT, "documents": [{"text": "High water at 7."}]},
+        CHAT,
+        {"documents": [{"text": "High water at 7."}]},
+    ),
     (CHATML, {"prompt": json.dumps([SYSTEM, USER]), "completion": json.dumps([ANSWER])}, [SYSTEM, *CHAT], {}),
     (
         "{{ mode }}" + CHATML,

@@ -138,6 +138,8 @@ def test_keys_that_do_not_change_training_are_ignored() -> None:
         (identity(gpt2(n_layer=3)), "its model differs: n_layer is 3 in the checkpoint, 2 in the run"),
         (identity(gpt2(attn_pdrop=0.3)), "its model differs: attn_pdrop is 0.3 in the checkpoint, 0.1 in the run"),
         (identity(tokenizer="u"), "its tokenizer differs from the run's"),
+        (identity(gpt2(bos_token_id=None), tokenizer="u"), "its tokenizer differs from the run's"),
+        (identity(gpt2(bos_token_id=None)), "its model differs: bos_token_id is not set in the checkpoint, 50256 in"),
         (identity(data={"data.batch": 8}), "its batches differ: data.batch is 8 in the checkpoint, 4 in the run"),
         (identity(data={"data.seed": 1}), "its batches differ: data.seed is 1 in the checkpoint, 0 in the run"),
         (

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from acsgd.io.data.sources.base import ReadOptions
+from acsgd.shards.generation import COPIES, SPECIAL_TOKENS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -22,6 +23,8 @@ ADAPTER = "adapter.spec"
 """Key in RunIdentity.data of the adapter, which is absent if there is none."""
 VOLATILE = ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache")
 """Keys of a model config that do not change training."""
+OF_TOKENIZER = (*SPECIAL_TOKENS, *COPIES)
+"""Keys that another tokenizer (model.tokenizer) sets."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def differing_sources(ours: Sequence[SourceIdentity], saved: Sequence[SourceIden
     """Return a clause that names the sources that differ, and says how; None if all are the same."""
     if [each.tokens for each in ours] == [each.tokens for each in saved]:
         return None
-    added, removed = _without(ours, saved), _without(saved, ours)
+    added, removed = _missing(ours, saved), _missing(saved, ours)
     if not added and not removed:
         return f"the order of data.sources is {_names(saved)} in the checkpoint, {_names(ours)} in the run"
     old_names, new_names = ({each.name for each in sources} for sources in (removed, added))
@@ -79,7 +82,7 @@ def _weights(sources: Sequence[SourceIdentity], counts: object) -> str:
     return "not given" if counts == [1] else str(counts)
 
 
-def _without(sources: Sequence[SourceIdentity], others: Sequence[SourceIdentity]) -> list[SourceIdentity]:
+def _missing(sources: Sequence[SourceIdentity], others: Sequence[SourceIdentity]) -> list[SourceIdentity]:
     """Return the sources whose tokens are not among those of the others, each of which stands for one source."""
     rest = [each.tokens for each in others]
     missing = []
@@ -151,13 +154,15 @@ class RunIdentity:
         ours, theirs = self.model["model_type"], saved.model["model_type"]
         if ours != theirs:
             return f'its model is of family "{theirs}", the run\'s of family "{ours}"'
-        if differing := _differing(self.model, saved.model):
+        if differing := _differing(*(_without(each.model, OF_TOKENIZER) for each in (self, saved))):
             return f"its model differs: {differing}"
         if self.tokenizer != saved.tokenizer:
             return "its tokenizer differs from the run's"
+        if differing := _differing(self.model, saved.model):
+            return f"its model differs: {differing}"
         if differing := _differing(*({ADAPTER: each.data.get(ADAPTER)} for each in (self, saved))):
             return f"it trains other parameters: {differing}"
-        if differing := _differing(_without_weights(self.data), _without_weights(saved.data)):
+        if differing := _differing(*(_without(each.data, [WEIGHTS]) for each in (self, saved))):
             return f"its batches differ: {differing}"
         if self.texts != saved.texts:
             return self._differing_texts(saved)
@@ -177,11 +182,17 @@ class RunIdentity:
         return named or "the text of data.sources differs from the text it was trained on"
 
 
-def _without_weights(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in data.items() if key != WEIGHTS}
+def _without(values: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in keys}
 
 
 def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """List the first 3 keys whose values differ."""
     keys = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
-    return ", ".join(f"{key} is {theirs.get(key)} in the checkpoint, {ours.get(key)} in the run" for key in keys[:3])
+
+    def text(values: Mapping[str, Any], key: str) -> str:
+        return "not set" if values.get(key) is None else str(values[key])
+
+    return ", ".join(
+        f"{key} is {text(theirs, key)} in the checkpoint, {text(ours, key)} in the run" for key in keys[:3]
+    )

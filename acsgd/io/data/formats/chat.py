@@ -54,7 +54,7 @@ from acsgd.shards.chat_template import names
 
 SPANS = "train_detail"
 """Field of a message of axolotl with the spans of its text that are learned."""
-TOOLS, VARIABLES = "tools", "chat_template_kwargs"
+TOOLS, DOCUMENTS, VARIABLES = "tools", "documents", "chat_template_kwargs"
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Tag with which a chat template marks what the assistant writes."""
 NOTHING = "(?!)"
@@ -76,18 +76,18 @@ class ChatRecord(NamedTuple):
     answers: list[int]
     """Indices of the messages that are learned."""
     variables: dict[str, Any]
-    """Tools, and variables of the template."""
+    """Tools, documents, and variables of the template."""
 
 
 class Messages(Format):
     """A list under "messages" of objects with "role" and "content"; maybe "system", and the "tools" that may be called.
 
     The list may be JSON text, as in tables. Messages may have "tool_calls", one of FLAGS, and the NAMES of ShareGPT.
-    "chat_template_kwargs" are variables of the template.
+    "documents" are those that answers refer to, and "chat_template_kwargs" variables of the template.
     """
 
     required: ClassVar[Sequence[str]] = ("messages",)
-    optional = (SYSTEM, TOOLS, FUNCTIONS, VARIABLES)
+    optional = (SYSTEM, TOOLS, FUNCTIONS, DOCUMENTS, VARIABLES)
     options_read = ("targets", "chat_template", "chat_template_kwargs", "split_special_tokens")
 
     def detect(self, fields: Mapping[str, Any]) -> bool:
@@ -101,7 +101,10 @@ class Messages(Format):
         has_effect = cache(lambda name: self._has_effect(name, chat, template))
         if TOOLS in chat.variables and not has_effect(TOOLS):
             yield TOOLS if has_value(fields.get(TOOLS)) else FUNCTIONS
-        yield from (f"{VARIABLES}.{name}" for name in chat.variables if name != TOOLS and not names(template, name))
+        if DOCUMENTS in chat.variables and not has_effect(DOCUMENTS):
+            yield DOCUMENTS
+        others = chat.variables.keys() - {TOOLS, DOCUMENTS}
+        yield from (f"{VARIABLES}.{name}" for name in others if not names(template, name))
         known = ("role", "content", TOOL_CALLS, FUNCTION_CALL)
         for place, turn, _ in self._turns(fields):
             flags = [name for name in FLAGS if is_answer(turn["role"]) or not turn.get(name)]
@@ -215,6 +218,8 @@ class Messages(Format):
             variables[TOOLS] = tools
         elif functions := parsed(fields.get(FUNCTIONS), list, f'"{FUNCTIONS}"'):
             variables[TOOLS] = [{"type": "function", "function": function} for function in functions]
+        if documents := parsed(fields.get(DOCUMENTS), list, f'"{DOCUMENTS}"'):
+            variables[DOCUMENTS] = documents
         if system:
             messages.append({"role": SYSTEM, "content": system})
         for number, (_, turn, is_learned) in enumerate(turns, start=1):
