@@ -27,6 +27,8 @@ from acsgd.notes import print_note
 
 T = TypeVar("T")
 
+TRUTHS = ("true", "false", "yes", "no", "on", "off", "0", "1")
+"""Values with which other programs take switches."""
 MAX_SHOWN = 60
 """Maximum number of characters of a value in an error message."""
 MAX_USAGE = 400
@@ -269,7 +271,7 @@ def _options_in(shown_help: str) -> list[str]:
 
 def _option_error(argv: Sequence[str], options: Sequence[str]) -> str | None:
     """Return what is wrong with the first option that does not exist, or is a switch with a value; None if none is."""
-    for argument in argv:
+    for argument, following in itertools.pairwise([*argv, ""]):
         name, is_assigned, value = argument.partition("=")
         known = "--" + name[2:].replace("_", "-")
         if not re.match("--[A-Za-z]", name):
@@ -278,6 +280,8 @@ def _option_error(argv: Sequence[str], options: Sequence[str]) -> str | None:
             likely = " or ".join(_as_documented(each) for each in options if _is_meant(name, each))
             return f"unrecognized option: {name}{f' (did you mean {likely}?)' if likely else ''}"
         section, dot, key = known[2:].rpartition(".")
+        if not is_assigned and following.lower() in TRUTHS:
+            is_assigned, value = "=", following
         if is_assigned and (off := f"--{section}{dot}no-{key}") in options:
             return f"{name} is a switch without a value ({value}); give {name} or {_as_documented(off)}"
     return None

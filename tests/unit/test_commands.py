@@ -187,6 +187,7 @@ WRONG = [
     ("convert to-hf --shards a b", "unrecognized option: --shards; all options: acsgd convert to-hf --help"),
     ("convert to-hf a b --dtype fp8", "invalid choice 'fp8' for argument '--dtype'. Expected one of bfloat16, float16"),
     ("inspect --json=yes a", "--json is a switch without a value (yes); give --json or --no-json; all options: acsgd"),
+    ("generate m --prompt a --chat true", "--chat is a switch without a value (true); give --chat or --no-chat; all"),
     ("net nope", "invalid choice 'nope' for argument ACTION. Expected one of rotate; all options: acsgd net --help"),
     ("data dedup a", "required options are missing: -o PATH, --output PATH; all options: acsgd data dedup --help"),
     ("data show a --model m -n x", "-n/--n 'x' is not an integer; all options: acsgd data show --help"),
