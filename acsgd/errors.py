@@ -57,6 +57,10 @@ class RefusedError(RunError):
     """This host cannot take part in the run: starting its workers again would not help."""
 
 
+class AfterLastStepError(RunError):
+    """Training is complete and saved, but not what follows it. All ranks raise it together."""
+
+
 class SaveError(RunError):
     """A save has failed, and it was the last one or checkpoint.on_error is "stop". All ranks raise it together.
 

@@ -56,7 +56,7 @@ from acsgd.elastic.view_resources import (
     open_store,
     view_events,
 )
-from acsgd.errors import ConnectError, RefusedError, RunError, SaveError, WaitInterruptedError
+from acsgd.errors import AfterLastStepError, ConnectError, RefusedError, RunError, SaveError, WaitInterruptedError
 from acsgd.failures.failures import RunContext
 from acsgd.failures.signals import StopSignals
 from acsgd.failures.stdio import enter_training
@@ -207,6 +207,9 @@ class ElasticWorker:
             is_stopped = self._state.is_stopped
         except WaitInterruptedError:
             return False
+        except AfterLastStepError as error:
+            self._control.send(Done())  # else hosts would form another view without this one, or start it again
+            raise RefusedError(str(error)) from error
         except SaveError as error:
             if rank in error.ranks:
                 raise RefusedError(f"{error.failure}; fix the cause and start this host again") from error

@@ -14,12 +14,12 @@ from acsgd.comm.store import StoreError
 from acsgd.comm.waits import InterruptibleWaits
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
 from acsgd.elastic.control import Control
-from acsgd.elastic.membership.messages import Broken, End, Hello, Host, Run, Setup, Stop, Stopped, View
+from acsgd.elastic.membership.messages import Broken, Done, End, Hello, Host, Run, Setup, Stop, Stopped, View
 from acsgd.elastic.membership.plan import Plan
 from acsgd.elastic.state.handover import is_run_over
 from acsgd.elastic.view_resources import open_metrics
 from acsgd.elastic.worker import ElasticWorker
-from acsgd.errors import ConnectError, RefusedError, RunError, SaveError
+from acsgd.errors import AfterLastStepError, ConnectError, RefusedError, RunError, SaveError
 from acsgd.failures.failures import RunContext
 from acsgd.failures.signals import StopSignals
 from acsgd.io.checkpoint.progress import Progress
@@ -135,6 +135,20 @@ def test_a_host_that_cannot_save_ends_alone_and_the_others_save_again(
         assert not run()
         assert script.sent == [Broken(7, "step 5 could not be saved: its disk is full")]
         assert worker._has_dropped_save
+
+
+def test_a_run_whose_last_upload_is_missing_is_done_and_its_hosts_are_not_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise AfterLastStepError("the last checkpoint is not uploaded")
+
+    monkeypatch.setattr(ElasticWorker, "_train", fail)
+    script = Script()
+    view = View(7, (Host("a", "h:1"),), Plan(1, ranks=("a/0",)))
+    with pytest.raises(RefusedError, match=r"^the last checkpoint is not uploaded$"):
+        new_worker(script)._run_view(Run(view, "a/0"), cast(StopSignals, None), cast(RunContext, None))
+    assert script.sent == [Done()]
 
 
 def test_a_worker_reports_once_per_view_however_often_it_is_asked_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:

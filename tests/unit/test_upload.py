@@ -23,7 +23,7 @@ from lib.saved import SMALL, small_run, train_alone
 from lib.stores import STORES, accept, open_store
 
 from acsgd.comm.waits import DIRECT
-from acsgd.errors import RunError
+from acsgd.errors import AfterLastStepError
 from acsgd.io.checkpoint import upload
 from acsgd.io.checkpoint.copies import SHARED, Disks
 from acsgd.io.checkpoint.directory import CheckpointDirectory
@@ -196,7 +196,7 @@ def test_a_run_keeps_its_id_and_another_one_of_its_name_gets_another(
         """Return whether the run has the address."""
         options = replace(config.checkpoint, resume=resume)
         run = replace(config, optim=replace(config.optim, steps=steps), checkpoint=options)
-        with contextlib.suppress(RunError):  # the last checkpoint of a run without the address is not uploaded
+        with contextlib.suppress(AfterLastStepError):  # of a run without the address
             train_alone(with_local_checkpoint(run))
         (owner,) = RemoteDirectory.open(address).read(upload.OWNER).splitlines()[1:]
         is_owner = owner.decode() == (tmp_path / "run/upload-id").read_text()
@@ -342,7 +342,7 @@ def test_the_end_of_a_run_waits_for_the_last_upload(
         hook.before_step(state)
         if case == "failure":
             assert uploader.wait(LIMIT_S)
-        with pytest.raises(RunError, match=expected) if expected else contextlib.nullcontext():
+        with pytest.raises(AfterLastStepError, match=expected) if expected else contextlib.nullcontext():
             hook.at_end(state)
     assert any("waiting for the last upload" in note for note in notes) == (case in ("signal", "stall"))
     assert any("the run was stopped; the next start continues it" in note for note in notes) == (case == "stopped")
@@ -531,7 +531,8 @@ def test_training_continues_after_credentials_end_and_the_next_start_continues_t
     target = "s3://bucket/run"
     config = small_run(tiny_model(n_layer=1), tmp_path / "run", every=None, upload=target, resume=target)
     config = replace(config, log=replace(config.log, to="print", trace="1:2"))
-    with pytest.raises(RunError, match="the last checkpoint is not uploaded: its upload failed; the run is complete"):
+    missing = "the last checkpoint is not uploaded: its upload failed; the run is complete"
+    with pytest.raises(AfterLastStepError, match=missing):
         train_alone(with_local_checkpoint(config))
     assert (tmp_path / "run/trace-1-2.json").exists(), "what else ends with the run has ended"
     out, err = capfd.readouterr()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from acsgd.errors import RunError
+from acsgd.errors import AfterLastStepError
 from acsgd.failures.signals import StopSignals
 from acsgd.io.checkpoint.upload import Uploader, UploadingRun
 from acsgd.notes import print_note
@@ -58,7 +58,7 @@ class Upload(StepHook):
     def at_end(self, state: LoopState) -> None:
         """Wait for the last upload, unless a signal has ended the run: then the next start continues it.
 
-        Raises RunError, on all ranks, if the run was not stopped and its last checkpoint is not uploaded.
+        Raises AfterLastStepError, on all ranks, if the run was not stopped and its last checkpoint is not uploaded.
         """
         self._submit()
         is_stopped = state.is_stopped and state.ended_because is None
@@ -67,7 +67,8 @@ class Upload(StepHook):
         if missing and is_stopped:
             self._note(f"{missing}; the next start continues it")
         elif missing := next(filter(None, found), ""):
-            raise RunError(f"{missing}; the run is complete here, and the same command continues the upload")
+            message = f"{missing}; the run is complete here, and the same command continues the upload"
+            raise AfterLastStepError(message)
 
     def _missing(self, uploader: Uploader, *, waits: bool) -> str:
         """Return a clause on why the last checkpoint is not uploaded, empty if it is. waits: for its upload."""
