@@ -91,7 +91,7 @@ class Streams:
 
     def load(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the host on the device. The host does not wait for the copy, and may change the tensor."""
-        return tensor.to(self.device, non_blocking=True)
+        return load_onto(self.device, tensor)
 
     def read(self, values: Sequence[Tensor]) -> list[float]:
         """Wait for the device once, and return scalars of it. Those of the host are copied on the way."""
@@ -140,9 +140,6 @@ class CudaStreams(Streams):
     def host_buffer(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def load(self, tensor: Tensor) -> Tensor:
-        return super().load(tensor.pin_memory())  # a copy, which torch keeps until the device has read it
-
     @contextlib.contextmanager
     def side_stream(self, *inputs: Tensor) -> Iterator[None]:
         self._side.wait_stream(torch.cuda.current_stream(self.device))
@@ -165,6 +162,13 @@ class CudaStreams(Streams):
 
     def peak_memory_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)
+
+
+def load_onto(device: torch.device, tensor: Tensor) -> Tensor:
+    """Return a tensor on a device; the host does not wait for the copy of its own tensor, and may change that."""
+    if (tensor.device.type, device.type) == ("cpu", "cuda"):
+        tensor = tensor.pin_memory()  # a copy, which torch keeps until the device has read it
+    return tensor.to(device, non_blocking=True)
 
 
 def peak_of_gpu(name: str, dtype: torch.dtype) -> float:

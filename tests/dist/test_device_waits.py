@@ -22,7 +22,8 @@ from lib.ranks import on_ranks
 from lib.stand_in import on_stand_in
 from lib.training import TIMEOUT, batches_of, losses_of_rank, plain_config
 
-from acsgd.config.options import Config
+from acsgd.config.options import Config, ReplicaConfig
+from acsgd.dp import MODES
 from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.launch import Launch
@@ -39,7 +40,7 @@ ONCE = Counter({"copy to the host": 1})
 """The read of loss and gradient norm at the end of a step."""
 HEADERS = Counter({"copy to the host": 1})
 """The read of the headers of all messages that stayed on the device."""
-SHAPES = {"small": (2, 3), "large": (4, 1)}
+SHAPES = {"small": (2, 3), "large": (3, 2)}
 """Blocks, and sequences of a micro-batch."""
 NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -51,6 +52,8 @@ class Row(NamedTuple):
     micro: int = 3
     """Sequences of a micro-batch, of 6 in a step."""
     pp: Mapping[str, Any] = NONE
+    dp: Mapping[str, Any] = NONE
+    """Two replicas with these options; none = one."""
     optim: Mapping[str, Any] = NONE
     dtype: str = "fp32"
     is_ordered: bool = False
@@ -59,7 +62,7 @@ class Row(NamedTuple):
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return 2 if self.pp else 1
+        return 2 if self.pp or self.dp else 1
 
     def config(self, directory: Path) -> Config:
         """Return the run, with files in a directory of the module."""
@@ -71,6 +74,7 @@ class Row(NamedTuple):
             config,
             model=dataclasses.replace(config.model, dtype=self.dtype),
             data=dataclasses.replace(config.data, sequence=16),
+            dp=ReplicaConfig(**self.dp),
             optim=dataclasses.replace(config.optim, **self.optim),
         )
         return with_shared_cache(config)
@@ -95,11 +99,35 @@ SOAKED = {
         for name in (*SCHEDULES, "1f1b:lead=2")
     },
 }
-OF_SHAPE = {
-    f"optim.name={name}": {"optim": {"name": name}} for name in OPTIMIZERS if name not in ("adafactor", "adamw8bit")
+SHARDS = ("optimizer", "gradients", "weights")
+SMALL = "bucket_mb=0.002"
+"""Option with which most weights have buckets of their own."""
+EXCHANGING = {
+    "cocktail": ":random=.5",
+    "diloco": ":inner=1,bits=8,moment_correction=true",
+    "sparseloco": ":inner=1,chunk=16",
+    "quantized": ":exact_steps=1",
+    "powersgd": ":rank=2,warm_start=false",
 }
-"""Options with which the number of waits of a step does not depend on the shape. torch's Adafactor reads numbers of
-each weight; adamw8bit needs a GPU."""
+"""Options of modes, with which they exchange in each step, or after the first."""
+SPECS = {name: name + EXCHANGING.get(name, "") for name in MODES}
+OF_SHAPE: dict[str, dict[str, Any]] = {
+    **{f"optim.name={name}": {"optim": {"name": name}} for name in OPTIMIZERS if name != "adamw8bit"},
+    **{f"dp.mode={spec}": {"dp": {"mode": spec}} for spec in SPECS.values()},
+    **{f"dp.mode={spec}, ordered": {"dp": {"mode": spec}, "is_ordered": True} for spec in SPECS.values()},
+    f"dp.mode=allreduce:{SMALL}, ordered": {"dp": {"mode": f"allreduce:{SMALL}"}, "is_ordered": True},
+}
+"""Options with which the number of waits of a step does not depend on the shape; adamw8bit needs a GPU."""
+FOR_UPDATES = {
+    **{"sharded_ps": 2, "central_ps": 2, "quantized": 5, "sparseloco": 10},
+    **{"diloco": 5 + 34, "cocktail_grad": 26 + 34, "cocktail": 32 + 34},
+}
+"""Waits for what two replicas exchange over the ordered transport: for a message, and for second moments."""
+OFTEN = ("optim.name=adafactor",)
+"""Those of `make test`."""
+SHARDED = {
+    f"dp.shard={kind}, {micro}": Row(5 - micro, micro, dp={"shard": kind}) for kind in SHARDS for micro in (3, 1)
+}
 OFFLOADED = {
     f"{offload}, {dtype}": Row(4, 1, optim={"offload": offload}, dtype=dtype)
     for dtype in ("fp32", "bf16")
@@ -111,12 +139,18 @@ def soaked(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.soak) for name in names]
 
 
+def mode_of(option: str) -> str:
+    return option.partition("=")[2].partition(",")[0].partition(":")[0]
+
+
 class Observed(NamedTuple):
     """What one rank observes of a run."""
 
     losses: list[float]
     waits: list[Counter[str]]
     """By step."""
+    exchanges: list[int]
+    """Messages that it has sent to the other replica so far, by step."""
     buffers: list[int]
     """Host buffers allocated so far, by step."""
     on_device: set[str]
@@ -132,7 +166,7 @@ def observe(rank: int, world_size: int, store: Path, runs: Sequence[tuple[Config
     with on_stand_in() as streams:  # before the first backward: that fixes which devices torch has
         for number, (config, is_ordered) in enumerate(runs):
             job, file_store = prepare(config, Launch(rank, rank, world_size)), dist.FileStore(f"{store}-{number}")
-            found, progress = Observed([], [], [], set(), []), Progress()
+            found, progress = Observed([], [], [], [], set(), []), Progress()
             with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
                 if is_ordered:
                     groups = groups.with_transport(ordered_transport(rank), streams.device, lambda axis, ranks: True)
@@ -143,6 +177,7 @@ def observe(rank: int, world_size: int, store: Path, runs: Sequence[tuple[Config
                     progress = result.progress
                     found.losses.append(result.loss)
                     found.waits.append(Counter(streams.waits))
+                    found.exchanges.append(session.peers._exchanges)
                     found.buffers.append(streams.buffers)
                 found.on_device.update(_on_device(session))
                 session.close()
@@ -175,7 +210,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory, selected: Callable[[str],
 
     Few processes train one row after the other: most of the time would pass in their start.
     """
-    directory, rows = tmp_path_factory.mktemp("waits"), ROWS | SOAKED
+    directory, rows = tmp_path_factory.mktemp("waits"), ROWS | SOAKED | SHARDED
     rows = {name: rows[name] for name in selected("name")}
     rows |= {name: row for name, row in OFFLOADED.items() if name.rpartition(" ")[2] in selected("dtype")}
     for name in selected("option"):
@@ -207,12 +242,24 @@ def test_a_step_waits_once_and_for_each_message_over_gloo(name: str, observed: R
         assert each.buffers[-1] == each.buffers[-2], "buffers are allocated once"
 
 
-@pytest.mark.parametrize("option", soaked(OF_SHAPE))
-def test_optimizers_add_waits_that_do_not_depend_on_the_shape(option: str, observed: Results) -> None:
+@pytest.mark.parametrize("option", [*OFTEN, *soaked(sorted(OF_SHAPE.keys() - OFTEN))])
+def test_options_add_waits_that_do_not_depend_on_the_shape(option: str, observed: Results) -> None:
     small, large = (observed[f"{option}, {shape}"][1] for shape in SHAPES)
     for mine, other in zip(small, large, strict=True):
         assert mine.waits[-1] == other.waits[-1], option
+        if option.endswith(", ordered"):
+            assert (mine.waits[-1] - ONCE).total() == FOR_UPDATES.get(mode_of(option), 0), mine.waits[-1]
         assert mine.losses == mine.on_cpu, option
+
+
+@pytest.mark.parametrize("name", soaked(SHARDED))
+def test_a_step_with_divided_weights_waits_for_each_message_that_it_sends(name: str, observed: Results) -> None:
+    """And not for those that it receives, whatever the number of weights in one."""
+    for each in observed[name][1]:
+        sent = each.exchanges[-1] - each.exchanges[-2]
+        assert each.waits[-1] == ONCE + Counter({"copy to the host": sent})
+        assert sent > 0
+        assert each.losses == each.on_cpu
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.soak), "bf16"])

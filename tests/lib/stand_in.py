@@ -41,6 +41,18 @@ class DeviceTensor(Tensor):
         tensor.held = held
         return tensor
 
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return DeviceTensor(self.held)  # whose changes autograd does not notice
+
+    @data.setter
+    def data(self, values: DeviceTensor) -> None:
+        Tensor.data.__set__(self, values)  # type: ignore[attr-defined]  # shape and strides
+        self.held = values.held
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.held.untyped_storage()
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
@@ -83,8 +95,9 @@ class _Event:
 def on_stand_in() -> Iterator[StandInStreams]:
     """Context in which runs are prepared for the device."""
     streams = StandInStreams()
+    streams_of = mock.patch("torch.accelerator.current_stream", return_value=_Event())
     costs = mock.patch.dict(plan.FLOPS_PER_BYTE, {"standin": plan.FLOPS_PER_BYTE["cpu"]})
-    with costs, mock.patch("acsgd.run.plan.job.open_streams", return_value=streams):
+    with costs, streams_of, mock.patch("acsgd.run.plan.job.open_streams", return_value=streams):
         yield streams
 
 

@@ -18,6 +18,7 @@ from acsgd.codecs.topk import TopK
 from acsgd.comm.waits import Meter
 from acsgd.dp.peers import Peers
 from acsgd.errors import RunError
+from acsgd.streams import load_onto
 
 
 def split_evenly(flat: Tensor, count: int) -> list[Tensor]:
@@ -120,7 +121,7 @@ def _add_decoded(
     assert like is not None
     if isinstance(codec, TopK):
         with _errors_of(peer):
-            positions, values = codec.decode_kept(message.to(like.device), len(like))
+            positions, values = codec.decode_kept(load_onto(like.device, message), len(like))
         for target, alpha in (added, 1), (subtracted, -1):
             if target is not None:
                 target.index_copy_(0, positions, target.index_select(0, positions).add_(values, alpha=alpha))
@@ -135,7 +136,7 @@ def _add_decoded(
 def decode_message(codec: MessageCodec, message: Tensor, like: Tensor, peer: int) -> Tensor:
     """Decode the message of a replica to the length and device of `like`. Raises RunError if it is invalid."""
     with _errors_of(peer):
-        return codec.decode(message.to(like.device), len(like))
+        return codec.decode(load_onto(like.device, message), len(like))
 
 
 @contextlib.contextmanager

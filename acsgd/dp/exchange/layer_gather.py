@@ -20,6 +20,7 @@ from acsgd.errors import RunError
 from acsgd.layers.description import LayerSpec
 from acsgd.optim.ownership import OwnedWeights, Part, divide
 from acsgd.shards.weights import Weight
+from acsgd.streams import load_onto
 
 
 class GatheredParam:
@@ -179,5 +180,6 @@ class LayerGather:
         for j, message in self._peers.exchange(outgoing, longest, self._meter).items():
             if len(message) != sizes[j]:
                 raise RunError(f"replica {j} sent {len(message)} bytes of weights instead of {sizes[j]}")
-            for x, values in zip(parts[j], message.split([len(x) for x in parts[j]]), strict=True):
+            on_device = load_onto(parts[j][0].device, message)
+            for x, values in zip(parts[j], on_device.split([len(x) for x in parts[j]]), strict=True):
                 x.copy_(values)

@@ -26,7 +26,7 @@ from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState, restore
 from acsgd.optim.base import SecondMoments
 from acsgd.shards.weights import WeightState
-from acsgd.streams import mix_seed
+from acsgd.streams import load_onto, mix_seed
 
 MIN_ROW = 8
 """Minimum elements of a row, where a weight can be divided so; shorter rows are not worth their traffic."""
@@ -223,7 +223,8 @@ def project(grad: Tensor, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(mix_seed(step, grad.numel()))
     pieces = []
     for rows in grad.split(count):
-        one, other = torch.randint(0, 2, (2, n), generator=generator).mul_(2).sub_(1).to(grad.device, grad.dtype)
+        drawn = torch.randint(0, 2, (2, n), generator=generator).mul_(2).sub_(1).to(grad.dtype)
+        one, other = load_onto(grad.device, drawn)
         # one vector rotated by the index of the row, times the other rotated in the opposite direction
         signs = one.repeat(2).unfold(0, n, 1)[:count] * other.repeat(2).unfold(0, n, 1)[:count].flip(0)
         pieces.append((rows * signs[: len(rows)]).sum(1))

@@ -25,6 +25,7 @@ from acsgd.errors import RunError
 from acsgd.optim.base import SecondMoments
 from acsgd.optim.ownership import OwnedWeights, Part
 from acsgd.shards.weights import Weight, WeightState
+from acsgd.streams import load_onto
 
 SEPARATOR = "\n"
 """Separates the name of a state from the key of its weight in messages."""
@@ -215,7 +216,8 @@ class ShardedSync(GradSync):
         for j, message in self._peers.exchange(outgoing, longest, self.meter).items():
             if len(message) != sizes[j]:
                 raise RunError(f"replica {j} sent {len(message)} bytes of weights instead of {sizes[j]}")
-            flat = message.clone().view(params[j][0].dtype)  # messages are not aligned
+            aligned = message.clone()  # messages are not
+            flat = load_onto(params[j][0].device, aligned).view(params[j][0].dtype)
             for x, values in zip(params[j], flat.split([x.numel() for x in params[j]]), strict=True):
                 x.copy_(values.view(x.shape))
 

@@ -22,7 +22,7 @@ from acsgd.dp.resize import ReplicaState
 from acsgd.dp.sync import Exchanges, GradSync, SingleReplicaSync
 from acsgd.optim.base import Capability, SecondMoments
 from acsgd.shards.weights import Weight, WeightState
-from acsgd.streams import mix_seed
+from acsgd.streams import load_onto, mix_seed
 
 Sampling = Literal["rolling", "shuffled", "random"]
 """Order in which coordinates are sampled.
@@ -49,10 +49,10 @@ def sample_coordinates(
         return _rolling(n, ratio, step, device)
     count = round(ratio * n)
     if sampling == "random":
-        return _permutation(n, seed, step)[:count].sort().values.to(device)
+        return load_onto(device, _permutation(n, seed, step)[:count].sort().values)
     past, first = divmod(step * count, max(1, n))
     orders = torch.cat([_permutation(n, seed, past), _permutation(n, seed, past + 1)])
-    return orders[first : first + count].unique().to(device)  # across two permutations a few may occur twice
+    return load_onto(device, orders[first : first + count].unique())  # across two permutations a few may occur twice
 
 
 def _rolling(n: int, ratio: Fraction, step: int, device: torch.device) -> Tensor | slice:

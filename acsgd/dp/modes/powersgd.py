@@ -20,7 +20,7 @@ from acsgd.dp.resize import ReplicaState, check_names, restore
 from acsgd.dp.sync import GradSync, SingleReplicaSync
 from acsgd.optim.base import SecondMoments
 from acsgd.shards.weights import Weight, WeightState
-from acsgd.streams import mix_seed
+from acsgd.streams import load_onto, mix_seed
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class PowerSGD(BucketOptions):
         """Return a random Q [cols, r] for a gradient [rows, cols]: the same on all replicas and in a resumed run."""
         number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "little")
         generator = torch.Generator().manual_seed(mix_seed(0, number, 0 if self.warm_start else step))
-        return torch.randn(matrix.shape[1], self.rank, generator=generator).to(matrix.device)
+        return load_onto(matrix.device, torch.randn(matrix.shape[1], self.rank, generator=generator))
 
 
 RESIDUAL, BASIS = "gradient_residual", "basis"
