@@ -72,9 +72,12 @@ class TopK:
 
     def encode(self, x: Tensor) -> Tensor:
         """Return the message, uint8[m], of a vector fp32 [n], on its device. Raises NotFiniteError."""
+        return self.encode_kept(x)[0]
+
+    def encode_kept(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `encode`'s message, and the ascending positions of the kept elements, int64[k]."""
         n, x = len(x), x.detach()
-        positions = self._largest(x)
-        values = x.index_select(0, positions)
+        positions, values = self._largest(x)
         if not values.isfinite().all():  # NaN and infinity are always among the largest
             measure(x, layout_of((n,), "tensor", 0), "max", (n,))
         remainders, quotients = encode_positions(positions, n, self._rice(n))
@@ -82,7 +85,7 @@ class TopK:
         message = quotients.new_empty(head + len(quotients))
         pack((*self._value_codec(n).encode(values), remainders), message[:head])
         message[head:] = quotients
-        return message
+        return message, positions
 
     def decode(self, message: Tensor, n: int) -> Tensor:
         """Return the decoded vector [n], on the message's device. Raises ValueError as `decode_kept`."""
@@ -93,9 +96,19 @@ class TopK:
         """Return the kept elements of the decoded vector [n]: their ascending positions, int64[k], and values, fp32[k].
 
         Raises ValueError for a message that is not one of n elements. Other corruption is undetected: the checksum of
-        a message is added and verified by dp/exchange/peers.py.
+        a message is added and verified by dp/peers.py.
         """
-        wire, kept = self._wire(n), self.kept(n)
+        fields, remainders, quotients = self._fields(message, n)
+        positions = decode_positions(remainders, quotients, self.kept(n), n, self._rice(n))
+        return positions, self._values(fields, n)
+
+    def decode_values(self, message: Tensor, n: int) -> Tensor:
+        """Return the kept elements of the decoded vector [n], fp32[k]. Raises ValueError as `decode_kept`."""
+        return self._values(self._fields(message, n)[0], n)
+
+    def _fields(self, message: Tensor, n: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+        """Return the fields of the values, the remainders and the quotients of a message of n elements."""
+        wire = self._wire(n)
         head = wire_bytes(wire)
         if message.dtype != torch.uint8 or message.dim() != 1 or not head <= len(message) <= self.max_bytes(n):
             raise ValueError(
@@ -103,13 +116,15 @@ class TopK:
                 f"to {self.max_bytes(n)} bytes"
             )
         *fields, remainders = unpack(_aligned(message[:head]), wire)
-        positions = decode_positions(remainders, message[head:], kept, n, self._rice(n))
-        return positions, self._value_codec(n).decode(tuple(fields), (kept,), torch.float32)
+        return tuple(fields), remainders, message[head:]
+
+    def _values(self, fields: tuple[Tensor, ...], n: int) -> Tensor:
+        return self._value_codec(n).decode(fields, (self.kept(n),), torch.float32)
 
     def error_bound(self, x: Tensor) -> Tensor:
         """The bound of the value codec for kept elements, the magnitude for the others."""
-        positions, bound = self._largest(x), x.double().abs()
-        bound[positions] = self._value_codec(len(x)).error_bound(x[positions])
+        (positions, values), bound = self._largest(x), x.double().abs()
+        bound[positions] = self._value_codec(len(x)).error_bound(values)
         return bound
 
     def _wire(self, n: int) -> Wire:
@@ -131,29 +146,36 @@ class TopK:
     def _kept_of(self, width: int) -> int:
         return max(1, round(self.fraction * width)) if width else 0
 
-    def _largest(self, x: Tensor) -> Tensor:
-        """Return the positions of the kept elements, int64[k], ascending."""
+    def _largest(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the positions of the kept elements, int64[k], ascending, and their values, fp32[k]."""
         whole = len(x) - len(x) % self._chunk(len(x))
         rows, rest = x[:whole].reshape(-1, self._chunk(len(x))), x[whole:]
-        found = _largest_of_row(rows[0], self._kept_of(whole)) if len(rows) == 1 else self._largest_of_rows(rows)
-        return torch.cat([found, whole + _largest_of_row(rest, self._kept_of(len(rest)))])
+        first = _largest_of_row(rows[0], self._kept_of(whole)) if len(rows) == 1 else self._largest_of_rows(rows)
+        if not len(rest):
+            return first
+        positions, values = _largest_of_row(rest, self._kept_of(len(rest)))
+        return torch.cat([first[0], whole + positions]), torch.cat([first[1], values])
 
-    def _largest_of_rows(self, rows: Tensor) -> Tensor:
+    def _largest_of_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         kept, blocks = self._kept_of(rows.shape[1]), rows.split(max(1, block_size(rows.device) // rows.shape[1]))
         columns = torch.cat([block.abs().topk(kept, sorted=False).indices.sort().values for block in blocks])
-        return columns.add_(torch.arange(0, rows.numel(), rows.shape[1], device=rows.device)[:, None]).view(-1)
+        values = rows.gather(1, columns).view(-1)
+        columns += torch.arange(0, rows.numel(), rows.shape[1], device=rows.device)[:, None]
+        return columns.view(-1), values
 
 
-def _largest_of_row(x: Tensor, count: int) -> Tensor:
-    """Return the positions of the `count` largest magnitudes of a vector, ascending.
+def _largest_of_row(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the positions of the `count` largest magnitudes of a vector, ascending, and their values.
 
     Selecting takes far longer than comparing, so candidates are filtered by a threshold first.
     """
     candidates = _candidates(x, count) if len(x) > SAMPLE else None
     if candidates is None or len(candidates) < count:
-        return x.abs().topk(count, sorted=False).indices.sort().values
-    magnitudes = x.index_select(0, candidates).abs_()
-    return candidates.index_select(0, magnitudes.topk(count, sorted=False).indices.sort().values)
+        positions = x.abs().topk(count, sorted=False).indices.sort().values
+        return positions, x.index_select(0, positions)
+    values = x.index_select(0, candidates)  # once: each element of x is in another cache line
+    found = values.abs().topk(count, sorted=False).indices.sort().values
+    return candidates.index_select(0, found), values.index_select(0, found)
 
 
 def _candidates(x: Tensor, count: int) -> Tensor:

@@ -57,23 +57,28 @@ def sharded_mean(
     if peers.is_observer:
         peers.exchange({}, {}, meter)
         answers, mean = peers.exchange({}, lengths, meter), torch.zeros_like(mine)
-        return ShardedMean(_decode_parts(codec, answers, parts, None), mean)
-    messages = [_encode(codec, part, peers.replica) for part in parts]
-    outgoing = {peer: messages[peer].to(peers.device) for peer in others}
+        return ShardedMean(_decode_parts(codec, answers, parts, {}), mean)
+    sent = [_encode(codec, part, peers.replica) for part in parts]
+    outgoing = {peer: sent[peer].message.to(peers.device) for peer in others}
     received = peers.exchange(outgoing, dict.fromkeys(others, codec.max_bytes(len(mine))), meter)
-    received[peers.replica] = messages[peers.replica]
     mean = torch.zeros_like(mine)
     for peer in range(peers.size):  # the same order on every owner
-        _add_decoded(codec, received[peer], peer, mean, mine if peer == peers.replica else None)
+        if peer == peers.replica:
+            decoded = _decode_sent(codec, sent[peer], mine, peer)
+            _add(mine, decoded, -1)
+        else:
+            decoded = _decode(codec, received[peer], mean, peer)
+        _add(mean, decoded)
     mean.div_(peers.size)
     if server_residual is not None:
         mean += server_residual
     answer = _encode(codec, mean, peers.replica)
-    answers = peers.exchange(dict.fromkeys(peers.receivers, answer.to(peers.device)), lengths, meter)
-    answers[peers.replica] = answer
-    means = _decode_parts(codec, answers, parts, (peers.replica, mean))
+    answers = peers.exchange(dict.fromkeys(peers.receivers, answer.message.to(peers.device)), lengths, meter)
+    decoded = _decode_sent(codec, answer, mean, peers.replica)
+    means = _decode_parts(codec, answers, parts, {peers.replica: decoded})
+    _add(mean, decoded, -1)
     for peer in others:
-        _add_decoded(codec, messages[peer], peers.replica, None, parts[peer])
+        _add(parts[peer], _decode_sent(codec, sent[peer], parts[peer], peers.replica), -1)
     return ShardedMean(means, mean)
 
 
@@ -84,53 +89,56 @@ def gathered_mean(x: Tensor, codec: MessageCodec, peers: Peers, meter: Meter) ->
     `peers`. Raises RunError if x is not finite or a peer failed.
     """
     lengths, outgoing = dict.fromkeys(peers.others, codec.max_bytes(len(x))), dict[int, Tensor]()
-    if not peers.is_observer:
-        message = _encode(codec, x, peers.replica)
-        outgoing = dict.fromkeys(peers.receivers, message.to(peers.device))
+    sent = None if peers.is_observer else _encode(codec, x, peers.replica)
+    if sent is not None:
+        outgoing = dict.fromkeys(peers.receivers, sent.message.to(peers.device))
     received = peers.exchange(outgoing, lengths, meter)
-    if not peers.is_observer:
-        received[peers.replica] = message
     mean = torch.zeros_like(x)
     for peer in range(peers.size):
-        is_mine = peer == peers.replica and not peers.is_observer
-        _add_decoded(codec, received[peer], peer, mean, x if is_mine else None)
+        if sent is not None and peer == peers.replica:
+            decoded = _decode_sent(codec, sent, x, peer)
+            _add(x, decoded, -1)
+        else:
+            decoded = _decode(codec, received[peer], mean, peer)
+        _add(mean, decoded)
     return mean.div_(peers.size)
 
 
-def _decode_parts(
-    codec: MessageCodec, answers: Mapping[int, Tensor], parts: Sequence[Tensor], residual: tuple[int, Tensor] | None
-) -> Tensor:
-    """Decode the messages of the owners of all parts; return the whole vector [n].
+class _Kept(NamedTuple):
+    """Decoded elements of a vector whose other elements are 0."""
 
-    residual: an owner, and a vector from which its decoded message is subtracted, in place.
-    """
+    positions: Tensor
+    values: Tensor
+
+
+def _decode_parts(
+    codec: MessageCodec,
+    answers: Mapping[int, Tensor],
+    parts: Sequence[Tensor],
+    known: Mapping[int, _Kept | Tensor],
+) -> Tensor:
+    """Decode the messages of the owners of all parts; return the whole vector [n]. known: what is decoded already."""
     whole = parts[0].new_zeros(sum(map(len, parts)))
     for owner, target in enumerate(whole.split([len(part) for part in parts])):
-        _add_decoded(codec, answers[owner], owner, target, residual[1] if residual and residual[0] == owner else None)
+        _add(target, known[owner] if owner in known else _decode(codec, answers[owner], target, owner))
     return whole
 
 
-def _add_decoded(
-    codec: MessageCodec, message: Tensor, peer: int, added: Tensor | None, subtracted: Tensor | None
-) -> None:
-    """Add the decoded message of a replica to one vector [n], and subtract it from another, both in place.
+def _add(x: Tensor, decoded: _Kept | Tensor, alpha: int = 1) -> None:
+    """Add a decoded message times `alpha` to a vector [n], in place."""
+    if isinstance(decoded, _Kept):
+        positions, values = decoded
+        x.index_copy_(0, positions, x.index_select(0, positions).add_(values, alpha=alpha))
+    else:
+        x.add_(decoded, alpha=alpha)
 
-    Raises RunError if it is invalid.
-    """
-    like = added if added is not None else subtracted
-    assert like is not None
-    if isinstance(codec, TopK):
-        with _errors_of(peer):
-            positions, values = codec.decode_kept(load_onto(like.device, message), len(like))
-        for target, alpha in (added, 1), (subtracted, -1):
-            if target is not None:
-                target.index_copy_(0, positions, target.index_select(0, positions).add_(values, alpha=alpha))
-        return
-    decoded = decode_message(codec, message, like, peer)
-    if added is not None:
-        added.add_(decoded)
-    if subtracted is not None:
-        subtracted.sub_(decoded)
+
+def _decode(codec: MessageCodec, message: Tensor, like: Tensor, peer: int) -> _Kept | Tensor:
+    """Decode the message of a replica to the length and device of `like`. Raises RunError if it is invalid."""
+    if not isinstance(codec, TopK):
+        return decode_message(codec, message, like, peer)
+    with _errors_of(peer):
+        return _Kept(*codec.decode_kept(load_onto(like.device, message), len(like)))
 
 
 def decode_message(codec: MessageCodec, message: Tensor, like: Tensor, peer: int) -> Tensor:
@@ -148,8 +156,26 @@ def _errors_of(peer: int) -> Iterator[None]:
         raise RunError(f"replica {peer} sent a message that cannot be decoded: {error}") from None
 
 
-def _encode(codec: MessageCodec, x: Tensor, replica: int) -> Tensor:
+class _Sent(NamedTuple):
+    """A message of this replica."""
+
+    message: Tensor
+    positions: Tensor | None
+    """Those of the elements that TopK keeps."""
+
+
+def _encode(codec: MessageCodec, x: Tensor, replica: int) -> _Sent:
     try:
-        return codec.encode(x)
+        if isinstance(codec, TopK):
+            return _Sent(*codec.encode_kept(x))
+        return _Sent(codec.encode(x), None)
     except NotFiniteError as error:
         raise RunError(f"replica {replica}: update is not finite ({error}); resume from a checkpoint") from error
+
+
+def _decode_sent(codec: MessageCodec, sent: _Sent, like: Tensor, replica: int) -> _Kept | Tensor:
+    """Decode a message of this replica, as others do; the positions in it are known."""
+    if not isinstance(codec, TopK):
+        return decode_message(codec, sent.message, like, replica)
+    assert sent.positions is not None
+    return _Kept(sent.positions, codec.decode_values(sent.message, len(like)))
