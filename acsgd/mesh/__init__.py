@@ -9,6 +9,7 @@ address and a port are the same on all hosts, and programs such as gloo need no 
   whose certificate was verified.
 - `streams`: protocols of asyncio: `FirstLine` reads what a new connection is for, `Lines` exchanges messages,
   `CarriedEnd` is one of the two ends of a carried connection.
+- `transport`: `TlsTransport` encrypts a connection of asyncio.
 - `tls`: `Entrance` accepts connections of members, and bounds what others can cost; `dial` opens one to a member.
 - `ports`: which ports listen at an address, and which user a local connection belongs to, from /proc/net/tcp.
 - `messages`: what two forwarders send to each other.

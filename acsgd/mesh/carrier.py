@@ -21,6 +21,7 @@ from acsgd.mesh.messages import Open
 from acsgd.mesh.peers import MeshPeer
 from acsgd.mesh.streams import CarriedEnd, FirstLine
 from acsgd.mesh.tls import HANDSHAKE_S, Entrance, OnMember, dial, member_of, unanswered_s
+from acsgd.mesh.transport import MAX_AWAITED_OF_RELAY
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +119,8 @@ class Carrier:
         if peer is None or peer.lines is None or peer.is_relayed:
             raise ConnectionRefusedError(f"{address} is not connected to this host")
         remote = await self._open(peer, "relayed\n")
+        for each in (connection, remote):
+            each.transport.max_awaited = MAX_AWAITED_OF_RELAY
         remote.hand_over(end := CarriedEnd())
         self._join(end, connection)
 

@@ -6,19 +6,18 @@ import asyncio
 import socket
 from collections.abc import Callable
 
+from acsgd.mesh.transport import TlsTransport
+
 MAX_LINE = 1 << 16
 """Maximum size of a message, bytes."""
 BUFFER_BYTES = 1 << 18
 """Number of bytes that wait for the slower side of a carried connection."""
-LOW_WATER, BATCH_S = 1 << 14, 0.002
-"""Number of bytes that are read at once from a connection that receives more than these per interval, seconds. A record
-of TLS has as many."""
 
 
 class FirstLine(asyncio.Protocol):
     """Reads the first line, which says what a connection is for. Then the connection is given another protocol."""
 
-    transport: asyncio.Transport
+    transport: TlsTransport
     is_connected = False
     """Whether the handshake is complete, and `transport` is set."""
 
@@ -31,7 +30,7 @@ class FirstLine(asyncio.Protocol):
         self.line: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._data = b""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: TlsTransport) -> None:  # type: ignore[override]
         self.transport, self.is_connected = transport, True
 
     def data_received(self, data: bytes) -> None:
@@ -100,13 +99,9 @@ class CarriedEnd(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._early = b""
         self._is_lost = False
-        self._received: int | None = None
-        """Number of bytes in this interval; None while none is measured."""
-        self._is_batched = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
-        self._is_encrypted = transport.get_extra_info("ssl_object") is not None
         transport.set_write_buffer_limits(BUFFER_BYTES)
         transport.pause_reading()
 
@@ -127,25 +122,6 @@ class CarriedEnd(asyncio.Protocol):
             self._early += data  # what was under way when reading was paused
         else:
             self._other.write(data)
-            if self._received is not None:
-                self._received += len(data)
-            elif self._is_encrypted:
-                self._received = len(data)
-                asyncio.get_running_loop().call_later(BATCH_S, self._end_interval)
-
-    def _end_interval(self) -> None:
-        """Let the system wake this process for LOW_WATER bytes at once while much is received, not for each packet.
-
-        At a limited rate packets come one by one. The last bytes before a pause wait for the end of an interval.
-        """
-        assert self._received is not None
-        is_batched = self._received >= (1 if self._is_batched else LOW_WATER)
-        if is_batched != self._is_batched and self._transport is not None and not self._transport.is_closing():
-            connection = self._transport.get_extra_info("socket")
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, LOW_WATER if is_batched else 1)
-        self._is_batched, self._received = is_batched, 0 if is_batched else None
-        if is_batched:
-            asyncio.get_running_loop().call_later(BATCH_S, self._end_interval)
 
     def write(self, data: bytes) -> None:
         if data and self._transport is not None and not self._is_lost:

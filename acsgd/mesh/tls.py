@@ -17,6 +17,7 @@ from typing import Any
 from acsgd.comm.addresses import split_address
 from acsgd.mesh.identity import HostIdentity, StrangerError, VerifiedHost, member_of
 from acsgd.mesh.streams import FirstLine
+from acsgd.mesh.transport import TlsTransport
 
 log = logging.getLogger(__name__)
 
@@ -82,11 +83,11 @@ class Entrance:
 
     async def _greet(self, connection: socket.socket) -> None:
         protocol = FirstLine()
+        encrypted = TlsTransport(self._identity.server, protocol, server_side=True)
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                await asyncio.get_running_loop().connect_accepted_socket(  # that of uvloop returns other objects
-                    lambda: protocol, connection, ssl=self._identity.server, ssl_handshake_timeout=HANDSHAKE_S
-                )
+                await asyncio.get_running_loop().connect_accepted_socket(lambda: encrypted, connection)
+                await encrypted.handshake()
                 set_options(protocol.transport)
                 member = member_of(protocol.transport.get_extra_info("ssl_object"))
                 line = await protocol.line
@@ -156,24 +157,20 @@ async def dial(
     at: dict[str, Any] = {"sock": place}
     if isinstance(place, str):
         at = dict(zip(("host", "port"), split_address(place), strict=True))
-    loop = asyncio.get_running_loop()
+    loop, protocol = asyncio.get_running_loop(), FirstLine()
+    encrypted = TlsTransport(identity.client, protocol, server_side=False)
     with contextlib.ExitStack() as stack:
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                transport, protocol = await loop.create_connection(
-                    FirstLine,
-                    **at,
-                    ssl=identity.client,
-                    server_hostname="",  # would be sent in the clear
-                    ssl_handshake_timeout=HANDSHAKE_S,
-                )
+                transport, _ = await loop.create_connection(lambda: encrypted, **at)
+                stack.callback(transport.abort)
+                await encrypted.handshake()
         except ssl.SSLCertVerificationError as error:
             raise StrangerError(OTHER_SECRET) from error
         except ssl.SSLError as error:
             raise StrangerError(OTHER_PROGRAM) from error
-        stack.callback(transport.abort)
         set_options(transport)
-        member = member_of(transport.get_extra_info("ssl_object"), expected)
+        member = member_of(encrypted.get_extra_info("ssl_object"), expected)
         stack.pop_all()
     return protocol, member
 

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import datetime
 import errno
+import itertools
 import json
 import os
+import random
 import re
 import resource
 import secrets
@@ -31,7 +33,7 @@ from lib.patience import stretched, wait_until
 
 from acsgd.comm.process_groups import VirtualHost
 from acsgd.errors import ConnectError
-from acsgd.mesh import carrier, forwarder, identity, mesh, mirrors, peers, ports, rotation, tls
+from acsgd.mesh import carrier, forwarder, identity, mesh, mirrors, peers, ports, rotation, tls, transport
 from acsgd.mesh.carrier import Carrier
 from acsgd.mesh.identity import HostIdentity, StrangerError, VerifiedHost, member_of, read_secret
 from acsgd.mesh.mesh import Mesh, MeshOptions, is_public, publish
@@ -660,6 +662,123 @@ def handshake(client_context: ssl.SSLContext, server_context: ssl.SSLContext) ->
             with contextlib.suppress(ssl.SSLWantReadError):
                 each.do_handshake()
     return client
+
+
+# Encryption.
+
+
+@pytest.mark.parametrize("sizes", [(1, 16384, 0, 3), (16384,) * 3, (5,) * 40], ids=["mixed", "full", "small"])
+def test_records_are_counted_wherever_their_bytes_are_cut(sizes: tuple[int, ...]) -> None:
+    ends = [*itertools.accumulate(transport.HEADER_BYTES + size for size in sizes)]
+    stream, draw = b"".join(b"\x17\x03\x03" + struct.pack(">H", size) + bytes(size) for size in sizes), random.Random(0)
+    for _ in range(50):
+        records, at, ended = transport.Records(), 0, 0
+        while at < len(stream):
+            part = stream[at : at + draw.choice((1, 3, 7, 4000, 40_000))]
+            at, ended = at + len(part), ended + records.count(part)
+            assert ended == sum(end <= at for end in ends)
+            begin = max(end for end in (0, *ends) if end <= at)
+            is_known = at - begin >= transport.HEADER_BYTES
+            assert records.missing == (min(end for end in ends if end > at) - at if is_known else 0)
+
+
+class Received(asyncio.Protocol):
+    """Keeps what a connection receives."""
+
+    def __init__(self) -> None:
+        self.data, self.ended = bytearray(), asyncio.Event()
+
+    def data_received(self, data: bytes) -> None:
+        self.data += data
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.ended.set()
+
+
+async def linked(
+    receiver: asyncio.Protocol, buffer_bytes: int | None = None
+) -> tuple[transport.TlsTransport, transport.TlsTransport]:
+    """Connect two ends, one of which has a protocol, and a buffer of that size, by packets as between hosts."""
+    loop, identity = asyncio.get_running_loop(), HostIdentity(SECRET, "run")
+    sender = transport.TlsTransport(identity.client, asyncio.Protocol(), server_side=False)
+    end = transport.TlsTransport(identity.server, receiver, server_side=True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1448)
+        if buffer_bytes is not None:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+        await loop.create_connection(lambda: sender, *server.getsockname())
+        await loop.connect_accepted_socket(lambda: end, server.accept()[0])
+    await asyncio.gather(sender.handshake(), end.handshake())
+    return sender, end
+
+
+def records_of(sender: transport.TlsTransport, data: bytes) -> bytes:
+    """Return what a connection sends for data that are written at once, in place of sending it."""
+    sent = list[bytes]()
+    send, sender._transport.write = sender._transport.write, sent.append  # type: ignore[method-assign]
+    sender.write(data)
+    sender._transport.write = send  # type: ignore[method-assign]
+    return b"".join(sent)
+
+
+@pytest.mark.parametrize("size", [1, 16369, 16370, 16384, 16385, 32768, 32769, 50_000, 1 << 17, 300_000])
+def test_the_length_of_a_record_promises_what_was_written_with_it_and_no_more(size: int) -> None:
+    """Else the receiver would wait for bytes that do not come."""
+
+    async def write() -> bytes:
+        sender, _ = await linked(asyncio.Protocol())
+        return records_of(sender, bytes(size))
+
+    stream, records, promised = asyncio.run(write()), transport.Records(), list[int]()
+    for at in range(0, len(stream), 50):
+        records.count(stream[at : at + 50])
+        promised.append(records.missing + records.following)
+        assert promised[-1] <= len(stream) - min(len(stream), at + 50)
+    assert max(promised) > min(size, transport.MAX_AWAITED) - 2 * transport.RECORD_BYTES
+
+
+def test_packets_of_what_was_written_at_once_wake_the_receiver_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the first one, and for the last record, of which nothing was promised."""
+    woken, receive = list[int](), transport.TlsTransport.data_received
+
+    def note(own: transport.TlsTransport, data: bytes) -> None:
+        woken.append(len(data))
+        receive(own, data)
+
+    async def send_packets() -> None:
+        received, data = Received(), os.urandom(60_000)
+        sender, _ = await linked(received)
+        stream = records_of(sender, data)
+        monkeypatch.setattr(transport.TlsTransport, "data_received", note)
+        for at in range(0, len(stream), 1400):
+            sender._transport.write(stream[at : at + 1400])
+            await asyncio.sleep(0.001)
+        async with asyncio.timeout(WAIT_S):
+            while len(received.data) < len(data):
+                await asyncio.sleep(0.001)
+        assert received.data == data
+        assert len(woken) <= 4
+
+    asyncio.run(send_packets())
+
+
+def test_what_was_written_arrives_although_the_end_that_closes_has_not_read_all() -> None:
+    async def close() -> None:
+        received, data = Received(), os.urandom(30_000)
+        sender, end = await linked(received, 4096)
+        sender.pause_reading()
+        end.write(b"x")
+        end.pause_reading()
+        sender.write(data)
+        sender.close()
+        sender.write(b"not sent any more")
+        assert sender.is_closing()
+        await asyncio.sleep(0.05)
+        end.resume_reading()
+        await asyncio.wait_for(received.ended.wait(), WAIT_S)
+        assert received.data == data
+
+    asyncio.run(close())
 
 
 # Another secret.
