@@ -91,7 +91,7 @@ def run(
     groups = stack.enter_context(
         connect(job.topology, timeout=timeout, store=store, background=several, domain=job.domain)
     )
-    transports = find_transports(job, groups, measures=True)
+    transports = find_transports(job, groups)
     job, chosen = choose_options(job, launch, groups, transports)
     groups, notes = open_transports(job, groups, transports)
     disks = find_run_disks(job, groups, host=socket.gethostname())

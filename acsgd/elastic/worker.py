@@ -71,6 +71,7 @@ from acsgd.mesh.mesh import publish
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.plan.model import RunModel
+from acsgd.run.plan.transports import HostLinks
 from acsgd.run.report import StepSummary
 from acsgd.run.session import Session
 from acsgd.run.setup.build import open_transports
@@ -142,6 +143,8 @@ class ElasticWorker:
         """The view in which this worker has trained last, or has waited while others trained."""
         self._disks: RunDisks | None = None
         """Which ranks of the view in which this worker has trained last saw the same directories."""
+        self._host_links: HostLinks | None = None
+        """The latest measurement of links between hosts, in the views so far."""
         self._stopped_at: float | None = time.monotonic()
         """When training stopped in the view before; None on a spare while others train."""
         self._host = _virtual_host(launch)
@@ -265,7 +268,9 @@ class ElasticWorker:
         view, job = run.view, self._prepare(run, rank, waits)
         with contextlib.ExitStack() as stack:
             groups = stack.enter_context(self._connect(job, view, waits))
-            groups, notes = open_transports(job, groups, find_transports(job, groups, measures=False))
+            transports = find_transports(job, groups, self._host_links)
+            self._host_links = transports.links or self._host_links
+            groups, notes = open_transports(job, groups, transports)
             stack.enter_context(groups.naming_lost_ranks())
             disks = find_view_disks(job, groups, view)
             lock = self._lock.of(job, groups, view, job.config.run.timeout, disks)

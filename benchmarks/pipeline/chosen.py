@@ -183,7 +183,7 @@ def be_rank(rank: int, setting: Setting, store: str, pipe: Connection) -> None:
     with contextlib.suppress(EOFError), opened as groups:
         runs = {}
         for form, prepared in zip(setting.forms, jobs, strict=True):
-            job, _ = choose_options(prepared, launch, groups, find_transports(prepared, groups, measures=False))
+            job, _ = choose_options(prepared, launch, groups, find_transports(prepared, groups))
             plan = plan_activation_caches(job, setting.micros, run_id="", fresh=True)
             runs[form] = Run(build_session(job, open_weight_source(job), groups, plan), form)
         while True:

@@ -64,7 +64,7 @@ def start_and_train(
         with connect(job.topology, timeout=TIMEOUT, store=dist.PrefixStore("hosts", files)) as groups:
             job, of_hosts = auto.choose_hosts(job, groups)
         with connect(job.topology, timeout=TIMEOUT, store=files) as groups:
-            transports = measured.find_transports(job, groups, measures=True)
+            transports = measured.find_transports(job, groups)
             job, choices = auto.choose_options(job, launch, groups, transports)
             choices.insert(0, of_hosts)
             assert groups.all_equal(job.fingerprint())
@@ -137,9 +137,7 @@ def start_runs(rank: int, world_size: int, store: Path, starts: Sequence[Start])
             with connect(
                 job.topology, timeout=TIMEOUT, store=dist.FileStore(f"{store}-{number}", world_size)
             ) as groups:
-                job, choices = auto.choose_options(
-                    job, launch, groups, measured.find_transports(job, groups, measures=True)
-                )
+                job, choices = auto.choose_options(job, launch, groups, measured.find_transports(job, groups))
                 links = chain(after_steps, repeat((at_start, *after_steps)[-1]))
                 patch.setattr(measured, "probe", lambda *_, links=links: next(links))
                 training.train(job, open_inputs(job), groups, RunLock([]), chosen=choices)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from acsgd.comm import host_links
 from acsgd.elastic import worker
 from acsgd.elastic.control import Control
 from acsgd.elastic.host.register import DiskRegister
@@ -30,10 +31,10 @@ from acsgd.elastic.view_resources import ViewLock
 from acsgd.groups import Groups
 from acsgd.io.checkpoint import saver
 from acsgd.optim.adamw import AdamWOptimizer
-from acsgd.run.plan.job import Job
-from acsgd.run.plan.transports import Transports
+from acsgd.run.plan.transports import Endpoint
 from acsgd.run.report import Gather, StepExchange
 from acsgd.run.session import Session
+from acsgd.run.setup import build, measured
 from acsgd.run.step.hooks import LoopState
 from tests.lib.forked_torchrun import PIDS, Setup
 from tests.lib.ordered import ordered_transport
@@ -319,14 +320,13 @@ class Pace:
 
 @dataclass(frozen=True)
 class OverOrderedTransport:
-    """Tensors of the device travel over a transport that has the semantics of NCCL."""
+    """Each worker is taken to have a GPU, and tensors of the device travel over a transport that has the semantics of
+    NCCL; measured between hosts, it is taken to be faster."""
 
     def __call__(self) -> None:
-        def open_ordered(job: Job, groups: Groups, _: Transports) -> tuple[Groups, list[str]]:
-            transport = ordered_transport(job.topology.rank)
-            return groups.with_transport(transport, job.streams.device, lambda axis, ranks: True), []
-
-        worker.open_transports = open_ordered
+        measured.endpoint_of = lambda _: Endpoint(f"host {os.getppid()}", f"gpu {os.getpid()}", "2")
+        measured.NCCL = build.NCCL = ordered_transport(os.getpid())
+        host_links.ADVANTAGE = 0.0
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -113,6 +114,10 @@ def test_a_run_of_which_hosts_end_join_and_leave_is_the_calm_run(worker: Setup, 
         assert any(line.get("event") == "ready" for line in hosts.lines()), "it has not got all of its state"
         assert not a.errors + b.errors + c.errors
         assert not a.pids() + c.pids()
+        chosen = Counter(line for host in (b, c) for line in host.stdout.splitlines() if "transport of" in line)
+        assert bool(chosen) == (worker is not PACE)
+        assert all(": nccl (between hosts " in line for line in chosen)
+        assert max(chosen.values(), default=2) > 1, "what was measured is kept while hosts leave"
         recoveries = [event["recovery_s"] for event in hosts.events()[1:]]
         assert len(recoveries) >= 3
         assert_same_losses(hosts, run_file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from acsgd.comm.host_links import HostLinkTimes
 from acsgd.config.options import Config
 from acsgd.launch import set_variables
 from acsgd.run.plan.plugins import parse_plugins
-from acsgd.run.plan.transports import Endpoint, check_transports, choose_transports
+from acsgd.run.plan.transports import Endpoint, HostLinks, check_transports, choose_transports
 from acsgd.topology import Axis, Topology
 
 NCCL = "2.28.9"
@@ -97,9 +98,15 @@ def test_auto_between_hosts_is_what_is_clearly_faster(
     config, topology = config_of(options), Topology.of(0, 4, 2)
     chosen = choose_transports(config, parse_plugins(config), endpoints, has_mesh=False)
     assert chosen.unmeasured(topology) == measured, "stages are within a host"
-    sentences = chosen.with_measured(measured, times).describe(topology)
+    sentences = chosen.with_measured(measured, HostLinks("ab", times)).describe(topology)
     assert [text.partition(": ")[2] for text in sentences] == [stages, replicas]
     assert chosen.host_ring == ([0] if endpoints is ONE_HOST else [0, 2])
+
+
+def test_a_measurement_of_hosts_holds_for_fewer_and_one_that_did_not_connect_for_all() -> None:
+    times, unreachable = HostLinks("abc", SLOWER), HostLinks("ab", HostLinkTimes(2**20, 0.03, math.inf))
+    assert [times.covers(machines) for machines in ("ab", "cba", "abd")] == [True, True, False]
+    assert unreachable.covers("abd")
 
 
 @pytest.mark.parametrize(

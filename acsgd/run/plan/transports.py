@@ -45,6 +45,19 @@ class Endpoint(NamedTuple):
         return self.machine.partition(MACHINE)[0]
 
 
+class HostLinks(NamedTuple):
+    """A measurement of the links between hosts."""
+
+    machines: Sequence[str]
+    """See `Endpoint`."""
+    times: HostLinkTimes
+
+    def covers(self, machines: Collection[str]) -> bool:
+        """Return whether it holds between some machines, too: if they are among its own, or if NCCL did not connect
+        these, so that each further attempt would take all of its time."""
+        return {*machines} <= {*self.machines} or math.isinf(self.times.ordered_s)
+
+
 @dataclass(frozen=True)
 class Transports:
     """The transports of a run, equal on all ranks."""
@@ -55,6 +68,8 @@ class Transports:
     """Which ranks use NCCL."""
     reasons: dict[Axis, str]
     """Why `auto` has chosen that, where it was not by hosts alone."""
+    links: HostLinks | None = None
+    """The measurement by which it has chosen; None = there was none."""
 
     @property
     def machines(self) -> list[str]:
@@ -80,13 +95,14 @@ class Transports:
             and any(len({self.machines[rank] for rank in line}) > 1 for line in topology.lines(axis))
         ]
 
-    def with_measured(self, axes: Collection[Axis], times: HostLinkTimes) -> Transports:
+    def with_measured(self, axes: Collection[Axis], links: HostLinks) -> Transports:
         """Return these transports with NCCL between hosts along some axes if it is faster there than gloo."""
+        times = links.times
         reason = f"between hosts {times.describe('nccl')}"
         if math.isinf(times.ordered_s):
             reason += "; NCCL_DEBUG=INFO prints why"
         nccl: dict[Axis, Where] = dict.fromkeys(axes, "everywhere" if times.prefers_ordered else "within hosts")
-        return replace(self, nccl=self.nccl | nccl, reasons=self.reasons | dict.fromkeys(axes, reason))
+        return replace(self, nccl=self.nccl | nccl, reasons=self.reasons | dict.fromkeys(axes, reason), links=links)
 
     def describe(self, topology: Topology, unused: Collection[Axis] = ()) -> list[str]:
         """Return a sentence on each kind of link that the run has. unused: axes along which nothing of it travels."""

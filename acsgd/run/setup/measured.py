@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from acsgd.comm.communicators import NCCL
+from acsgd.comm.host_links import HostLinkTimes
 from acsgd.comm.process_groups import Group
 from acsgd.comm.waits import Meter
 from acsgd.groups import Groups, machine_name
@@ -20,7 +21,7 @@ from acsgd.run.plan.choose import NO_TIME, MeasuredHosts, MeasuredRanks
 from acsgd.run.plan.job import Job
 from acsgd.run.plan.measure import measure_layers, memory_rate
 from acsgd.run.plan.rates import LayerTimes, LinkRate
-from acsgd.run.plan.transports import Endpoint, Transports, choose_transports
+from acsgd.run.plan.transports import Endpoint, HostLinks, Transports, choose_transports
 from acsgd.streams import Streams
 from acsgd.topology import Axis
 
@@ -30,20 +31,27 @@ PROBES = 3
 """Number of measurements of a link whose median counts, after a first one."""
 
 
-def find_transports(job: Job, groups: Groups, *, measures: bool) -> Transports:
+def find_transports(job: Job, groups: Groups, known: HostLinks | None = None) -> Transports:
     """Choose what carries device tensors, equally on all ranks, which call it together.
 
-    measures: whether links between hosts are measured where these decide; without, they are taken for slow. Raises
-    ValueError, the same on all ranks, if a transport of the options cannot be used.
+    Links between hosts are measured where these decide, unless what a rank knows covers them. known: the latest
+    measurement that this rank knows of, in an elastic run. Raises ValueError, the same on all ranks, if a transport of
+    the options cannot be used.
     """
-    texts = groups.all_gather_text("choosing transports", json.dumps(endpoint_of(job)), timeout_s=groups.timeout_s)
-    endpoints = [Endpoint(*json.loads(text)) for text in texts]
+    own = json.dumps({"endpoint": endpoint_of(job), "links": known})
+    texts = groups.all_gather_text("choosing transports", own, timeout_s=groups.timeout_s)
+    reports = [json.loads(text) for text in texts]
+    endpoints = [Endpoint(*each["endpoint"]) for each in reports]
     transports = choose_transports(job.config, job.plugins, endpoints, has_mesh=job.has_mesh)
-    axes = transports.unmeasured(job.topology) if measures else []
+    axes, machines = transports.unmeasured(job.topology), sorted({*transports.machines})
     if not axes:
         return transports
-    times = groups.measure_host_links(NCCL, job.streams.device, transports.host_ring)
-    return transports.with_measured(axes, times)
+    kept = [HostLinks(of, HostLinkTimes(*times)) for of, times in (each["links"] for each in reports if each["links"])]
+    links = next((each for each in kept if each.covers(machines)), None)
+    if links is None:
+        times = groups.measure_host_links(NCCL, job.streams.device, transports.host_ring)
+        links = HostLinks(machines, times)
+    return transports.with_measured(axes, links)
 
 
 def endpoint_of(job: Job) -> Endpoint:
