@@ -19,7 +19,7 @@ from lib.ranks import on_ranks
 from lib.replica_runs import make_replica_config, resumed_at_half
 from lib.replicas import LOCAL_SPECS, LR, TIMEOUT, copied, gradients, make_weights
 from lib.resume import HALF, TinyModel, checkpoint_of, losses_of, train_ranks
-from lib.training import RELATIVE, make_config
+from lib.training import RELATIVE, losses_of_rank, make_config
 from lib.views import Script, ScriptedView, train_in_views
 from torch import Tensor
 
@@ -29,6 +29,7 @@ from acsgd.dp import MODES
 from acsgd.dp.peers import Peers
 from acsgd.errors import RunError
 from acsgd.groups import connect
+from acsgd.io.data.sampler import deal
 from acsgd.optim.base import SecondMoments
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.weights import WeightState
@@ -195,6 +196,26 @@ def test_a_whole_run_in_two_domains_equals_one_of_two_replicas(tiny_model: TinyM
         on_ranks(ranks, train_ranks, tmp_path / f"store-{ranks}", halves, domains)
         for half, full in zip(halves, whole, strict=True):
             assert resumed_losses(half) == pytest.approx(losses_of(full)[HALF:], rel=RELATIVE), (ranks, half.dp)
+
+
+@pytest.mark.soak
+def test_micro_batches_dealt_by_speed_within_a_domain_are_those_of_one_replica(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Speeds that change from step to step, of replicas and of the sums of their domains."""
+    model, speeds = tiny_model("gpt2", **DROPOUT, n_layer=2), [(3, 1, 2, 2), (1, 2, 1, 4), (1, 1, 5, 1), (2, 2, 2, 2)]
+    config = make_config(model, tmp_path, micro=1)
+    config = replace(config, data=replace(config.data, batch=8))
+    configs = [replace(config, dp=ReplicaConfig(mode)) for mode in RUNS]
+    of_two = [(a + b, c + d) for a, b, c, d in speeds]
+    for deals in speeds, of_two:
+        assert all([*map(len, deal(8, of_step))] == [*of_step] for of_step in deals)
+    losses = []
+    for of_step, domains in ((speeds, "aabb"), (of_two, "")):
+        dealt, store = dict.fromkeys(range(len(RUNS)), of_step), tmp_path / f"store-{len(of_step[0])}"
+        losses.append(on_ranks(len(of_step[0]), losses_of_rank, store, configs, False, dealt, domains)[0])
+    for mode, whole, single in zip(RUNS, *losses, strict=True):
+        assert whole == pytest.approx(single, rel=RELATIVE), mode
 
 
 def resumed_losses(config: Config) -> list[float]:

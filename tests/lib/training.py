@@ -81,18 +81,21 @@ def losses_of_rank(
     configs: Sequence[Config],
     masked: bool = False,
     speeds: Mapping[int, Sequence[Sequence[float]]] = MappingProxyType({}),
+    domains: str = "",
 ) -> list[list[float]]:
     """Train each config on this rank, one after the other; return the loss of every step of each.
 
     masked: whether some labels are ignored, more of them in some replicas than in others. speeds: by number of the
-    config, and by step, the speeds of the replicas, by which micro-batches are dealt. Default: equal speeds.
+    config, and by step, the speeds of the replicas, by which micro-batches are dealt. Default: equal speeds. domains: a
+    letter per rank; empty = there are none.
     """
     torch.set_num_threads(1)
     all_losses = []
     for number, config in enumerate(configs):
         job = prepare(config, Launch(rank, rank, world_size))
         file_store = dist.FileStore(f"{store}-{number}", world_size)
-        with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
+        domain = domains[rank : rank + 1]
+        with connect(job.topology, timeout=TIMEOUT, store=file_store, domain=domain) as groups:
             session = build_session(job, open_weight_source(job), groups)
             batches = batches_of(job, speeds.get(number, ()))
             all_losses.append(train(session, map(mask, batches) if masked else batches))
