@@ -41,7 +41,7 @@ PARTS = {
     "ranks": Part("gpu.ranks", 120, 300),
     "step": Part("gpu.step", 90, 240, rehearse=("--size", "tiny")),
     "overlap": Part("gpu.overlap", 45, 90),
-    "recovery": Part("runs.recovery", 120, 300, RECOVERY, ("--rounds", "1"), ()),
+    "recovery": Part("runs.recovery", 120, 300, RECOVERY, ("--rounds", "1"), ("--rounds", "1")),
     "kernels": Part("gpu.kernels", 60, 180, rehearse=None),
 }
 """In an order in which those that were measured least come first."""
