@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -14,20 +16,35 @@ from acsgd.codecs.base import Field, Wire
 
 _RAW = -zlib.MAX_WBITS
 """Raw DEFLATE, without header and checksum: the frame holds length and checksum."""
+_PARTS, _MIN_PART = 16, 1024
+"""Number of parts of a sparse message, and the least bytes of one: each costs a table of some 30 bytes."""
 
 
 def compress_(message: Tensor) -> int:
     """Entropy-code a message, uint8[n] in host memory, in place. Return its new length.
 
-    If coding does not shorten it, the message is left unchanged, and the length is n.
+    If coding does not shorten it, the message is left unchanged, and the length is n. In a message of which most bytes
+    are 0, runs are coded as one symbol, and its parts have codes of their own, as their bytes may be distributed
+    differently.
     """
-    coder = zlib.compressobj(1, zlib.DEFLATED, _RAW, 9, zlib.Z_HUFFMAN_ONLY)
-    view = message.numpy().data
-    coded = coder.compress(view) + coder.flush()
+    view = message.numpy()
+    is_sparse = 2 * numpy.count_nonzero(view) < len(view)
+    coder = zlib.compressobj(1, zlib.DEFLATED, _RAW, 9, zlib.Z_RLE if is_sparse else zlib.Z_HUFFMAN_ONLY)
+    coded = b"".join(_code(coder, view) if is_sparse else [coder.compress(view.data)]) + coder.flush()
     if len(coded) >= len(view):
         return len(view)
-    view[: len(coded)] = coded
+    view.data[: len(coded)] = coded
     return len(coded)
+
+
+def _code(coder: zlib._Compress, view: numpy.ndarray) -> Iterator[bytes]:
+    """Code a message in parts; a part of zeros shares the codes of the next."""
+    size = max(_MIN_PART, -(-len(view) // _PARTS))
+    for start in range(0, len(view), size):
+        part = view[start : start + size]
+        yield coder.compress(part.data)
+        if part.any():
+            yield coder.flush(zlib.Z_BLOCK)
 
 
 def decompress(coded: Tensor, message: Tensor) -> None:

@@ -43,6 +43,7 @@ DELTAS = [
     Delta(bits=1, cache_bits=2, cache="disk"),
     Delta(step=1.0, first_bits=8, cache="disk"),
     Delta(bits=2, entropy_coding=True),
+    Delta(step=1.0, transform=True, cache="disk"),
 ]
 
 

@@ -7,11 +7,13 @@ import re
 from collections.abc import Sequence
 from math import inf, nan
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from acsgd.codecs import basis
 from acsgd.codecs.base import Codec, NotFiniteError, pack, unpack, wire_bytes
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.config.spec import from_spec
@@ -19,6 +21,8 @@ from acsgd.pp.wire.cache import ActivationCache, HostMemoryStore
 from acsgd.pp.wire.cache_plan import CachePlan, check_space, plan_capacity
 from acsgd.pp.wire.coder import EXACT, TensorSpec, TransferInfo
 from acsgd.pp.wire.delta import Delta, DeltaCoder
+from acsgd.pp.wire.link import Link
+from acsgd.pp.wire.mailbox import Received
 from acsgd.streams import Streams
 
 SHAPE = (3, 5, 8)
@@ -48,6 +52,9 @@ MISTAKES = {
     "delta:dims=group": ["group=0", "for example group=128"],
     "delta:group=16": ["group=16 needs dims=group"],
     "delta:scale=l3": ["max, l2"],
+    "delta:transform=true": ["transform=true needs step", "use step=1"],
+    "delta:step=1,transform=true,bits=8": ["one step per tensor", "remove bits, scale and dims"],
+    "delta:step=1,transform=true,dims=token": ["remove bits, scale and dims"],
     "delta:memory=disk": ['"memory" is now called "cache"'],
     "delta:memory_bits=8": ['"memory_bits" is now called "cache_bits"'],
     "delta:memory_gib=1": ['"memory_gib" is now called "cache_gib"'],
@@ -146,18 +153,18 @@ class Ends:
         """others: codecs with an index from 2 on."""
         self.spec = TensorSpec(SHAPE, dtype)
         self.caches = [ActivationCache(capacity, HostMemoryStore(delta.entry_bytes(self.spec), CPU)) for _ in range(2)]
-        self._sender, self.receiver = (
+        self.sender, self.receiver = (
             DeltaCoder([delta, *others], self.spec, cache, CPU, is_frozen=is_frozen) for cache in self.caches
         )
 
     def transfer(self, step: int, samples: Sequence[int], x: Tensor, codec: int = 1) -> Tensor:
         """Send a micro-batch; return what arrives. Raises NotFiniteError; the receiver then gets nothing."""
         info = TransferInfo(step, 0, codec, samples=tuple(samples))
-        wire = self._sender.wire(info)
+        wire = self.sender.wire(info)
         assert self.receiver.wire(info) == wire
         cached = self.receiver.wire(info._replace(hits_as_cached=True))
-        assert wire_bytes(wire) <= self._sender.max_bytes
-        fields = self._sender.encode(x, info)
+        assert wire_bytes(wire) <= self.sender.max_bytes
+        fields = self.sender.encode(x, info)
         if len(fields) < len(wire):
             assert wire[: len(fields)] == cached
             wire = cached
@@ -186,6 +193,7 @@ def activations(step: int, size: float = 1.0, dtype: torch.dtype = torch.float32
 
 
 DELTAS = [Delta(), Delta(bits=1), Delta(step=1.0, first_bits=8), Delta(cache_bits=4), Delta(dims="token", scale="l2")]
+DELTAS.append(Delta(step=1.0, transform=True))
 BATCHES = [((0, 1, 2), 1), ((0, 7, 2), 2), ((0, 7, 2), 1), ((7, 8, 9), 0)]
 """Samples of a micro-batch, of which 7 to 9 are cache misses, and the row that is not finite."""
 
@@ -300,6 +308,34 @@ def test_a_link_may_leave_delta_for_another_codec_and_return() -> None:
             difference, delta = x - torch.stack(before), {1: coarse, 2: fine}[codec]
             bound = delta.codec.error_bound(difference) + 1e-3 * (1 + x.abs())  # entries are fp16
             assert bool(((got - x).abs() <= bound).all()), step
+
+
+def test_a_basis_is_sent_when_as_many_elements_have_followed_the_last_one() -> None:
+    ends, samples, had = Ends(parse("delta:step=1,transform=true")), [0, 1, 2], []
+    ends.transfer(0, samples, activations(0))
+    plain = wire_bytes(basis.wire(SHAPE))
+    for step in range(1, 200):  # a basis has 64 elements, a message 120
+        ends.transfer(step, samples, activations(step))
+        had += [step] if ends.sent_bytes > plain else []
+        assert ends.sent_bytes in (plain, plain + 128), step
+    assert had == [1, 36, 71, 141]  # after 64 x 64 elements, as many, and twice as many
+
+
+def test_received_gradients_decide_which_errors_are_small() -> None:
+    """A link that receives gradients of one channel only sends that channel with the smallest error."""
+    errors = []
+    for channel in (2, 5):
+        ends = Ends(parse("delta:step=2,transform=true"))
+        activation = Mock(coders={"hidden": ends.sender})
+        gradients = torch.zeros(SHAPE)
+        gradients[:, :, channel] = activations(7)[:, :, channel]
+        inbox = Mock(receive=lambda _, received=gradients: Received({"hidden": received}, None))
+        ends.transfer(0, [0, 1, 2], activations(0))
+        for is_downstream in (True, False):  # the end that receives activations has no use for them
+            Link(Mock(), inbox, Mock(), activation, is_downstream=is_downstream).receive(TransferInfo(0, 0))
+        errors.append((ends.transfer(1, [0, 1, 2], activations(1)) - activations(1)).square().mean((0, 1)))
+    assert errors[0][2] < 0.3 * errors[1][2]
+    assert errors[1][5] < 0.3 * errors[0][5]
 
 
 def test_a_transfer_without_samples_is_exact_and_leaves_the_cache_unchanged() -> None:

@@ -39,6 +39,7 @@ FORMS = {
     "changing": changing,
     "constant": lambda n: torch.full((n,), 136, dtype=torch.uint8),
     "zeros": lambda n: torch.zeros(n, dtype=torch.uint8),
+    "sparse": lambda n: random_bytes(n) * (random_bytes(n, 1) < 20 + torch.arange(n) // 1000),
     "rising": lambda n: torch.arange(n).to(torch.uint8),
 }
 
@@ -123,7 +124,7 @@ def test_small_messages_that_decode_to_many_bytes_take_no_memory() -> None:
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 2 * len(coded), "zlib keeps a copy of the bytes it has not read"
+    assert peak < 2 * len(coded) + 2**16, "zlib has a window, and keeps a copy of the bytes it has not read"
 
 
 @pytest.mark.parametrize("n", [60, 3000])

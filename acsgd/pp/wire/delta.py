@@ -17,8 +17,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from acsgd.codecs.base import Codec, Wire, pack, unpack, wire_bytes
-from acsgd.codecs.cache_update import decode_update, encode_update
+from acsgd.codecs import basis
+from acsgd.codecs.base import Codec, Wire, pack, saturate_, unpack, wire_bytes
+from acsgd.codecs.cache_update import add_saturated, decode_update, encode_update
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.identity import Identity
 from acsgd.codecs.layout import Dims, check_dims
@@ -30,13 +31,18 @@ CACHE_BITS = (2, 4, 8, 16)
 MAX_STEP = 512
 """Largest quantization step, root mean squares; with 8 bits, the levels then span the widest range of `fixpoint`."""
 
+FEWEST, MOST = 64, 512
+"""Elements sent in a basis, per element of it: a new one follows as many as were sent before, within these limits. At
+the upper one, bases take 1/32 bit per element."""
+
 
 @dataclass(frozen=True)
 class Delta:
     """Send samples with a cache entry as the difference to it, quantized as by `fixpoint`; others uncompressed.
 
     With `step`, the quantization step is a multiple of the difference's root mean square, and the codes are
-    entropy-coded: most are zero and take less than a bit.
+    entropy-coded: most are zero and take less than a bit. With `transform`, that is done in a basis of the channels
+    (codecs/basis.py) which the sender fits to differences and received gradients, and sends from time to time.
 
     Requires data that are visited more than once, and activations that change little between visits. Dropout with new
     masks in each step changes them more than training does (see model.dropout_mask).
@@ -53,6 +59,9 @@ class Delta:
     """Bits per element of a difference, 1 to 8; with `step`, before entropy coding."""
     step: float = 0.0
     """Quantization step, root mean squares of the difference, up to 512; 0 = such that the levels span its range."""
+    transform: bool = False
+    """Whether differences are quantized in a basis of the channels in which the loss is equally sensitive to all
+    components, and few are large: fewer bytes for the same loss. Needs `step`."""
     scale: Literal["max", "l2"] = "max"
     """Range of the levels without `step`: the largest magnitude, or twice the root mean square."""
     dims: Dims = "channel"
@@ -74,6 +83,8 @@ class Delta:
         check_dims(self.bits, self.dims, self.group)
         if self.step and self.bits == 1:
             raise ValueError("step needs bits=2 or more: its codes have at least three values")
+        if self.transform:
+            self._check_transform()
         if not 0 <= self.step <= MAX_STEP:
             raise ValueError(
                 f"step={self.step} must lie between 0 and {MAX_STEP} root mean squares; use 1.0, or 2.5 for fewer bytes"
@@ -85,9 +96,16 @@ class Delta:
         if not 0 <= self.cache_gib < math.inf:
             raise ValueError(f"cache_gib={self.cache_gib} must be 0 (no limit) or more")
 
+    def _check_transform(self) -> None:
+        """Raise ValueError for options that have no effect in the basis."""
+        if not self.step:
+            raise ValueError("transform=true needs step; use step=1")
+        if (self.bits, self.scale, self.dims) != (4, "max", "channel"):
+            raise ValueError("transform=true has codes of 8 bits and one step per tensor; remove bits, scale and dims")
+
     @property
     def codec(self) -> FixPoint:
-        """Codec of differences."""
+        """Codec of differences without `transform`."""
         if self.step:
             clip = self.step * 2 ** (self.bits - 1)
             return FixPoint(
@@ -151,6 +169,12 @@ class DeltaCoder:
         self._spec = spec
         self._cache = cache
         self._streams = streams
+        self._gradients, self._differences = basis.Moments(), basis.Moments()
+        self._basis: Tensor | None = None
+        self._transformed = 0
+        """Number of elements sent in a basis, equal at both ends."""
+        self._next_basis = 0
+        """Number of them after which the next basis is due."""
 
     @property
     def cache(self) -> ActivationCache:
@@ -167,7 +191,8 @@ class DeltaCoder:
         wires = []
         for index, codec in enumerate(self._codecs):
             most = batch if isinstance(codec, Delta) else 0
-            wires += [self._wire_of(TransferInfo(0, 0, index), hits, batch - hits) for hits in range(most + 1)]
+            info = TransferInfo(0, 0, index)
+            wires += [self._wire_of(info, hits, batch - hits, has_basis=True) for hits in range(most + 1)]
         return max(map(wire_bytes, wires))
 
     def shape(self, info: TransferInfo) -> tuple[int, ...]:
@@ -180,15 +205,21 @@ class DeltaCoder:
 
     def uses_entropy_coding(self, info: TransferInfo) -> bool:
         hits, misses = self._hits_and_misses(info)
-        codecs = [*([self._hit_codec(info)] if hits else []), *([self._miss_codec(info)] if misses else [])]
-        return all(codec.entropy_coding for codec in codecs)
+        are_coded = [self._hit_delta(info).codec.entropy_coding] if hits else []
+        return all([*are_coded, *([self._miss_codec(info).entropy_coding] if misses else [])])
 
     def refuses_not_finite(self, info: TransferInfo) -> bool:
         return True
 
     def context(self, info: TransferInfo) -> bytes:
         """Return the versions of the samples' entries; taken before `encode` or `decode`, which update them."""
-        return self._cache.pack_versions(info.samples)
+        return self._cache.pack_versions(info.samples) + self._transformed.to_bytes(8, "little")
+
+    def add_gradients(self, gradients: Tensor) -> None:
+        """Note the gradients of a micro-batch, [B, ..., C], that the sender has received."""
+        if any(isinstance(codec, Delta) and codec.transform for codec in self._codecs):
+            with self._streams.side_stream(gradients):
+                self._gradients.add(gradients)
 
     def encode(self, x: Tensor, info: TransferInfo) -> tuple[Tensor, ...]:
         """Return the fields of misses, then of hits. Raises NotFiniteError, and then leaves the cache unchanged."""
@@ -197,7 +228,7 @@ class DeltaCoder:
         miss_fields = codec.encode(_rows(x, misses)) if misses else ()
         m = self._read_entries(info, hits)
         is_cached = self._is_frozen and bool(hits) and torch.equal(_as_entry(_rows(x, hits), m.dtype), m)
-        hit_fields = encode_update(self._hit_codec(info), _rows(x, hits), m) if hits and not is_cached else ()
+        hit_fields = self._encode_hits(self._hit_delta(info), _rows(x, hits), m) if hits and not is_cached else ()
         if misses:
             self._cache_misses(info, misses, codec.decode(miss_fields, self._shape(len(misses)), x.dtype))
         if hit_fields:
@@ -216,7 +247,7 @@ class DeltaCoder:
         if hits and len(fields) == count:  # as in `hits_as_cached`
             parts.append(m.to(dtype))
         elif hits:
-            parts.append(decode_update(self._hit_codec(info), fields[count:], m, dtype))
+            parts.append(self._decode_hits(self._hit_delta(info), fields[count:], m))
             self._write_entries(info, hits, m)
         return parts[0] if len(parts) == 1 else torch.cat(parts)[_inverse(misses + hits)]
 
@@ -230,18 +261,59 @@ class DeltaCoder:
         codec = self._codecs[info.codec]
         return codec.first_codec if isinstance(codec, Delta) else codec
 
-    def _hit_codec(self, info: TransferInfo) -> FixPoint:
+    def _hit_delta(self, info: TransferInfo) -> Delta:
         codec = self._codecs[info.codec]
         assert isinstance(codec, Delta), "only a Delta has cache hits"
-        return codec.codec
+        return codec
+
+    def _encode_hits(self, delta: Delta, x: Tensor, m: Tensor) -> tuple[Tensor, ...]:
+        """Return the fields of cache hits, and update their entries m, in place. Raises NotFiniteError."""
+        if not delta.transform:
+            return encode_update(delta.codec, x, m)
+        difference, is_due = x.detach().float() - m.float(), self._is_basis_due
+        self._differences.add(difference)
+        fitted = basis.fit_basis(self._gradients, self._differences, x) if is_due else self._basis
+        assert fitted is not None
+        fields = basis.encode(difference, fitted, delta.step)
+        self._add_hits(fields, fitted, m)
+        return (fitted, *fields) if is_due else fields
+
+    def _decode_hits(self, delta: Delta, fields: tuple[Tensor, ...], m: Tensor) -> Tensor:
+        """Return the cache hits that fields encode, and update their entries m, in place."""
+        if not delta.transform:
+            return decode_update(delta.codec, fields, m, self._spec.dtype)
+        received, codes = (fields[0], fields[1:]) if self._is_basis_due else (self._basis, fields)
+        assert received is not None
+        return saturate_(self._add_hits(codes, received, m), self._spec.dtype).to(self._spec.dtype)
+
+    def _add_hits(self, fields: tuple[Tensor, ...], fitted: Tensor, m: Tensor) -> Tensor:
+        """Add differences that were encoded in a basis to entries m, in place, and keep the basis. Return the sum."""
+        if self._is_basis_due:
+            past = min(max(self._transformed, FEWEST * fitted.numel()), MOST * fitted.numel())
+            self._basis, self._next_basis = fitted, self._transformed + past
+        self._transformed += m.numel()
+        return add_saturated(m, basis.decode(fields, fitted, tuple(m.shape)))
+
+    @property
+    def _is_basis_due(self) -> bool:
+        """Whether the next message with differences in a basis has a new one."""
+        return self._transformed >= self._next_basis
 
     def _shape(self, rows: int) -> tuple[int, ...]:
         return rows, *self._spec.shape[1:]
 
-    def _wire_of(self, info: TransferInfo, hits: int, misses: int) -> Wire:
-        """Declare the fields of a message; hits, misses: numbers of rows."""
+    def _wire_of(self, info: TransferInfo, hits: int, misses: int, *, has_basis: bool | None = None) -> Wire:
+        """Declare the fields of a message.
+
+        hits, misses: numbers of rows. has_basis: whether there is a new basis; None = if it is due.
+        """
         miss_wire = self._miss_codec(info).wire(self._shape(misses), self._spec.dtype) if misses else ()
-        return miss_wire + (self._hit_codec(info).wire(self._shape(hits)) if hits else ())
+        if not hits:
+            return miss_wire
+        if not self._hit_delta(info).transform:
+            return miss_wire + self._hit_delta(info).codec.wire(self._shape(hits))
+        new = (basis.basis_field(self._spec.shape[-1]),) if has_basis or self._is_basis_due else ()
+        return miss_wire + new + basis.wire(self._shape(hits))
 
     def _read_entries(self, info: TransferInfo, rows: Sequence[int]) -> Tensor:
         """Return the decoded cache entries of some rows, [K, ...], as a copy."""

@@ -56,7 +56,12 @@ class Link:
     def receive(self, info: TransferInfo) -> Received:
         """Wait for the tensors of a micro-batch, whose receives have been posted."""
         self._cache_sync.finish()
-        return self.inbox.receive(info)
+        received = self.inbox.receive(info)
+        if not self.is_downstream:
+            for name, gradients in received.state.items():
+                if isinstance(coder := self.activations.coders[name], DeltaCoder):
+                    coder.add_gradients(gradients)
+        return received
 
     def close(self) -> None:
         """End the link's threads, and write its activation caches to disk, if they are kept there."""

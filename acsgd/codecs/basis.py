@@ -1,0 +1,128 @@
+"""Quantization of activations in a basis of their channels that suits both the activations and the loss.
+
+The loss is not equally sensitive to all directions in the space of channels, and differences of activations are small
+in most of them. In this basis an error of the same size costs the same loss in each component (the metric is the mean
+outer product of gradients, an empirical Fisher matrix), and components are uncorrelated (the Karhunen-Loeve transform,
+Huang and Schultheiss 1963, "Block quantization of correlated Gaussian random variables"). So all have the same
+quantization step, and the codes of most components are zero.
+
+C = channels, in G groups of W neighbours, each with a basis of its own. N = vectors along the channels.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from acsgd.codecs.base import Field, Wire
+from acsgd.codecs.bits import pack_bits, packed_bytes, unpack_bits
+from acsgd.codecs.layout import layout_of
+from acsgd.codecs.scales import MIN_SCALE, measure
+
+MAX_WIDTH = 256
+"""Largest number of channels that share a basis; it bounds the cost of a basis, and of its products per element."""
+FLOOR = 0.05
+"""Least weight of a direction, times the mean of all: no direction may have any error."""
+DECAY = 0.95
+"""Factor of the older messages in mean outer products."""
+_MAX_SCALE = 2.0**80
+"""Larger scales are clipped, so that sums of decoded components are finite."""
+
+
+class Moments:
+    """Mean outer product of vectors along the channels, [G, W, W], over the latest messages."""
+
+    def __init__(self) -> None:
+        self._mean: Tensor | None = None
+
+    def add(self, x: Tensor) -> None:
+        """Add the vectors of a message, [..., C]. They count by their direction; NaN and infinity count as nothing."""
+        vectors = groups_of(x.detach().float() / x.detach().abs().amax().float().clamp(min=MIN_SCALE))
+        product = vectors.mT @ vectors
+        product = product / product.diagonal(dim1=1, dim2=2).mean().clamp(min=MIN_SCALE)
+        if self._mean is None:
+            self._mean = torch.zeros_like(product)
+        is_finite = product.isfinite().all() & (product.diagonal(dim1=1, dim2=2) > 0).any()
+        self._mean = torch.where(is_finite, self._mean * DECAY + product, self._mean)
+
+    def mean(self, width: int, groups: int, device: torch.device) -> Tensor:
+        """Return it with a mean diagonal of 1; the identity if there were no vectors."""
+        identity = torch.eye(width, device=device, dtype=torch.float64).expand(groups, width, width)
+        if self._mean is None:
+            return identity
+        size = self._mean.diagonal(dim1=1, dim2=2).mean()
+        return torch.where(size > 0, self._mean.double() / size.clamp(min=MIN_SCALE), identity)
+
+
+def groups_of(x: Tensor) -> Tensor:
+    """View the vectors of a tensor [..., C] by group, [G, N, W]."""
+    width = group_width(x.shape[-1])
+    return x.reshape(-1, x.shape[-1] // width, width).transpose(0, 1)
+
+
+def group_width(channels: int) -> int:
+    """Return W, the largest divisor of the number of channels up to MAX_WIDTH."""
+    return next(width for width in range(min(channels, MAX_WIDTH), 0, -1) if channels % width == 0)
+
+
+def basis_field(channels: int) -> Field:
+    """Return the field of a basis."""
+    width = group_width(channels)
+    return Field(torch.float16, (channels // width, width, width))
+
+
+def fit_basis(gradients: Moments, differences: Moments, like: Tensor) -> Tensor:
+    """Return the basis, fp16 [G, W, W]: its rows are components, as channels, by falling size.
+
+    like: a tensor [..., C] on the device.
+    """
+    groups, width, _ = basis_field(like.shape[-1]).shape
+    metric, spread = (each.mean(width, groups, like.device) for each in (gradients, differences))
+    sizes, directions = torch.linalg.eigh(metric + FLOOR * torch.eye(width, device=like.device))
+    root, inverse = (directions * sizes.pow(power)[:, None] @ directions.mT for power in (0.5, -0.5))
+    _, components = torch.linalg.eigh(root @ spread @ root)
+    return (components.flip(2).mT @ inverse).half()
+
+
+def wire(shape: tuple[int, ...]) -> Wire:
+    """Return the fields of `encode` for a tensor [..., C]."""
+    return (
+        Field(torch.uint8, (2 * packed_bytes(math.prod(shape), 4),)),
+        Field(torch.float32, (1,)),
+        Field(torch.float16, (1,)),
+    )
+
+
+def encode(x: Tensor, basis: Tensor, step: float) -> tuple[Tensor, ...]:
+    """Quantize a tensor [..., C], fp32: return codes, the size of a quantization step, and the shift of decoded values.
+
+    step: quantization step, root mean squares of the components. Codes are those of a component after the other; the
+    lower halves of all come first, then the upper ones. Raises NotFiniteError.
+    """
+    shape = tuple(x.shape)
+    unit = measure(x.reshape(-1), layout_of(shape, "tensor", 0), "rms", shape).clamp(MIN_SCALE, _MAX_SCALE)
+    parts = groups_of(x / unit) @ torch.linalg.inv(basis.double()).float()
+    size = step * parts.square().mean().sqrt().clamp(min=MIN_SCALE)
+    exact = (parts / size).permute(2, 0, 1).reshape(-1)
+    levels = exact.round().clamp_(-127, 127)
+    nonzero = levels != 0
+    shift = ((levels - exact).mul_(levels.sign()).sum() / nonzero.sum().clamp(min=1)).clamp(0, 0.5).half().view(1)
+    codes = torch.where(levels > 0, 2 * levels - 1, -2 * levels).to(torch.uint8)
+    stream = torch.cat([pack_bits(codes & 15, 4), pack_bits(codes >> 4, 4)])
+    return stream, (size * unit).clamp(max=_MAX_SCALE).view(1), shift
+
+
+def decode(fields: tuple[Tensor, ...], basis: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the decoded tensor, fp32, finite whatever the fields hold."""
+    stream, scale, shift = fields
+    count = math.prod(shape)
+    low, high = (unpack_bits(half, 4, count) for half in stream.view(2, -1))
+    codes = (low + 16 * high).float()
+    levels = torch.where(codes % 2 == 1, (codes + 1) / 2, codes / -2)
+    levels -= levels.sign() * shift.float().nan_to_num(0.0).clamp(0, 0.5)
+    finite = basis.float().nan_to_num(0.0, 0.0, 0.0)
+    groups, width, _ = finite.shape
+    parts = levels.view(width, groups, -1).permute(1, 2, 0) @ finite
+    return parts.transpose(0, 1).reshape(shape) * scale.nan_to_num(0.0, 0.0, 0.0).clamp(0, _MAX_SCALE)
