@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from acsgd.codecs.bits import block_size
 from acsgd.config.options import OptimConfig
@@ -80,7 +79,7 @@ class AdamWOptimizer(TorchOptimizer):
                 size = max(1, block_size(master.device) * rows // master.numel())
                 tensors = rests, master.grad.view(rows, -1), state["exp_avg_sq"].view(rows, -1)
                 for rest, grad, second in zip(*(x.split(size) for x in tensors), strict=True):
-                    second.sub_(functional.threshold_((grad * rest).mul_(grad), SMALLEST, 0.0))
+                    second.sub_(torch.threshold_((grad * rest).mul_(grad), SMALLEST, 0.0))
 
     @torch.no_grad()
     def _update_frozen(self, step: int, rate: float, replicas: int) -> None:
