@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from acsgd.io.data.sources.base import ReadOptions
-from acsgd.shards.generation import COPIES, SPECIAL_TOKENS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -23,8 +22,8 @@ ADAPTER = "adapter.spec"
 """Key in RunIdentity.data of the adapter, which is absent if there is none."""
 VOLATILE = ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache")
 """Keys of a model config that do not change training."""
-OF_TOKENIZER = (*SPECIAL_TOKENS, *COPIES)
-"""Keys that another tokenizer (model.tokenizer) sets."""
+OF_TOKENIZER = "_token_id"
+"""End of keys of a model config that another tokenizer (model.tokenizer) sets."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,8 @@ class RunIdentity:
         ours, theirs = self.model["model_type"], saved.model["model_type"]
         if ours != theirs:
             return f'its model is of family "{theirs}", the run\'s of family "{ours}"'
-        if differing := _differing(*(_without(each.model, OF_TOKENIZER) for each in (self, saved))):
+        special = [key for key in {**self.model, **saved.model} if key.endswith(OF_TOKENIZER)]
+        if differing := _differing(*(_without(each.model, special) for each in (self, saved))):
             return f"its model differs: {differing}"
         if self.tokenizer != saved.tokenizer:
             return "its tokenizer differs from the run's"
