@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -356,6 +357,9 @@ def run(argv: list[str]) -> None:
     """Run a subcommand other than train and eval. Raises SystemExit if it fails."""
     if not argv or argv[0] in ("-h", "--help"):
         tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="acsgd", args=["--help"])
+    if argv == ["--version"]:
+        print(f"acsgd {version('acsgd')}")
+        return
     with report_startup_error(Launch()), reporting_stop():
         name, *rest = argv
         if name not in COMMANDS:

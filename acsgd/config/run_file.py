@@ -337,7 +337,7 @@ def _usage_error(printed: str, argv: Sequence[str]) -> str:
     return text[:1].lower() + text[1:] + hint
 
 
-_ARGUMENT = re.compile(r"-|\{|[A-Z]+( |$)")
+_ARGUMENT = re.compile(r"-|\{|[A-Z]+(\.toml)?( |$)")
 """Beginning of an option, or the placeholder of an argument."""
 
 

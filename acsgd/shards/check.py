@@ -74,6 +74,11 @@ def _problem(tensor: Tensor, expected: Expected, dtypes: Collection[torch.dtype]
     return "has negative values" if expected.non_negative and lowest < 0 else None
 
 
+def describe_lost(directory: Path, names: Sequence[str]) -> str:
+    """Return a sentence on parameters of a model that are not among the tensors of its directory."""
+    return f"{directory} lacks parameters of the model: {first_names(names)}; give weights and config.json of one model"
+
+
 def first_names(names: Sequence[str]) -> str:
     """List the first 3 names."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -81,9 +81,12 @@ def unusable(path: Path) -> str | None:
             start = file.read(len(GIT_LFS))
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    if start == GIT_LFS:
-        return f"is a Git LFS pointer, not the file itself; run `git lfs pull` in {path.parent}"
-    return None
+    return describe_pointer(path) if start == GIT_LFS else None
+
+
+def describe_pointer(path: Path) -> str:
+    """Return a predicate on a pointer of Git LFS."""
+    return f"is a Git LFS pointer, not the file itself; run `git lfs pull` in {path.parent}"
 
 
 def _roots(directory: Path) -> list[Path]:

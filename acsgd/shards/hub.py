@@ -49,6 +49,8 @@ def find_model(name: str, *, option: str, weights: bool = True, config_only: boo
                     f"{option}={name} is an adapter directory of PEFT, not a model; give the model that it was trained "
                     f"on, and to generate text with both: acsgd generate MODEL --adapter {name}"
                 )
+            if newest := max([*path.glob(f"step-*/{MANIFEST}"), *path.glob(f"*/step-*/{MANIFEST}")], default=None):
+                raise ValueError(f"{option}={name} holds checkpoints of a run; give one of them, {newest.parent}")
             raise ValueError(
                 f"{option}={name} is a directory without config.json; give a Hugging Face model directory or a "
                 "layer-shard directory"

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from acsgd.config.options import ModelConfig
 from acsgd.layers.description import ModelLayers
 from acsgd.model_classes import MODEL_CLASSES, UNTIED
-from acsgd.shards.check import first_names
+from acsgd.shards.check import describe_lost, first_names
 from acsgd.shards.config import MANY_BLOCKS, number_of_blocks, parameter_count, read_config
 from acsgd.shards.disk import ShardDirectory, model_files
 from acsgd.shards.files import CONFIG, read_json_object
@@ -115,7 +115,7 @@ def open_hf(
     missing = [key for key, aliases in names.items() if not any(name in located for name in aliases)]
     new = [key for key in missing if has_new_head and not key.startswith(f"{model.base_model_prefix}.")]
     if lost := [key for key in missing if key not in new and not _may_be_missing(key, model)]:
-        raise ValueError(f"{directory} lacks parameters of the model: {first_names(lost)}")
+        raise ValueError(describe_lost(directory, lost))
     if untied := _untied(located, names, model, directory):
         setattr(config, UNTIED, untied)
         model = MODEL_CLASSES[task].build(config)
@@ -205,7 +205,7 @@ def _convert_headers(
         expected = {name.removeprefix(prefix): shape for name, shape in expected.items()}
     if expected.keys() & sources.keys():  # else they have names of old versions
         if missing := [name for name in expected if name not in sources]:
-            raise ValueError(f"{directory} lacks parameters of the model: {first_names(missing)}")
+            raise ValueError(describe_lost(directory, missing))
         if unexpected := [name for name in sources if name not in expected]:
             raise ValueError(_lost(directory, model, unexpected))
         for name, shape in expected.items():

@@ -23,7 +23,7 @@ from acsgd.commands.typed import typed
 from acsgd.config.run_file import parse
 from acsgd.errors import nearest_path, similar
 from acsgd.shards.convert import from_hf
-from acsgd.shards.manifest import Manifest, StoredFile
+from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
 
 ROOT = Path(__file__).parents[2]
 
@@ -206,6 +206,13 @@ WRONG = [
     ),
     ("generate m --adapter nowhere/a --prompt b", "--adapter nowhere/a does not exist; give an adapter directory of"),
     ("inspect", "required arguments are missing: PATH; all options: acsgd inspect"),
+    ("plan", "required arguments are missing: RUN.toml; all options: acsgd plan --help"),
+    ("report {tmp}/a", "{tmp}/a is not a run directory: it has neither config.toml nor metrics.jsonl; give"),
+    (
+        "data show {tmp}/b.jsonl --model {tmp}/a",
+        "--model={tmp}/a holds checkpoints of a run; give one of them, {tmp}/a/checkpoints/step-00000020",
+    ),
+    ("data show {tmp}/lfs.jsonl --model m", 'source="{tmp}/lfs.jsonl": {tmp}/lfs.jsonl is a Git LFS pointer, not the'),
     ("generate m --top-k a", "--top-k 'a' is not an integer; all options: acsgd generate --help"),
     ("dta show", 'acsgd has no command "dta"; use "train", "eval", "convert", '),
 ]
@@ -213,7 +220,13 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("line", "message"), WRONG)
-def test_a_wrong_command_line_is_one_error(line: str, message: str) -> None:
+def test_a_wrong_command_line_is_one_error(line: str, message: str, tmp_path: Path) -> None:
+    line, message = (text.replace("{tmp}", str(tmp_path)) for text in (line, message))
+    for step in (10, 20):
+        (tmp_path / "a" / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+        (tmp_path / "a" / "checkpoints" / f"step-{step:08d}" / MANIFEST).touch()
+    (tmp_path / "b.jsonl").write_text('{"text": "a"}')
+    (tmp_path / "lfs.jsonl").write_text("version https://git-lfs.github.com/spec/v1\n")
     code, printed = acsgd(*line.split())
     assert (code, printed.count("\n")) == (2, 1)
     assert printed.startswith(f"error: {message}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -404,6 +406,15 @@ def test_numbers_are_text_when_asked(tmp_path: Path) -> None:
     records = [{"q": "a", "n": value} for value in (4, 4.5, True, [1, "é"], "four")]
     found = [marked(example) for example in read(tmp_path, *records, fields="input=q,output=n:text")]
     assert found == ["a{4}", "a{4.5}", "a{true}", 'a{[1, "é"]}', "a{four}"]
+    day, name = datetime.date(2024, 1, 2), f"{tmp_path / 'a.parquet'}"
+    for value, text in (("é".encode(), "é"), (day, "2024-01-02"), (decimal.Decimal("1.50"), "1.50")):
+        pyarrow.parquet.write_table(pyarrow.table({"n": [value]}), name)
+        [part] = parse_sources(name, options=[ReadOptions(fields=(("text", "n:text"),))])
+        assert [example.text for example in examples_of(part.source)] == [text]
+    with pytest.raises(
+        ValueError, match=r'has no string under "text"; .*, or read the value as text, --data.fields "tex'
+    ):
+        [*examples_of(parse_sources(name, options=[ReadOptions(fields=(("text", "n"),))])[0].source)]
 
 
 def unread(directory: Path, *records: dict[str, Any], tokenizer: Any = None, **options: str) -> dict[str, int]:

@@ -185,6 +185,8 @@ def test_a_fraction_together_with_sources_is_refused() -> None:
 def test_evaluation_sources_are_checked_and_have_no_weights() -> None:
     assert parse_eval(None, 0.1) == ()
     assert [source.key for source, _ in parse_eval("demo,demo", 0.0)] == ["data.eval_sources"] * 2
+    with pytest.raises(ValueError, match=r'^data\.eval_sources="demo:0.5": .*; remove the weights$'):
+        parse_eval("demo:0.5", 0.0)
     with pytest.raises(ValueError, match=r'^data\.eval_sources="demo:3,demo": .*; remove the weights$'):
         parse_eval("demo:3,demo", 0.0)
     with pytest.raises(ValueError, match=r'^data\.eval_sources="demi": unknown source'):

@@ -101,6 +101,11 @@ UNREADABLE: dict[str, tuple[bytes, str]] = {
         " is a table of columns, as pandas writes it, and no list",
     ),
     "split.json": (b'{"columns": ["text"], "index": [0], "data": [["a"]]}', 'with to_json("'),
+    "no index.json": (b'{"columns": ["text"], "data": [["a"]]}', 'with to_json("'),
+    "semicolons.csv": (
+        b"input;output\na;b\n",
+        ", line 1 has one column, 'input;output': they are separated by ';'",
+    ),
     "a.csv": (b"text,text\n1,2\n", ", line 1 must name the columns, each once, but has: text, text; write a header"),
     "b.csv": (b"a,,b\n1,2,3\n", ", line 1 must name the columns, each once"),
     "blank.csv": (b"\n\n", ", line 1 must name the columns, each once, but has: nothing"),

@@ -32,7 +32,7 @@ from acsgd.layers.padding import depends_on_length
 from acsgd.layers.skeleton import fill_with_stand_ins, move_buffers, parameter_names, set_buffer, set_tied_parameter
 from acsgd.model_classes import MODEL_CLASSES, ModelClass
 from acsgd.notes import print_note
-from acsgd.shards.check import first_names
+from acsgd.shards.check import describe_lost
 from acsgd.shards.config import derive_layers, read_config
 from acsgd.shards.disk import ShardDirectory, model_files
 from acsgd.shards.files import CONFIG, has_tokenizer, read_json_object
@@ -189,7 +189,7 @@ def _load(
     checksum, of_base = BaseChecksum(), peft.base_parameters(model) if peft else frozenset[str]()
     _fill(model, checksum.adding(opened.read(model, names), of_base), device)
     if missing := [name for name in parameter_names(model) if name in names and model.get_parameter(name).is_meta]:
-        raise ValueError(f"{directory} lacks parameters of the model: {first_names(missing)}")
+        raise ValueError(describe_lost(directory, missing))
     if peft is not None:
         peft.check_base(directory, checksum)
         peft.resize(model)

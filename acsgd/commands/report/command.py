@@ -30,9 +30,15 @@ class ReportCommand:
         """Write the page and print where it is."""
         from acsgd.io.files.atomic import replace_text
         from acsgd.io.telemetry.history import read_run
+        from acsgd.io.telemetry.json_lines import METRICS
 
         if not self.runs:
             raise ValueError("no run directory is given; type: acsgd report RUN_DIR [RUN_DIR ...]")
+        for directory in self.runs:
+            if directory.is_dir() and not any((directory / name).exists() for name in ("config.toml", METRICS)):
+                raise ValueError(
+                    f"{directory} is not a run directory: it has neither config.toml nor {METRICS}; give log.dir of one"
+                )
         histories = [read_run(directory) for directory in self.runs]
         output = self.output or self.runs[0] / "report.html"
         if output.is_dir() or not output.parent.is_dir():

@@ -33,7 +33,7 @@ def parse_eval(
     if fraction and spec is not None:
         raise ValueError(f"data.eval_fraction={fraction} and data.eval_sources are both given; remove one of them")
     sources = () if spec is None else parse_sources(spec, key="data.eval_sources", options=options)
-    if len({weight for _, weight in sources}) > 1:
+    if any(weight is not None for _, weight in sources):
         raise ValueError(
             f'data.eval_sources="{spec}": evaluation reads every sequence of every source; remove the weights'
         )

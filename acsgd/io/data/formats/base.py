@@ -127,7 +127,7 @@ def string_of(fields: Mapping[str, Any], name: str, default: str | None = None) 
     if isinstance(value, str):
         return value
     remedy = f'write {{"{name}": "..."}} or name another field, --data.fields "{name}=FIELD"'
-    if isinstance(value, bool | int | float) and not is_null(value):
+    if not (is_null(value) or isinstance(value, list | Mapping)):
         remedy = f'write a string, or read the value as text, --data.fields "{name}={name}{AS_TEXT}"'
     raise FormatError(f'has no string under "{name}"; its fields: {names_of(fields)}', remedy)
 
@@ -155,15 +155,26 @@ def _kind(value: Any) -> str:
     return f" ({kinds.get(type(value), type(value).__name__)})"
 
 
+def _text_of(value: Any, path: str) -> str:
+    """Return the text of a value: of numbers, lists and objects as JSON, of bytes as UTF-8. Raises FormatError."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise FormatError(f'has bytes under "{path}" that are not UTF-8', "convert them, or remove it") from None
+    is_json = isinstance(value, bool | int | float | list | Mapping)
+    return json.dumps(value, ensure_ascii=False, default=str) if is_json else str(value)
+
+
 def field_of(fields: Mapping[str, Any], path: str) -> Any:
     """Return a field by its name, or by the names of objects within objects: "meta.text".
 
-    With AS_TEXT after it, "meta.score:text", the text of its value, as JSON has it. Raises FormatError.
+    With AS_TEXT after it, "meta.score:text", the text of its value. Raises FormatError.
     """
     value: Any = fields
     if path not in fields and path.endswith(AS_TEXT):
         found = field_of(fields, path.removesuffix(AS_TEXT))
-        return found if isinstance(found, str) or is_null(found) else json.dumps(found, ensure_ascii=False, default=str)
+        return found if isinstance(found, str) or is_null(found) else _text_of(found, path)
     for name in [path] if path in fields else path.split("."):
         if not isinstance(value, Mapping) or name not in value:
             raise FormatError(f'has no field "{path}"; its fields: {names_of(fields)}', "correct --data.fields")

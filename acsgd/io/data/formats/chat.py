@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
+from jinja2 import TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from acsgd.io.data.formats.base import (
@@ -444,8 +445,11 @@ def _check_written(messages: Sequence[ChatMessage], text: str) -> None:
             )
 
 
-def _refused(error: Exception) -> FormatError:
+def _refused(error: Exception) -> Exception:
+    """Return what a template that fails means: a ValueError if it does for all chats."""
     reason = excerpt(" ".join(str(error).split()))
+    if isinstance(error, TemplateSyntaxError):
+        return ValueError(f"the chat template of the tokenizer is invalid, line {error.lineno}: {reason}; correct it")
     return FormatError(f"is refused by the chat template of the tokenizer ({reason})", "correct the messages")
 
 

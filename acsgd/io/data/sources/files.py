@@ -20,7 +20,7 @@ from acsgd.io.data.sources.base import BadRecord, NamedSource, RecordCounts, Sou
 from acsgd.io.data.sources.json_records import read_json, read_json_lines
 from acsgd.io.data.sources.tables import read_arrow, read_csv, read_parquet, read_tsv
 from acsgd.io.data.sources.text import read_text, reading
-from acsgd.shards.files import blame
+from acsgd.shards.files import GIT_LFS, blame, describe_pointer
 
 WHOLE_BYTES = 2**20
 """Maximum size of a file whose fingerprint covers every byte, bytes."""
@@ -389,3 +389,6 @@ def check_file(name: str) -> None:
         raise ValueError(f"{name} is not readable by this user; type: chmod +r {name}")
     if not status.st_size:
         raise ValueError(f"{name} is empty; give a file with text")
+    with path.open("rb") as file:
+        if file.read(len(GIT_LFS)) == GIT_LFS:
+            raise ValueError(f"{name} {describe_pointer(path)}")

@@ -97,7 +97,7 @@ def _values(text: str, name: str, key: str) -> Iterator[tuple[str, str, Any]]:
 
 def _is_table(fields: Mapping[str, Any]) -> bool:
     """Return whether an object is a table, by columns, by rows or split, as pandas' to_json writes them."""
-    if fields.keys() == {"columns", "index", "data"}:
+    if fields.keys() - {"index"} == {"columns", "data"}:
         return True
     parts = [each for each in fields.values() if isinstance(each, dict)]
     if not parts or len(parts) < len(fields):

@@ -75,7 +75,7 @@ def _read_delimited(
     with open_text(path, key=key) as file:
         counts.fraction = partial(fraction_read, file)
         rows = _delimited_rows(file, dialect)
-        header = columns or _header(rows, name, key)
+        header = columns or _header(rows, name, key, dialect["delimiter"])
         for counts.records, (line, row) in enumerate(rows, start=1):
             where = f"{name}, line {line}"
             if isinstance(row, str):
@@ -88,7 +88,7 @@ def _read_delimited(
                 yield SourceRecord(dict(zip(header, row, strict=True)), where)
 
 
-def _header(rows: Iterator[tuple[int, list[str] | str]], name: str, key: str) -> list[str]:
+def _header(rows: Iterator[tuple[int, list[str] | str]], name: str, key: str, delimiter: str) -> list[str]:
     """Return the first row. Raises ValueError unless it names the columns, each once.
 
     A first column without a name is the index that pandas writes, and called as pandas calls it.
@@ -99,6 +99,11 @@ def _header(rows: Iterator[tuple[int, list[str] | str]], name: str, key: str) ->
     if isinstance(header, str) or not header or not all(header) or max(Counter(header).values()) > 1:
         found = header if isinstance(header, str) else excerpt(", ".join(header)) or "nothing"
         raise ValueError(f"{key}: {name}, line 1 must name the columns, each once, but has: {found}; write a header")
+    if len(header) == 1 and (other := next((each for each in ";\t" if each in header[0]), "")):
+        raise ValueError(
+            f"{key}: {name}, line 1 has one column, {excerpt(header[0])!r}: they are separated by {other!r}; write the "
+            f"table with {delimiter!r} between them"
+        )
     return header
 
 
