@@ -23,7 +23,7 @@ from lib.saved import SMALL, small_run, train_alone
 from lib.stores import STORES, accept, open_store
 
 from acsgd.comm.waits import DIRECT
-from acsgd.errors import AfterLastStepError
+from acsgd.errors import AfterLastStepError, WaitInterruptedError
 from acsgd.io.checkpoint import upload
 from acsgd.io.checkpoint.copies import SHARED, Disks
 from acsgd.io.checkpoint.directory import CheckpointDirectory
@@ -330,7 +330,14 @@ def test_the_end_of_a_run_waits_for_the_last_upload(
     if case == "failure":
         (path / "c").unlink()
     paths = SimpleNamespace(checkpoints=CheckpointDirectory(own))
-    groups = SimpleNamespace(waits=DIRECT, all_gather_text=lambda _, text, **__: [text])
+    known = list[str]()
+
+    def wait_for_all(*_: object, timeout_s: float) -> None:
+        known.append("all")
+        raise WaitInterruptedError("the first rank has ended the run")
+
+    groups = SimpleNamespace(waits=DIRECT, all_gather_text=lambda _, text, **__: [text], timeout_s=1.0)
+    groups.wait_for_all = wait_for_all
     session: Any = SimpleNamespace(job=SimpleNamespace(paths=paths), groups=groups)
     newest: Any = SimpleNamespace(newest=path)
     signals: Any = SimpleNamespace(received="SIGINT" if case == "signal" else None)
@@ -344,6 +351,7 @@ def test_the_end_of_a_run_waits_for_the_last_upload(
             assert uploader.wait(LIMIT_S)
         with pytest.raises(AfterLastStepError, match=expected) if expected else contextlib.nullcontext():
             hook.at_end(state)
+        assert bool(known) == bool(expected), "no rank ends before all know why"
     assert any("waiting for the last upload" in note for note in notes) == (case in ("signal", "stall"))
     assert any("the run was stopped; the next start continues it" in note for note in notes) == (case == "stopped")
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from acsgd.errors import AfterLastStepError
+from acsgd.errors import AfterLastStepError, RunError, WaitInterruptedError
 from acsgd.failures.signals import StopSignals
 from acsgd.io.checkpoint.upload import Uploader, UploadingRun
 from acsgd.notes import print_note
@@ -63,10 +63,13 @@ class Upload(StepHook):
         self._submit()
         is_stopped = state.is_stopped and state.ended_because is None
         missing = self._missing(self._uploader, waits=not is_stopped) if self._uploader is not None else ""
-        found = self._session.groups.all_gather_text("uploading the last checkpoint", missing, timeout_s=math.inf)
+        groups = self._session.groups
+        found = groups.all_gather_text("uploading the last checkpoint", missing, timeout_s=math.inf)
         if missing and is_stopped:
             self._note(f"{missing}; the next start continues it")
         elif missing := next(filter(None, found), ""):
+            with contextlib.suppress(RunError, WaitInterruptedError):  # as soon as a rank ends, all others are ended
+                groups.wait_for_all("ending with an error", timeout_s=groups.timeout_s)  # which all know of by then
             message = f"{missing}; the run is complete here, and the same command continues the upload"
             raise AfterLastStepError(message)
 
