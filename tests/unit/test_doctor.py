@@ -91,6 +91,13 @@ def _alone(patch: pytest.MonkeyPatch, path: Path) -> None:
     patch.setattr(psutil, "net_if_stats", lambda: {"lo": stats["lo"]})
 
 
+def _other_users(patch: pytest.MonkeyPatch, path: Path) -> None:
+    users = {0: "root", 33: "www-data", 1999: "alice", os.getuid(): "me"}
+    found = [{"uids": SimpleNamespace(real=user), "username": name} for user, name in users.items()]
+    listed = [SimpleNamespace(info=info) for info in (*found, {"uids": None, "username": None})]
+    patch.setattr(psutil, "process_iter", lambda _: listed)
+
+
 HOST_FAULTS: list[tuple[Break, str, str, str]] = [
     (_old_package, "error", "versions", 'transformers 4.40.0 is installed, acsgd needs >=5.0; pip install "transfo'),
     (_driver, "error", "device", "is built for the CPU alone; install a build of torch with CUDA"),
@@ -107,6 +114,7 @@ HOST_FAULTS: list[tuple[Break, str, str, str]] = [
         "clock",
         "it is 2001-09-09 01:46 UTC on this host, before acsgd was installed; set the clock: timed",
     ),
+    (_other_users, "warning", "users", "processes of alice, who can connect to the ports that runs open"),
     (_alone, "warning", "addresses", "no network interface is up but loopback"),
 ]
 
@@ -114,7 +122,7 @@ HOST_FAULTS: list[tuple[Break, str, str, str]] = [
 def test_a_good_host_has_no_error(tmp_path: Path) -> None:
     found = list(check_host(tmp_path / "runs" / "new", None))
     assert [each for each in found if each.level == "error"] == []
-    subjects = {"versions", "device", "memory", "processors", "disk", "clock", "addresses", "interface"}
+    subjects = {"versions", "device", "memory", "processors", "disk", "clock", "users", "addresses", "interface"}
     assert subjects <= {each.subject for each in found}
     assert list(tmp_path.iterdir()) == []
 

@@ -13,6 +13,7 @@ import random
 import re
 import resource
 import secrets
+import shutil
 import socket
 import ssl
 import statistics
@@ -32,6 +33,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from lib.patience import stretched, wait_until
 
 from acsgd.comm.process_groups import VirtualHost
+from acsgd.commands.doctor.host import mesh_rule
 from acsgd.errors import ConnectError
 from acsgd.mesh import carrier, forwarder, identity, mesh, mirrors, peers, ports, rotation, tls, transport
 from acsgd.mesh.carrier import Carrier
@@ -1014,6 +1016,32 @@ def test_other_users_of_a_host_do_not_reach_the_ports_of_other_hosts(start: Call
             port = int(squatter.stdout.readline())
             assert port not in ports.listening_ports(other.address)
             squatter.kill()
+
+
+REACHES = """
+import os, socket, subprocess, sys
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+with socket.create_server(("127.88.1.2", 0)) as server:
+    for rule in (None, sys.argv[1]):
+        if rule is not None:
+            subprocess.run(["nft", rule], check=True)
+        for user in (0, 65534):
+            if not os.fork():
+                os.setuid(user)
+                with socket.socket() as connection:
+                    os._exit(connection.connect_ex(server.getsockname()))
+            print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.skipif(shutil.which("nft") is None, reason="nftables is not installed")
+def test_other_users_reach_the_ports_of_their_own_host_unless_the_rule_of_the_doctor_forbids_it() -> None:
+    command = ["unshare", "--net", sys.executable, "-S", "-c", REACHES, mesh_rule(os.getuid())]
+    read = subprocess.run(command, capture_output=True, text=True, check=False)
+    if read.returncode:
+        pytest.skip(f"no namespace, or no nftables: {read.stderr.splitlines()[-1]}")
+    assert [int(code) for code in read.stdout.split()] == [0, 0, 0, errno.ECONNREFUSED]
 
 
 SQUAT = """

@@ -1,4 +1,4 @@
-"""Checks of one host: versions, GPUs, memory, processors, disk, clock, addresses, and gloo's network interface."""
+"""Checks of one host: versions, GPUs, memory, processors, disk, clock, users, addresses, and the interface of gloo."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from acsgd.comm.addresses import find_interface
 from acsgd.errors import explain
 from acsgd.host_memory import CGROUPS, host_memory
 from acsgd.io.files.atomic import missing_operations
+from acsgd.mesh.identity import NETWORK
 
 Level = Literal["ok", "warning", "error"]
 
@@ -39,6 +40,8 @@ MIN_INODES = 1000
 MIN_FILES = 1024
 """Number of open files that a run needs: connections, caches, logs."""
 DAY_S = 86400.0
+PEOPLE = range(1000, 60_000)
+"""Ids of users who are no services of the system: UID_MIN to UID_MAX of Linux's login.defs."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ def check_host(directory: Path, interface: str | None) -> Iterator[Diagnosis]:
         ("open files", check_open_files),
         ("disk", lambda: check_disk(directory)),
         ("clock", check_clock),
+        ("users", check_users),
         ("addresses", check_addresses),
         ("interface", lambda: check_interface(interface)),
     ]
@@ -224,6 +228,27 @@ def check_clock() -> Iterator[Diagnosis]:
         yield Diagnosis("error", "clock", text, "set the clock: timedatectl set-ntp true")
     else:
         yield Diagnosis("ok", "clock", shown)
+
+
+def check_users() -> Iterator[Diagnosis]:
+    """Look for other people who use this host: programs such as gloo and torch's store accept connections of theirs."""
+    found = [process.info for process in psutil.process_iter(["uids", "username"])]
+    users = {each["uids"].real: each["username"] for each in found if each["uids"] is not None}
+    if names := ", ".join(sorted(name for user, name in users.items() if user in PEOPLE and user != os.getuid())):
+        text = f"processes of {names}, who can connect to the ports that runs open on this host, at loopback addresses"
+        remedy = f"train in a container; or keep them from a run with a mesh, as root: nft '{mesh_rule(os.getuid())}'"
+        yield Diagnosis("warning", "users", text, remedy)
+    else:
+        yield Diagnosis("ok", "users", "no process of another person is seen")
+
+
+def mesh_rule(user: int) -> str:
+    """Return commands of nftables by which a user alone can connect to virtual addresses of a mesh on this host."""
+    return (
+        "add table inet acsgd; add chain inet acsgd output { type filter hook output priority 0; }; "
+        f"add rule inet acsgd output ip daddr {NETWORK}0.0/16 meta l4proto tcp meta skuid != {user} "
+        "reject with tcp reset"
+    )
 
 
 def check_addresses() -> Iterator[Diagnosis]:
