@@ -108,6 +108,9 @@ class Streams:
         """Record an event on the current stream."""
         return DONE
 
+    def wait_for(self, event: StreamEvent) -> None:
+        """Let later work on the current stream wait for an event. The host does not wait."""
+
     def peak_flops(self, dtype: torch.dtype) -> float:
         """Return the peak rate of dense matrix products, floating-point operations per second; 0 = unknown."""
         return 0.0
@@ -159,6 +162,10 @@ class CudaStreams(Streams):
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
+
+    def wait_for(self, event: StreamEvent) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        torch.cuda.current_stream(self.device).wait_event(event)
 
     def peak_memory_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)

@@ -110,8 +110,8 @@ class NewAdapter:
         tensors = self.base.tensors(layer, LayerTensors(weights, stored.constants))
         return tensors | self._draw(new, tensors.__getitem__)
 
-    def constants(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
-        return self.base.constants(layer, stored)
+    def constants(self, layer: str, stored: LayerTensors, *, check: bool = True) -> dict[str, Tensor]:
+        return self.base.constants(layer, stored, check=check)
 
     def tensor(self, layer: str, key: str) -> Tensor:
         if not is_of_adapter(key):

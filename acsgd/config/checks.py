@@ -39,6 +39,7 @@ def check(config: Config) -> None:
     _check_evaluation(config)
     _check_elastic(config.elastic)
     _check_adapter(config)
+    _check_offload(config)
     if config.model.compile and config.model.recompute == "attention":
         raise ValueError(
             "model.recompute=attention runs attention by itself, and model.compile compiles each block as a whole; "
@@ -99,6 +100,35 @@ def _check_quantize(quantization: str, adapter: Adapter | None) -> None:
             f"model.quantize={quantization} needs bitsandbytes, which is not installed; "
             'pip install "acsgd[8bit,adapters]"'
         )
+
+
+def _check_offload(config: Config) -> None:
+    """Raise ValueError if parameters cannot lie where model.offload says."""
+    model, offload = config.model, config.model.offload
+    trains_all = config.adapter.spec is None and model.freeze is None
+    on_disk, adapter = offload == "disk", "train an adapter, such as --adapter.spec lora"
+    trains = "all weights are trained, and"
+    problems = (
+        (config.dp.shard == "weights", "dp.shard=weights keeps parts of all weights on each device; remove one"),
+        (model.compile, "model.compile compiles blocks whose parameters stay where they are; remove one"),
+        (
+            not on_disk and trains_all and config.optim.offload == "none",
+            f"{trains} lie where their masters are; add --optim.offload cpu, or {adapter}",
+        ),
+        (
+            on_disk and trains_all,
+            f"{trains} those in files are only read; use --model.offload cpu --optim.offload cpu, or {adapter}",
+        ),
+        (
+            on_disk and model.quantize != "none",
+            f"weights in files are not quantized, and model.quantize={model.quantize} would do so in each use; use "
+            "--model.offload cpu, or remove model.quantize",
+        ),
+        (on_disk and model.init == "scratch", "model.init=scratch has no files of weights; use --model.offload cpu"),
+    )
+    problem = next((text for is_given, text in problems if is_given), None)
+    if offload != "none" and problem is not None:
+        raise ValueError(f"model.offload={offload}: {problem}")
 
 
 def _check_ranges(config: Config) -> None:

@@ -41,6 +41,7 @@ def in_steps(given: int | str, steps_of: Callable[[float], int]) -> str:
 TransportName = Literal["auto", "gloo", "nccl"]
 OwnTransport = Literal["run", "auto", "gloo", "nccl"]
 ShardKind = Literal["none", "optimizer", "gradients", "weights"]
+Offload = Literal["none", "cpu", "disk"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,10 @@ class ModelConfig:
     quantize: Literal["none", "nf4", "int8"] = "none"
     """Keep the frozen linear layers of blocks in 4 ("nf4") or 8 bits ("int8"), as QLoRA does; needs adapter.spec=lora
     and acsgd[8bit]. "none" keeps them in model.dtype."""
+    offload: Offload = "none"
+    """Where parameters are while their layer, or recomputed group of layers, does not run: "none" = on the device;
+    "cpu" = in host memory, trained ones only with optim.offload="cpu"; "disk" = frozen ones in the files of the model.
+    Those of the next layer are fetched behind the one that runs."""
     dropout_mask: Literal["step", "sample"] = "step"
     """What a dropout mask depends on: "step" draws new masks in every step; "sample" gives a sequence the same masks in
     every epoch, so that its activations change little between epochs, as delta codecs need. "sample" computes one

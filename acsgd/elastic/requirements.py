@@ -36,6 +36,11 @@ def check_elastic(job: Job) -> None:
             "run; use cache=ram"
         )
     _check_given(config)
+    if config.model.offload != "none":
+        raise ValueError(
+            f"model.offload={config.model.offload}: hosts of an elastic run pass weights on from their devices; remove "
+            "it, or start the run without --rdzv-backend acsgd"
+        )
     mode = job.plugins.mode
     if config.elastic.join_moments == "rounded" and (
         mode.exchanges == "gradients" or "frozen_second_moments" in mode.requires

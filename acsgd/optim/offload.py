@@ -85,9 +85,9 @@ class GradientOffload:
 
 
 class OffloadedOptimizer:
-    """An optimizer in host memory, of weights whose parameters are on the device.
+    """An optimizer in host memory, of weights whose parameters are on the device, or on the host with model.offload.
 
-    Updates one weight after the other, each copied to the device while the next one is updated.
+    Updates one weight after the other, each copied to its parameter while the next one is updated.
     """
 
     def __init__(self, spec: OptimizerSpec, weights: Sequence[Weight], config: OptimConfig, streams: Streams) -> None:
@@ -105,7 +105,13 @@ class OffloadedOptimizer:
             if weight.master.grad is None or weight.key in stateless:
                 continue
             self._optimizers[weight.key].step(step, how)
-            weight.param.copy_(self._streams.load(weight.master.detach().to(weight.param.dtype)))
+            self._round(weight)
+
+    def _round(self, weight: Weight) -> None:
+        """Copy a master to its parameter, which may lie in host memory, too."""
+        master, param = weight.master.detach(), weight.param
+        if param is not weight.master:
+            param.copy_(master if param.device == master.device else self._streams.load(master.to(param.dtype)))
 
     def _stateless(self) -> set[str]:
         """Return the weights that have had no step, if others have: a step with frozen second moments omits them."""

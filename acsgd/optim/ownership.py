@@ -129,15 +129,20 @@ class OwnedWeights:
     """
 
     def __init__(self, weights: Iterable[Weight], ownership: Ownership) -> None:
-        self.weights: list[Weight] = []
         self.ownership = ownership
+        self._by_key: dict[str, Weight] = {}
         self._owned: dict[str, tuple[Weight, ...]] = {}
         self.add(weights)
+
+    @property
+    def weights(self) -> list[Weight]:
+        """All weights, each with the parameter that has its values between uses, which may not be that of the model."""
+        return [*self._by_key.values()]
 
     def add(self, weights: Iterable[Weight]) -> None:
         """Add weights of the rank, and divide them if they have parts."""
         for weight in weights:
-            self.weights.append(weight)
+            self._by_key[weight.key] = weight
             self._owned[weight.key] = self.ownership.owned(weight)
             if weight.master is not weight.param and self.ownership.parts_of(weight):
                 weight.master.data = weight.master.new_zeros(()).expand(weight.master.shape)
@@ -146,12 +151,20 @@ class OwnedWeights:
         """Return what this rank owns of some of its weights."""
         return [owned for weight in weights for owned in self._owned[weight.key]]
 
+    def of_key(self, key: str) -> tuple[Weight, ...]:
+        """Return what this rank owns of the weight with a key."""
+        return self._owned[key]
+
+    def kept(self, weights: Iterable[Weight]) -> list[Weight]:
+        """Return some of the weights as `weights` has them."""
+        return [self._by_key[weight.key] for weight in weights]
+
     @torch.no_grad()
     def load(self, weight: Weight, values: Tensor) -> None:
         """Load fp32 values of a weight into its parameter, and into the masters that this rank owns."""
         is_whole = weight.key not in self.ownership.gathered
         if is_whole:
-            weight.param.copy_(values)
+            self._by_key[weight.key].param.copy_(values)
         for owned in self._owned[weight.key]:
             owned.master.copy_(_rows_of(owned.key, values))
             if not is_whole:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from acsgd.dp.exchange.layer_gather import LayerGather
 from acsgd.dp.sync import GradSync
 from acsgd.layers.composed import ComposedModel, Context, Inputs, State
 from acsgd.layers.description import Head, LayerSpec
 from acsgd.layers.skeleton import parameter_names
+from acsgd.optim.fetch import LayerFetch
 from acsgd.optim.offload import GradientOffload
 from acsgd.pp.chunked_loss import HeadUse, PartLoss, chunked_loss
 from acsgd.pp.recompute import KEEP_ALL, Recompute, recompute_attention
@@ -71,7 +71,7 @@ class Stage:
         first_trained: index of the first layer of the model with a trained parameter; a stage below it runs no backward
         mask_per_sample: draw dropout masks from (seed, sample, layer) instead of (seed, step, micro-batch, layer)
         offload: adds gradients to those of masters in host memory; None = masters are on the device
-        gather: gathers the parameters of each group of layers that run together; None = parameters stay whole
+        fetch: fetches the parameters of each group of layers that run together; None = they stay on the device
 
     Reseeds torch's global generators before each layer if the model has dropout. With mask_per_sample, training with
     dropout runs one sequence at a time, because one seed determines the masks of all sequences in one call.
@@ -93,7 +93,7 @@ class Stage:
         mask_per_sample: bool = False,
         logits_at_once: int = LOGITS_AT_ONCE,
         offload: GradientOffload | None = None,
-        gather: LayerGather | None = None,
+        fetch: LayerFetch | None = None,
     ) -> None:
         self.layers = layers
         self.weights = in_reduction_order(weight for layer in layers for weight in layer.weights)
@@ -126,9 +126,11 @@ class Stage:
         self._head_use: HeadUse | None = None
         self._logits_at_once = logits_at_once
         self._offload = offload
-        self._gather = gather
+        self._fetch = fetch
+        self._reports_groups = fetch is not None and fetch.is_collective
+        """Whether gradients are reported group by group, in the order in which all replicas fetch."""
         self._in_backward: int | None = None
-        """Group of layers whose backward runs, if parameters are gathered."""
+        """Group of layers whose backward runs, if parameters are fetched."""
         self._last_backward = False
         self._final: set[str] = set()
         """Weights whose gradients of this step are complete."""
@@ -243,7 +245,7 @@ class Stage:
         self._last_backward = is_last
         torch.autograd.backward(part.graphs[-1].differentiable, output_grads)
         self._end_group()
-        assert self._gather is None or self._gather.is_idle, "a layer has no gradient of its outputs"
+        assert self._fetch is None or self._fetch.is_idle, "a layer has no gradient of its outputs"
         self._end_backward()
         self.sync.backward_done(is_last=is_last)
 
@@ -254,31 +256,33 @@ class Stage:
             self._offload.finish()
 
     def _begin_group(self, group: int, _: Tensor) -> None:
-        """Make the parameters of a group of layers whole, whose backward begins, and release those of the one before.
+        """Fetch the parameters of a group of layers, whose backward begins, and release those of the one before.
 
-        The order of exchanges is the same on all replicas, whichever parameters get a gradient.
+        The order is the same on all replicas, whichever parameters get a gradient.
         """
         self._end_group()
-        assert self._gather is not None
+        assert self._fetch is not None
         reaches_next = self.sends_gradient or self.layers[group * self._together].spec.index > self._first_trained
-        self._gather.enter(group, ahead=group - 1 if reaches_next else -1)
+        self._fetch.enter(group, ahead=group - 1 if reaches_next else -1)
         self._in_backward = group
 
     def _end_group(self) -> None:
-        """Report the gradients of the group of layers whose backward has ended, if parameters are gathered.
+        """Release the parameters of the group of layers whose backward has ended, if parameters are fetched.
 
-        Those of other parameters, such as tables of which replicated tensors are made, follow at the end of the pass.
+        If replicas fetch together, also report its gradients. Those of other parameters, such as tables of which
+        replicated tensors are made, follow at the end of the pass.
         """
         group, self._in_backward = self._in_backward, None
         if group is None:
             return
-        assert self._gather is not None
-        if self._offload is not None:
+        assert self._fetch is not None
+        if self._offload is not None and self._reports_groups:
             self._offload.finish()
-        self._gather.leave(group)
-        for layer in self.layers[group * self._together : (group + 1) * self._together]:
+        self._fetch.leave(group)
+        reported = self.layers[group * self._together : (group + 1) * self._together] if self._reports_groups else ()
+        for layer in reported:
             for weight in layer.weights:
-                if weight.key in self._gather.keys:
+                if weight.key in self._fetch.keys:
                     self.sync.grad_ready(weight, is_final=self._last_backward)
 
     def _take_input_grads(self, passes: Sequence[_Pass]) -> State:
@@ -291,7 +295,7 @@ class Stage:
         was_training = self.composed.model.training
         self.composed.model.eval()
         try:
-            with contextlib.nullcontext() if self._gather is None else self._gather.unmetered():
+            with contextlib.nullcontext() if self._fetch is None else self._fetch.unmetered():
                 yield
         finally:
             self.composed.model.train(was_training)
@@ -341,9 +345,9 @@ class Stage:
                 graphs.append(_Graph(entering, state))
                 state = entering = {name: x.detach().requires_grad_(x.requires_grad) for name, x in state.items()}
             run = self._run_of(layers, micro, inputs, context, labels)
-            with contextlib.nullcontext() if self._gather is None else self._gather.whole(group):
+            with contextlib.nullcontext() if self._fetch is None else self._fetch.whole(group):
                 state = run_again(run, state) if self._recompute.layers else run(state)
-            if self._gather is not None and (outputs := [x for x in state.values() if x.requires_grad]):
+            if self._fetch is not None and (outputs := [x for x in state.values() if x.requires_grad]):
                 register_multi_grad_hook(outputs, partial(self._begin_group, group), mode="any")
         if graphs is not None:
             graphs.append(_Graph(entering, state))
@@ -412,7 +416,7 @@ class Stage:
         def accumulated(*, is_final: bool) -> None:
             if is_final:
                 self._final.add(weight.key)
-            if self._gather is None or weight.has_remote_lookups:
+            if not self._reports_groups or weight.has_remote_lookups:
                 self.sync.grad_ready(weight, is_final=is_final)
 
         def grad_ready(param: nn.Parameter) -> None:

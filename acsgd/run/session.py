@@ -253,7 +253,7 @@ class Session:
             self.tied_meter.sent_bytes,
         )
         try:
-            with _global_weights(self.stages.values()):
+            with _global_weights(self.stages.values(), self.owned):
                 for batch in batches:
                     part = self.pipeline.evaluate(batch, step)
                     evaluation.add(part, batch.labels)
@@ -307,14 +307,15 @@ class Session:
 
 @contextlib.contextmanager
 @torch.no_grad()
-def _global_weights(stages: Iterable[Stage]) -> Iterator[None]:
+def _global_weights(stages: Iterable[Stage], owned: OwnedWeights) -> Iterator[None]:
     """Load the global weights into the parameters of stages; restore the local ones on exit. A collective call."""
     saved = []
     for stage in stages:
         shared = stage.sync.global_weights()
         if shared is not None:
-            saved += [(weight.param, weight.param.clone()) for weight in stage.weights]
-            for weight in stage.weights:
+            weights = owned.kept(stage.weights)
+            saved += [(weight.param, weight.param.clone()) for weight in weights]
+            for weight in weights:
                 weight.param.copy_(shared[weight.key])
     try:
         yield

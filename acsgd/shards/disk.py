@@ -35,7 +35,7 @@ from acsgd.shards.files import TensorHeader, check_file_name, open_tensors, tens
 from acsgd.shards.layer_tensors import LayerTensors
 from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
 from acsgd.shards.weights import WeightState
-from acsgd.shards.writer import save_tensors
+from acsgd.shards.writer import StoredTensor, open_stored, save_tensors
 
 T = TypeVar("T")
 
@@ -120,6 +120,7 @@ class ShardDirectory:
         self.manifest = Manifest.read(path)
         self.step = self.manifest.step
         self._verified: set[str] = set()
+        self._opened: dict[str, dict[str, StoredTensor]] = {}
 
     @property
     def verified_layers(self) -> ModelLayers | None:
@@ -139,12 +140,16 @@ class ShardDirectory:
         check_tensors(path, tensors, expected_tensors(stored), FLOATING, is_complete=True)
         return tensors
 
-    def constants(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
-        """Read the tensors of one layer that are not trained. stored: see `tensors`. Raises as that."""
+    def constants(self, layer: str, stored: LayerTensors, *, check: bool = True) -> dict[str, Tensor]:
+        """Read the tensors of one layer that are not trained. stored: see `tensors`. Raises as that.
+
+        check: whether they are checked, which reads the mapped file into memory.
+        """
         if not stored.constants:
             return {}
         tensors, path = self.read_constants(layer) or self.read_layer(layer), self.path / self.file_of(layer).file
-        check_tensors(path, tensors, expected_tensors(stored._replace(weights={})), FLOATING, is_complete=False)
+        if check:
+            check_tensors(path, tensors, expected_tensors(stored._replace(weights={})), FLOATING, is_complete=False)
         return {key: tensors[key] for key in stored.constants}
 
     def read_layer(self, layer: str) -> dict[str, Tensor]:
@@ -187,13 +192,24 @@ class ShardDirectory:
 
     def tensor(self, layer: str, key: str) -> Tensor:
         """Read one parameter or buffer of one layer."""
-        manifest, file = self.manifest, self.file_of(layer)
-        if key in manifest.tables:
-            file = manifest.tables[key]
-        elif layer in manifest.constants and key in self._constants(layer):
-            file = manifest.constants[layer]
-        with open_tensors(self._present(file)) as opened:
+        with open_tensors(self._present(self._file_with(layer, key))) as opened:
             return opened.get_tensor(key)
+
+    def stored(self, layer: str, key: str) -> StoredTensor:
+        """Return where one parameter or buffer of one layer is, in a file that stays open."""
+        entry = self._file_with(layer, key)
+        if entry.file not in self._opened:
+            self._opened[entry.file] = open_stored(self._present(entry))
+        return self._opened[entry.file][key]
+
+    def _file_with(self, layer: str, key: str) -> StoredFile:
+        """Return the file with a parameter or buffer of a layer."""
+        manifest = self.manifest
+        if key in manifest.tables:
+            return manifest.tables[key]
+        if layer in manifest.constants and key in self._constants(layer):
+            return manifest.constants[layer]
+        return self.file_of(layer)
 
     def state(self, layer: str) -> WeightState:
         """Read the optimizer state of a layer's parameters; the tensors lie in the memory-mapped file."""

@@ -41,8 +41,11 @@ class WeightSource(Protocol):
         """Return all tensors of one layer. stored: their names and shapes."""
         ...
 
-    def constants(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
-        """Return those tensors of one layer that are not trained. stored: see `tensors`."""
+    def constants(self, layer: str, stored: LayerTensors, *, check: bool = True) -> dict[str, Tensor]:
+        """Return those tensors of one layer that are not trained. stored: see `tensors`.
+
+        check: whether the values are checked, which reads those of a file into memory.
+        """
         ...
 
     def tensor(self, layer: str, key: str) -> Tensor:
@@ -69,7 +72,7 @@ class LayerLoader:
     looked_up: tied parameters of which another rank sends rows to this rank; they are not loaded. sent: tied parameters
     of which this rank sends rows. defers_constants: load trained weights alone; `load_constants` must follow.
     masters_on_host: keep master weights in host memory, apart from the parameters even if these are fp32.
-    keeps_files: keep constants as they are stored, even if the parameters in use are equal, since these are divided.
+    keeps_files: keep constants as they are stored, even if the parameters in use are equal, which lose their values.
     """
 
     def __init__(
@@ -147,6 +150,9 @@ class LayerLoader:
                 self._load_frozen(key, self._tensor(loaded.spec, key, tensors))
         for key in loaded.spec.buffers:
             self._set_buffer(key, tensors[key])
+        if self._keeps_files:  # mapped once more, so that nothing of the file is in memory yet
+            loaded.constants.update(self._source.constants(loaded.spec.name, stored, check=False))
+            return
         loaded.constants.update({key: self._constant(key, tensors[key]) for key in stored.constants})
 
     def _load_frozen(self, key: str, tensor: Tensor) -> None:
@@ -164,7 +170,7 @@ class LayerLoader:
 
     def _constant(self, key: str, tensor: Tensor) -> Tensor:
         """Return a constant as it is stored: the parameter in use, which takes no more memory, if it is the same."""
-        param = self._model.get_parameter(key) if key in self._names and not self._keeps_files else None
+        param = self._model.get_parameter(key) if key in self._names else None
         return tensor if param is None or param.is_meta or param.dtype != tensor.dtype else param.detach()
 
     def _weight(self, key: str, param: nn.Parameter, tensor: Tensor, *, is_copy: bool) -> Weight:
@@ -229,7 +235,7 @@ class BlankWeights:
     def tensors(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
         return {key: torch.zeros_like(weight, device="cpu") for key, weight in stored.weights.items()}
 
-    def constants(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
+    def constants(self, layer: str, stored: LayerTensors, *, check: bool = True) -> dict[str, Tensor]:
         return self._constants.of_layer(layer, stored)
 
     def tensor(self, layer: str, key: str) -> Tensor:
@@ -257,7 +263,7 @@ class RandomWeights:
         drawn = self._draw(layer)
         return {key: drawn[key] for key in (*stored.weights, *stored.constants)}
 
-    def constants(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
+    def constants(self, layer: str, stored: LayerTensors, *, check: bool = True) -> dict[str, Tensor]:
         drawn = self._draw(layer) if stored.constants else {}
         return {key: drawn[key] for key in stored.constants}
 

@@ -1,18 +1,20 @@
-"""Safetensors files that are written, or sent, without holding all of their tensors at once."""
+"""Safetensors files that are written, sent or read without holding all of their tensors at once."""
 
 from __future__ import annotations
 
 import io
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
+from acsgd.errors import CorruptFileError
 from acsgd.io.files.atomic import naming
 from acsgd.io.files.checksum import new_file_checksum
 from acsgd.shards.files import TensorHeader, tensor_headers
@@ -151,3 +153,38 @@ class _WeightsFile(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a safetensors file, which stays open and may be removed meanwhile."""
+
+    path: Path
+    file: BinaryIO
+    start: int
+    """Position of its first byte."""
+    header: TensorHeader
+
+    def read_into(self, target: Tensor) -> None:
+        """Read the values into a contiguous tensor of the host with this shape. Raises CorruptFileError.
+
+        Leaves nothing else in the memory of this process, as a mapped file would.
+        """
+        dtype = DTYPES[self.header.dtype]
+        values = target if target.dtype == dtype else torch.empty(self.header.shape, dtype=dtype)
+        buffer, done = memoryview(values.view(-1).view(torch.uint8).numpy().data), 0
+        while done < len(buffer):
+            count = os.preadv(self.file.fileno(), [buffer[done:]], self.start + done)
+            if not count:
+                raise CorruptFileError(self.path, "was made shorter while the run reads it; start the run again")
+            done += count
+        if values is not target:
+            target.copy_(values)
+
+
+def open_stored(path: Path) -> dict[str, StoredTensor]:
+    """Open a safetensors file, and return where each of its tensors is. Raises as `open_tensors`."""
+    headers, file = tensor_headers(path), path.open("rb", buffering=0)
+    size = int.from_bytes(file.read(8), "little")
+    fields = json.loads(file.read(size))
+    starts = {name: 8 + size + fields[name]["data_offsets"][0] for name in headers}
+    return {name: StoredTensor(path, file, starts[name], header) for name, header in headers.items()}

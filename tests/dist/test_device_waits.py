@@ -19,9 +19,12 @@ from lib.cache import with_shared_cache
 from lib.forks import save_model
 from lib.ordered import ordered_transport
 from lib.ranks import on_ranks
-from lib.stand_in import on_stand_in
+from lib.stand_in import StandInStreams, on_stand_in
 from lib.training import TIMEOUT, batches_of, losses_of_rank, plain_config
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from acsgd.codecs.identity import DTYPES
 from acsgd.config.options import Config, ReplicaConfig
 from acsgd.dp import MODES
 from acsgd.groups import connect
@@ -56,6 +59,7 @@ class Row(NamedTuple):
     """Two replicas with these options; none = one."""
     optim: Mapping[str, Any] = NONE
     dtype: str = "fp32"
+    model: Mapping[str, Any] = NONE
     is_ordered: bool = False
     """Whether its messages stay on the device, over the ordered transport; else they travel over gloo."""
 
@@ -72,7 +76,7 @@ class Row(NamedTuple):
         config = plain_config(model, directory / "runs", steps=3, micro=self.micro, **self.pp)
         config = dataclasses.replace(
             config,
-            model=dataclasses.replace(config.model, dtype=self.dtype),
+            model=dataclasses.replace(config.model, dtype=self.dtype, **self.model),
             data=dataclasses.replace(config.data, sequence=16),
             dp=ReplicaConfig(**self.dp),
             optim=dataclasses.replace(config.optim, **self.optim),
@@ -133,6 +137,19 @@ OFFLOADED = {
     for dtype in ("fp32", "bf16")
     for offload in ("none", "cpu")
 }
+BLOCKS = {"freeze": "*.h.*"}
+BLOCK_PARAMETERS = 12 * 16**2 + 13 * 16
+FETCHED = {
+    "trained": Row(4, 1, optim={"offload": "cpu"}, model={"offload": "cpu"}, dtype="bf16"),
+    "read": Row(4, 1, model={"offload": "disk", **BLOCKS}),
+    "frozen": Row(4, 1, model={"offload": "cpu", **BLOCKS}, dtype="bf16"),
+    "trained, fp32": Row(4, 1, optim={"offload": "cpu"}, model={"offload": "cpu"}),
+    "two stages": Row(8, 1, pp=TWO, model={"offload": "cpu", **BLOCKS}),
+    "interleaved": Row(8, 1, pp={**TWO, "schedule": "interleaved:chunks=2"}, model={"offload": "cpu", **BLOCKS}),
+}
+"""Runs with model.offload, which are compared with the same without it."""
+ON_DEVICE = ", on the device"
+STAYS = {f"{name}{ON_DEVICE}": row._replace(model={**row.model, "offload": "none"}) for name, row in FETCHED.items()}
 
 
 def soaked(names: Iterable[str]) -> list[Any]:
@@ -155,6 +172,8 @@ class Observed(NamedTuple):
     """Host buffers allocated so far, by step."""
     on_device: set[str]
     """Which of masters, their gradients and the optimizer's state are on the device after the last step."""
+    live: list[int]
+    """Bytes of all tensors of the device, behind each block and when there is a gradient of its output."""
     on_cpu: list[float]
     """Losses of the same run on the CPU over gloo."""
 
@@ -166,11 +185,12 @@ def observe(rank: int, world_size: int, store: Path, runs: Sequence[tuple[Config
     with on_stand_in() as streams:  # before the first backward: that fixes which devices torch has
         for number, (config, is_ordered) in enumerate(runs):
             job, file_store = prepare(config, Launch(rank, rank, world_size)), dist.FileStore(f"{store}-{number}")
-            found, progress = Observed([], [], [], [], set(), []), Progress()
+            found, progress = Observed([], [], [], [], set(), [], []), Progress()
             with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
                 if is_ordered:
                     groups = groups.with_transport(ordered_transport(rank), streams.device, lambda axis, ranks: True)
                 session = build_session(job, open_weight_source(job), groups)
+                _observe_memory(session, streams, found.live)
                 for batch in batches_of(job):
                     streams.waits.clear()
                     result = train_step(session, batch, progress)
@@ -187,6 +207,23 @@ def observe(rank: int, world_size: int, store: Path, runs: Sequence[tuple[Config
     return [
         found._replace(on_cpu=on_cpu[configs.index(config)]) for found, (config, _) in zip(observed, runs, strict=True)
     ]
+
+
+def _observe_memory(session: Session, streams: StandInStreams, sizes: list[int]) -> None:
+    """Note the bytes of all tensors of the device behind each block, and when there is a gradient of its output."""
+
+    def note(*_: Any) -> None:
+        sizes.append(streams.live_bytes())
+
+    def after(block: nn.Module, args: Any, output: Any) -> None:
+        note()
+        [leaf, *_] = tree_leaves(output)
+        if leaf.requires_grad:
+            leaf.register_hook(note)
+
+    composed = next(iter(session.stages.values())).composed
+    for block in map(composed.model.get_submodule, session.job.model.description.blocks):
+        block.register_forward_hook(after)
 
 
 def _on_device(session: Session) -> Iterator[str]:
@@ -213,6 +250,8 @@ def observed(tmp_path_factory: pytest.TempPathFactory, selected: Callable[[str],
     directory, rows = tmp_path_factory.mktemp("waits"), ROWS | SOAKED | SHARDED
     rows = {name: rows[name] for name in selected("name")}
     rows |= {name: row for name, row in OFFLOADED.items() if name.rpartition(" ")[2] in selected("dtype")}
+    for name in selected("fetched"):
+        rows |= {name: FETCHED[name], f"{name}{ON_DEVICE}": STAYS[f"{name}{ON_DEVICE}"]}
     for name in selected("option"):
         rows |= {f"{name}, {each}": Row(*shape, **OF_SHAPE[name]) for each, shape in SHAPES.items()}
     found = Results()
@@ -275,3 +314,17 @@ def test_offloaded_state_is_on_the_host_and_a_backward_waits_for_some_of_its_gra
     for waits in offloaded.waits[1:]:
         assert waits - ONCE <= Counter({"event": micros * (1 + weights // MAX_IN_FLIGHT)}), waits
     assert offloaded.buffers[-1] == offloaded.buffers[-2], "buffers are allocated once"
+
+
+@pytest.mark.parametrize("fetched", ["trained", "read", *soaked(list(FETCHED)[2:])])
+def test_offloaded_parameters_are_on_the_device_while_their_layers_run(fetched: str, observed: Results) -> None:
+    """With those of the next layer. They add no wait but for buffers of reads, and change no loss."""
+    row, (config, by_rank), (_, plain) = FETCHED[fetched], observed[fetched], observed[f"{fetched}{ON_DEVICE}"]
+    blocks, micros = row.blocks // row.ranks, config.data.batch // config.pp.micro
+    reads = Counter({"event": 2 * micros * blocks}) if row.model["offload"] == "disk" else Counter[str]()
+    for each, other in zip(by_rank, plain, strict=True):
+        assert each.losses == other.losses
+        for waits, without in zip(each.waits[1:], other.waits[1:], strict=True):
+            assert waits - without <= reads
+        assert each.buffers[-1] == each.buffers[-2], "buffers are allocated once"
+        assert max(each.live) <= max(other.live) - (blocks - 2) * BLOCK_PARAMETERS * DTYPES[row.dtype].itemsize

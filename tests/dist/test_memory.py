@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from lib.models import save_tiny_model
 from lib.ranks import on_ranks
-from lib.training import TIMEOUT, make_config
+from lib.training import TIMEOUT, batches_of, make_config, train
 from transformers import PreTrainedTokenizerFast
 
 from acsgd.config.options import Config
@@ -20,7 +21,7 @@ from acsgd.layers.composed import ComposedModel
 from acsgd.model_classes import MODEL_CLASSES
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
-from acsgd.run.setup.build import build_stages
+from acsgd.run.setup.build import build_session, build_stages
 from acsgd.shards.config import read_config
 from acsgd.shards.convert import from_hf
 from acsgd.shards.export import to_hf
@@ -84,3 +85,31 @@ def test_conversion_holds_one_layer_at_a_time(large_model: Path, tmp_path: Path)
     # of 230 MB, the layer that is read (mapped) and the one that is written
     assert max(grown) > 0
     assert max(grown) <= 2 * layer + SLACK
+
+
+def train_on_rank(rank: int, world_size: int, store: Path, config: Config) -> tuple[int, list[float]]:
+    """Train a run in this process; return the growth of its peak, and the losses."""
+    torch.set_num_threads(1)
+    job = prepare(config, Launch(rank, rank, world_size))
+    source = open_weight_source(job)
+    with connect(job.topology, timeout=TIMEOUT, store=dist.HashStore()) as groups:
+        before = job.streams.peak_memory_bytes()
+        losses = train(build_session(job, source, groups), batches_of(job))
+        return job.streams.peak_memory_bytes() - before, losses
+
+
+@pytest.mark.soak
+def test_weights_on_disk_take_the_memory_of_a_few_layers(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Of 32, in a process of its own: those of two layers, and of one that is read ahead."""
+    save_tiny_model(tmp_path / "gpt2", tokenizer, "gpt2", n_embd=512, n_layer=32)
+    config = make_config(tmp_path / "gpt2", tmp_path, micro=1)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, freeze="*.h.*"))
+    open_weight_source(prepare(config, Launch()))  # converts the model
+    on_disk = dataclasses.replace(config, model=dataclasses.replace(config.model, offload="disk"))
+    (whole, losses), (divided, same) = (
+        on_ranks(1, train_on_rank, tmp_path / name, each)[0] for name, each in (("a", config), ("b", on_disk))
+    )
+    block = 4 * 12 * 512**2
+    assert same == losses
+    assert whole > 32 * block
+    assert divided < whole - (32 - 3) * block + SLACK

@@ -1,5 +1,5 @@
-"""Law: masters, gradients and optimizer state in host memory give the losses and the files of a run that keeps them on
-the device, bit for bit.
+"""Law: masters, gradients, optimizer state and parameters in host memory or in files give the losses and the files of a
+run that keeps them on the device, bit for bit.
 
 In one process, tests/dist/test_device_waits.py has it.
 """
@@ -20,7 +20,7 @@ from lib.resume import STEPS, TinyModel, checkpoint_of, train_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 
-from acsgd.config.options import Config, ReplicaConfig
+from acsgd.config.options import AdapterConfig, Config, ReplicaConfig
 from acsgd.dp import MODES
 
 SOAK = pytest.mark.soak
@@ -93,6 +93,54 @@ def test_an_offloaded_run_has_the_losses_and_the_files_of_one_that_is_not(
     run = offloaded(config)
     on_ranks(stages * replicas, train_ranks, tmp_path / "store", [config, run])
     assert_same(run, config)
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "offload", "model", "options"),
+    [
+        pytest.param(1, 1, "cpu", {}, {}, marks=SOAK),
+        pytest.param(1, 1, "cpu", {"dtype": "bf16", "recompute": "every:2"}, {}, marks=SOAK),
+        pytest.param(2, 1, "cpu", {"dtype": "bf16"}, {"tied": "dense"}, marks=SOAK),
+        pytest.param(2, 2, "cpu", {"dtype": "bf16"}, {"dp": "diloco:inner=2"}, marks=SOAK),
+        pytest.param(1, 2, "cpu", {}, {"shard": "optimizer"}, marks=SOAK),
+        pytest.param(2, 1, "cpu", {"freeze": "*.h.*"}, {"schedule": "interleaved:chunks=2"}, marks=SOAK),
+        pytest.param(1, 1, "cpu", {"dtype": "bf16", "quantize": "nf4"}, {}, marks=[SOAK, NEEDS_8BIT]),
+        pytest.param(1, 1, "cpu", {"dtype": "bf16", "quantize": "int8"}, {}, marks=[SOAK, NEEDS_8BIT]),
+        pytest.param(1, 1, "disk", {"dtype": "bf16", "adapter": "lora:r=4"}, {}, marks=SOAK),
+        pytest.param(2, 2, "disk", {"freeze": "*.h.*", "recompute": "attention"}, {"tied": "dense"}, marks=SOAK),
+    ],
+)
+def test_offloaded_parameters_give_the_losses_and_the_files_of_those_that_stay(
+    stages: int,
+    replicas: int,
+    offload: Any,
+    model: dict[str, Any],
+    options: dict[str, Any],
+    tiny_model: TinyModel,
+    tmp_path: Path,
+) -> None:
+    """options: pp.tied and pp.schedule, and values of dp.mode and dp.shard. The run resumes from half of its steps."""
+    spec = model.pop("adapter", "lora:r=4" if "quantize" in model else None)
+    wide = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 192}  # as 4 bits need
+    path = tiny_model("llama", **wide) if spec else tiny_model("gpt2", n_layer=4)
+    config = make_replica_config(
+        path, tmp_path / "run", options.get("dp", "allreduce"), stages=stages, tied=options.get("tied", "rows")
+    )
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, **model),
+        adapter=AdapterConfig(spec),
+        dp=dataclasses.replace(config.dp, shard=options.get("shard", "none")),
+        pp=dataclasses.replace(config.pp, schedule=options.get("schedule", "1f1b")),
+    )
+    run = config if offload == "disk" else offloaded(config)
+    log = dataclasses.replace(run.log, dir=f"{run.log.dir}-parameters")
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, offload=offload), log=log)
+    on_ranks(stages * replicas, train_ranks, tmp_path / "store", [config, run])
+    assert_same(run, config)
+    resumed = resumed_at_half(run, tmp_path / "resumed", stages=stages)
+    on_ranks(stages * replicas, train_ranks, tmp_path / "again", [resumed])
+    assert losses(resumed)[-2:] == losses(config)[-2:]
 
 
 @pytest.mark.soak

@@ -24,12 +24,13 @@ from acsgd.comm.waits import Meter
 from acsgd.config.options import AdapterConfig, Config, OptimConfig, ReplicaConfig
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
-from acsgd.dp.exchange.layer_gather import GatheredParam, LayerGather
+from acsgd.dp.exchange.layer_gather import DividedParams
 from acsgd.dp.modes.allreduce import open_sync
 from acsgd.dp.peers import Peers
 from acsgd.launch import Launch
 from acsgd.layers.composed import ComposedModel
 from acsgd.optim import OPTIMIZERS
+from acsgd.optim.fetch import LayerFetch
 from acsgd.optim.ownership import OwnedWeights, Ownership, Part, divide
 from acsgd.pp.stage import MicroBatch
 from acsgd.run.initial_weights import open_weight_source
@@ -261,15 +262,15 @@ class OtherReplica:
 def test_a_parameter_of_two_groups_is_gathered_once_and_freed_after_the_last() -> None:
     """As that of a block that is repeated, which the group ahead already uses when the one before ends."""
     values = {key: torch.randn(4, 3) for key in ("repeated", "own")}
-    params = {key: nn.Parameter(x.clone()) for key, x in values.items()}
-    gathered = {}
-    for key, param in params.items():
-        weight = Weight(key, param, param)
-        parts = [Part(key, 0, 2, 0), Part(key, 2, 4, 1)]
-        gathered[key] = GatheredParam(weight, parts, [parts[0].of(weight, is_view=False)])
-        assert param.isnan().all()
+    params = nn.ParameterDict({key: nn.Parameter(x.clone()) for key, x in values.items()})
+    parts = tuple(part for key in values for part in (Part(key, 0, 2, 0), Part(key, 2, 4, 1)))
     peers = OtherReplica()
-    gather = LayerGather([[gathered["repeated"]], [*gathered.values()]], cast(Peers, peers), Meter())
+    divided = DividedParams(OwnedWeights((), Ownership(0, 2, parts, frozenset(values))), cast(Peers, peers))
+    layers: Any = [SimpleNamespace(parameters=("repeated",)), SimpleNamespace(parameters=("repeated", "own"))]
+    for layer, key in zip(layers, ("repeated", "own"), strict=True):
+        divided.add(layer, [Weight(key, params[key], params[key])], params)
+        assert params[key].isnan().all()
+    gather = LayerFetch([divided.of([layer]) for layer in layers], divided, Meter())
     peers.halves = [values["repeated"][2:]]
     gather.enter(0, -1)
     assert torch.equal(params["repeated"], values["repeated"])

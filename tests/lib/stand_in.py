@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -39,6 +40,7 @@ class DeviceTensor(Tensor):
         layout = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype}
         tensor: DeviceTensor = Tensor._make_wrapper_subclass(cls, held.size(), device="standin:0", **layout)  # type: ignore[attr-defined]
         tensor.held = held
+        _note(held)
         return tensor
 
     @property
@@ -57,6 +59,18 @@ class DeviceTensor(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.held.untyped_storage()
+
+    @property  # type: ignore[misc]
+    def data(self) -> DeviceTensor:
+        return DeviceTensor(self.held.data)
+
+    @data.setter
+    def data(self, values: DeviceTensor) -> None:
+        """Take other values of the same shape, of which torch keeps no strides."""
+        self.held = values.held
+
 
 class StandInStreams(Streams):
     """Streams of the device, which does nothing before the host waits for it. Counts what the host waits for."""
@@ -67,6 +81,10 @@ class StandInStreams(Streams):
         self.waits = _waits
         self.buffers = 0
         """Number of host buffers allocated."""
+
+    def live_bytes(self) -> int:
+        """Return the memory of all tensors of the device."""
+        return sum(storage.nbytes() for storage in map(_alive, _refs.values()) if storage is not None)
 
     def host_buffer(self, nbytes: int) -> Tensor:
         self.buffers += 1
@@ -105,7 +123,23 @@ _waits = Counter[str]()
 _history: list[str] = []
 """All waits of this process."""
 _pinned: list[Tensor] = []
+_refs: dict[int, StorageWeakRef] = {}
+"""All storages that tensors of the device have had, some of which are freed."""
 _libraries: list[torch.library.Library] = []
+
+
+def _note(held: Tensor) -> None:
+    """Note the storage of a tensor of the device."""
+    ref = StorageWeakRef(held.untyped_storage())
+    _refs[ref.cdata] = ref
+    if not len(_refs) % 4096:
+        for freed in [key for key, each in _refs.items() if each.expired()]:
+            del _refs[freed]
+
+
+def _alive(ref: StorageWeakRef) -> torch.UntypedStorage | None:
+    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+    return storage
 
 
 def _wait(what: str) -> None:

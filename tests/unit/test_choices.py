@@ -89,6 +89,11 @@ WRONG: list[tuple[dict[str, dict[str, Any]], float, str]] = [
     ({"data": {"deal": "speed"}, "dp": {"replicas": 2}}, 2, "data.deal=speed has no effect: there is one micro-batch"),
     ({"dp": {"replicas": 2, "mode": "powersgd:exact_steps=100"}}, 2, "which are all of the 100 steps; give fewer"),
     ({"optim": {"offload": "cpu"}}, 2, "optim.offload=cpu has no effect: the device is the CPU, whose memory holds"),
+    (
+        {"model": {"offload": "cpu", "freeze": "transformer.h.*"}},
+        2,
+        "model.offload=cpu has no effect: the device is the CPU, whose memory holds the weights anyway; give --model.",
+    ),
     ({"data": {"sources": "demo,demo"}}, 2, "data.sources=demo,demo lists a source more than once, and its records"),
     ({"adapter": {"spec": "lora:r=64"}}, 2, "of rank 64 have more parameters than 8 of the 8 matrices"),
     (
@@ -163,6 +168,7 @@ EFFECTIVE = {
 """Options that change a run of one process of which no other option is given: see `PLAIN`."""
 REFUSED: dict[str, Any] = {
     "model.quantize": "int8",
+    "model.offload": "cpu",
     "data.long": "skip",
     "data.isolate": True,
     "eval.every": 5,

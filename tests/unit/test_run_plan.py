@@ -311,6 +311,14 @@ def test_offloaded_state_is_counted_on_the_host_and_offered(
     assert offloaded.on_device < plain.on_device - plain.masters - plain.moments
     assert offloaded.on_device >= offloaded.weights + offloaded.activations + offloaded.logits
     assert offloaded.on_host >= plain.masters + plain.gradients + plain.moments
+    fetching = replace(offloading, model=replace(offloading.model, offload="cpu"))
+    [without_weights] = plans.memory(fetching)
+    built, model = plans.partition(config).model.build(torch.bfloat16), plans.partition(config).model
+    layers = [sum(built.get_parameter(key).nbytes for key in each.parameters) for each in model.layers]
+    on_device = without_weights.weights - without_weights.host_weights
+    assert without_weights.host_weights == sum(layers)
+    assert on_device == offloaded.weights - sum(layers) + max(a + b for a, b in itertools.pairwise(layers))
+    assert without_weights.on_device == offloaded.on_device - offloaded.weights + on_device
     flags = plans.first_that_fits(offloaded.on_device)
     assert flags is not None
     assert "--optim.offload cpu" in flags
@@ -318,7 +326,8 @@ def test_offloaded_state_is_counted_on_the_host_and_offered(
     assert not plans.fits(offloading, offloaded.on_device)
     rates = rates_of_gpu("H100 PCIe", "bf16")
     steps = plans.step_planner(rates, None)
-    assert plans.step(offloading, steps).total_s > plans.step(config, steps).total_s
+    fast, slow, slowest = (plans.step(each, steps).total_s for each in (config, offloading, fetching))
+    assert fast < slow < slowest
 
 
 def test_offloading_without_enough_host_memory_is_refused(

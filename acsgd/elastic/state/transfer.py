@@ -66,7 +66,7 @@ class LayersInMemory:
         held = {key: self._weights[key] for key in stored.weights if key in self._weights}  # another may have a table
         return held | self.constants(layer, stored)
 
-    def constants(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
+    def constants(self, layer: str, stored: LayerTensors, *, check: bool = True) -> dict[str, Tensor]:
         assert self._constants is not None
         return self._constants.of_layer(layer, stored)
 

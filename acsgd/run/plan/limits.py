@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from acsgd.config.options import EPOCHS, Config, LogConfig
+from acsgd.config.options import EPOCHS, Config, LogConfig, Offload
 from acsgd.failures.report import log_file
 from acsgd.host_memory import host_memory
 from acsgd.io.checkpoint.directory import CHECKPOINTS
@@ -53,7 +53,7 @@ def check_computes(config: Config, stages: int, micros: int) -> None:
 
 
 def check_split(config: Config) -> None:
-    """Raise ValueError if an option makes one thing of a layer's backward, of which a schedule runs two parts."""
+    """Raise ValueError if an option needs a layer's backward to be one thing, of which a schedule runs two parts."""
     for key, value, is_whole in (
         ("model.recompute", config.model.recompute, config.model.recompute != "none"),
         ("model.compile", "true", config.model.compile),
@@ -63,6 +63,12 @@ def check_split(config: Config) -> None:
                 f"pp.schedule={config.pp.schedule} runs gradients of weights after those of inputs, but "
                 f"{key}={value} computes them together; remove one of both, or use pp.schedule=1f1b"
             )
+    if config.model.offload != "none":
+        raise ValueError(
+            f"pp.schedule={config.pp.schedule} runs a layer's backward in two parts, between which all parameters "
+            f"would stay on the device, and model.offload={config.model.offload} keeps those of two layers there; "
+            "remove one of both, or use pp.schedule=1f1b"
+        )
 
 
 def check_reading(config: Config, micros: int, processes: int) -> None:
@@ -168,16 +174,19 @@ def check_memory(
     gradient_shards: int = 1,
     weight_shards: int = 1,
     offloads: bool = False,
+    params: Offload = "none",
 ) -> None:
     """Raise ValueError if `ParameterCount.needed_bytes` exceeds the memory.
 
-    processes: ranks on this host; offloads: whether a GPU needs no masters and gradients.
+    processes: ranks on this host; offloads: whether a GPU needs no masters and gradients; params: model.offload.
     """
-    on_cpu = streams.device.type == "cpu"
+    on_cpu, held = streams.device.type == "cpu", count
+    if params == "disk" or (params == "cpu" and not on_cpu):
+        held = ParameterCount(0 if offloads and params == "cpu" else count.trained, 0)
     if offloads and not on_cpu:
-        of_all, trains = count.weight_bytes(dtype) // weight_shards, False
+        of_all, trains = held.weight_bytes(dtype) // weight_shards, False
     else:
-        of_all = count.needed_bytes(
+        of_all = held.needed_bytes(
             dtype, trains=trains, shards=shards, gradient_shards=gradient_shards, weight_shards=weight_shards
         )
     memory, per_rank = streams.memory_bytes(), of_all / stages

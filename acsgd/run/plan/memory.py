@@ -9,10 +9,10 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain
 
+import torch
 from transformers import PreTrainedModel
 
 from acsgd.codecs.base import wire_bytes
-from acsgd.layers.quantize import is_quantized
 from acsgd.optim.offload import MAX_IN_FLIGHT
 from acsgd.optim.ownership import OwnedWeights
 from acsgd.pp.schedules.actions import Action, Op
@@ -23,7 +23,15 @@ from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.pp.wire.mailbox import MAX_SENDS_IN_FLIGHT
 from acsgd.run.plan.dry_run import UpdateMemory, dry_run
 from acsgd.run.plan.partition import Partition
-from acsgd.run.plan.step_memory import RankWeights, StepPeak, StepWalk, TracedModel, entering_tensors, layer_groups
+from acsgd.run.plan.step_memory import (
+    RankWeights,
+    StepPeak,
+    StepWalk,
+    TracedModel,
+    entering_tensors,
+    fetched_bytes,
+    layer_groups,
+)
 
 
 @dataclass(frozen=True)
@@ -54,11 +62,13 @@ class RankMemory:
     offloaded: int = 0
     """The part of masters, gradients, moments, state of replicas and updates that optim.offload keeps in host memory.
     In no sum."""
+    host_weights: int = 0
+    """The part of weights that model.offload keeps in host memory. In no sum."""
 
     @property
     def on_host(self) -> int:
         """Memory of the host on a rank whose device is a GPU."""
-        return self.messages + self.caches + self.offloaded
+        return self.messages + self.caches + self.offloaded + self.host_weights
 
     @property
     def on_device(self) -> int:
@@ -74,10 +84,12 @@ class RankMemory:
     def constant(self) -> int:
         """The part on the device that no micro-batch, schedule or recomputation changes."""
         state = self.masters + self.gradients + self.moments + self.replicas
-        return self.weights + (0 if self.offloaded else state)
+        return self.weights - self.host_weights + (0 if self.offloaded else state)
 
 
-KINDS = tuple(field.name for field in fields(RankMemory) if field.name not in ("cache_per_sequence", "offloaded"))
+KINDS = tuple(
+    field.name for field in fields(RankMemory) if field.name not in ("cache_per_sequence", "offloaded", "host_weights")
+)
 """Fields that add up to the total."""
 
 
@@ -141,14 +153,15 @@ class _RankPlan:
         self._ownership = partition.ownership(self._weights.stages.values())
         owned = OwnedWeights([*chain.from_iterable(self._weights.stages.values())], self._ownership)
         self._parts = owned.of(owned.weights)
+        self._fetched = self._ownership.gathered | partition.offloaded
 
     @property
     def least_bytes(self) -> int:
         """Memory on the device without that of the update and the mode. Activations: if the layers were traced."""
         peak = self._peak(has_buckets=False).total if self._traced.layers else 0
         if self._offloads:
-            return self._weight_bytes + 2 * self._in_flight_bytes + peak
-        return self._weight_bytes + self._master_bytes + self._moment_bytes + max(peak, self._gradient_bytes)
+            return self._device_weight_bytes + 2 * self._in_flight_bytes + peak
+        return self._device_weight_bytes + self._master_bytes + self._moment_bytes + max(peak, self._gradient_bytes)
 
     @property
     def _offloads(self) -> bool:
@@ -163,30 +176,41 @@ class _RankPlan:
         return max((sum(sizes[first : first + count]) for first in range(len(sizes))), default=0)
 
     @property
-    def _weight_bytes(self) -> int:
+    def _device_weight_bytes(self) -> int:
+        """Memory of the weights on the device: those that stay, parts of divided ones, and what is fetched."""
         whole = self._weights.count.weight_bytes(self._partition.shapes.dtype) + self._weights.buffer_bytes
-        of_groups, replicas = self._gathered_bytes, self._partition.topology.replicas
         divided = sum(map(self._bytes_of, self._ownership.gathered))
-        at_once = max((sum(of_groups[first : first + 2]) for first in range(len(of_groups))), default=0)
-        return whole - divided + -(-divided // replicas) + at_once
+        part = -(-divided // self._partition.topology.replicas)
+        return whole - sum(map(self._bytes_of, self._fetched)) + part + self._fetched_at_once
+
+    @property
+    def _host_weight_bytes(self) -> int:
+        """Memory of the weights on the host: copies, of which trained ones in fp32 are masters, or buffers of reads."""
+        partition = self._partition
+        if partition.config.model.offload == "disk":
+            return self._fetched_at_once
+        frozen, is_fp32 = partition.model.description.frozen, partition.shapes.dtype == torch.float32
+        return sum(self._bytes_of(key) for key in partition.offloaded if key in frozen or not is_fp32)
+
+    @property
+    def _fetched_at_once(self) -> int:
+        """Bytes of the fetched parameters that are on the device at the same time: of two groups of layers."""
+        of_groups = self._fetched_bytes
+        return max((sum(of_groups[first : first + 2]) for first in range(len(of_groups))), default=0)
 
     @cached_property
-    def _gathered_bytes(self) -> list[int]:
-        """Bytes of the parameters that each group of layers gathers while it runs, in the order of the groups."""
-        gathered, layers = self._ownership.gathered, self._partition.model.layers
+    def _fetched_bytes(self) -> list[int]:
+        """Bytes of the parameters that each group of layers fetches, in the order of the groups."""
+        layers = self._partition.model.layers
         keys = (
-            dict.fromkeys(key for layer in group for key in layers[layer].parameters if key in gathered)
+            dict.fromkeys(key for layer in group for key in layers[layer].parameters if key in self._fetched)
             for span in self._partition.layout.spans.values()
             for group in layer_groups(self._partition, span)
         )
         return [sum(map(self._bytes_of, each)) for each in keys]
 
     def _bytes_of(self, key: str) -> int:
-        """Return the bytes of a parameter that are divided: of a quantized one, those without its scales."""
-        param = self._traced.built.get_parameter(key)
-        if is_quantized(param):
-            return param.numel() // (2 if type(param).__name__ == "Params4bit" else 1)
-        return param.numel() * self._partition.shapes.dtype.itemsize
+        return fetched_bytes(self._traced.built.get_parameter(key), self._partition.shapes.dtype)
 
     @property
     def _master_bytes(self) -> int:
@@ -234,6 +258,7 @@ class _RankPlan:
         gradients = self._gradient_bytes
         updates = max(update.reduction_peak, update.update_peak)
         offloaded = 0
+        gathered = GATHER_COPIES * max(self._fetched_bytes, default=0) if self._ownership.gathered else 0
         if self._offloads:
             in_flight = self._in_flight_bytes
             offloaded = self._master_bytes + gradients + in_flight + self._moment_bytes + update.state + updates
@@ -245,7 +270,7 @@ class _RankPlan:
         delta = partition.plugins.delta
         is_bounded = sequences is not None or (delta is not None and delta.cache_gib > 0)
         return RankMemory(
-            weights=self._weight_bytes,
+            weights=self._device_weight_bytes + self._host_weight_bytes,
             masters=self._master_bytes,
             gradients=gradients,
             moments=self._moment_bytes,
@@ -253,10 +278,11 @@ class _RankPlan:
             activations=peak.activations,
             logits=peak.logits,
             updates=updates,
-            messages=self._message_bytes() + GATHER_COPIES * max(self._gathered_bytes, default=0),
+            messages=self._message_bytes() + gathered,
             caches=self._cache_bytes(sys.maxsize if sequences is None else sequences) if is_bounded else 0,
             cache_per_sequence=0 if is_bounded else self._cache_bytes(1),
             offloaded=offloaded,
+            host_weights=self._host_weight_bytes,
         )
 
     @cached_property

@@ -103,6 +103,7 @@ def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: 
         gradient_shards=replicas if config.dp.sums_passes else 1,
         weight_shards=replicas if config.dp.shard == "weights" else 1,
         offloads=config.optim.offload == "cpu",
+        params=config.model.offload,
     )
     return _describe(config, check, has_adapter=not trains)
 

@@ -92,16 +92,29 @@ class Partition:
             return whole
         stages = [*stages]
         parts = (divide_weights(weights, topology.replicas, by_rows=by_rows) for weights in stages)
-        gathered = self._gathered(chain.from_iterable(stages)) if self.config.dp.shard == "weights" else frozenset()
+        looked_up = {each.key for each in self.tied if each.lookups}
+        gathered = self._used_by_layers - looked_up if self.config.dp.shard == "weights" else frozenset[str]()
         return replace(whole, parts=tuple(chain.from_iterable(parts)), gathered=gathered)
 
-    def _gathered(self, weights: Iterable[Weight]) -> frozenset[str]:
-        """Return the parameters of this rank, trained or frozen, that only its layers use, while they run.
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """Parameters of this rank that model.offload keeps elsewhere while their layers do not run.
 
-        Not those of which other ranks look up rows, nor those that make replicated tensors. weights: of this rank.
+        Trained ones are where their masters are, and those that several ranks have stay on the device.
+        """
+        offload, optim = self.config.model.offload, self.config.optim
+        if offload == "none":
+            return frozenset()
+        own = self._used_by_layers - {each.key for each in self.tied}
+        return own if offload == optim.offload == "cpu" else own & {*self.model.description.frozen}
+
+    @property
+    def _used_by_layers(self) -> frozenset[str]:
+        """Parameters of this rank, trained or frozen, that its layers use while they run.
+
+        Not those that make replicated tensors.
         """
         own = [self.model.layers[index] for index in self.layout.layers]
-        sent = {weight.key for weight in weights if weight.has_remote_lookups}
         replicated = {
             key
             for layer in own
@@ -109,7 +122,7 @@ class Partition:
             for key in layer.parameters
             if not key.startswith(f"{layer.block}.")
         }
-        return frozenset(key for layer in own for key in layer.parameters) - sent - replicated
+        return frozenset(key for layer in own for key in layer.parameters) - replicated
 
     @property
     def tied(self) -> list[TiedWeight]:

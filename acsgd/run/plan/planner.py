@@ -279,6 +279,7 @@ def flags_between(config: Config, changed: Config) -> tuple[str, ...]:
         "--model.recompute": (config.model.recompute, changed.model.recompute),
         "--dp.shard": (config.dp.shard, changed.dp.shard),
         "--optim.offload": (config.optim.offload, changed.optim.offload),
+        "--model.offload": (config.model.offload, changed.model.offload),
     }
     return tuple(f"{flag} {after}" for flag, (before, after) in pairs.items() if before != after)
 
@@ -318,7 +319,8 @@ def check_fit(config: Config, launch: Launch, model: RunModel, streams: Streams)
     memory, on_gpu = streams.memory_bytes(), bool(streams.gpu)
     processes = 1 if on_gpu else launch.local_world_size
     least = model.parameters.needed_bytes(DTYPES[config.model.dtype]) / config.pp.stages * processes
-    least_on_host = least * launch.local_world_size * (on_gpu and config.optim.offload == "cpu")
+    offloads = "cpu" in (config.optim.offload, config.model.offload)
+    least_on_host = least * launch.local_world_size * (on_gpu and offloads)
     has_room = least < SMALL * memory and least_on_host < SMALL * host_memory().total
     if config.run.memory == "ignore" or launch.daemon or has_room:
         return None
@@ -332,7 +334,7 @@ def check_fit(config: Config, launch: Launch, model: RunModel, streams: Streams)
     ranks_here = range(first_here, first_here + launch.local_world_size)
     of_host = [ranks[replace(topology, rank=rank).stage_rank] for rank in ranks_here]
     planner.host_bytes = host_memory().total if on_gpu else None
-    if any(each.offloaded for each in of_host):
+    if on_gpu and offloads:
         _check_host(planner, [*map(planner.needed_on_host, of_host)], memory)
     here = [of_host[launch.local_rank]] if on_gpu else of_host
     # caches of delta hold no more sequences than the data has, which is not known yet
@@ -354,7 +356,7 @@ def _check_host(planner: RunPlanner, needed: Sequence[int], memory: int) -> None
         return
     smaller = "an optimizer with less state, such as --optim.name lion, or fewer processes per host with more hosts"
     raise ValueError(
-        f"the run does not fit: optim.offload=cpu needs {sum(needed) / GIB:.2f} GiB of host memory for {len(needed)} "
+        f"the run does not fit: what it offloads needs {sum(needed) / GIB:.2f} GiB of host memory for {len(needed)} "
         f"processes, with the copy of masters and moments for a checkpoint, and this host has "
         f"{host_bytes / GIB:.2f} GiB; use {' '.join(planner.first_that_fits(memory) or (smaller,))}; "
         "--run.memory ignore starts it as it is"

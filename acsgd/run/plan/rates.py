@@ -25,6 +25,8 @@ ADAMW_BYTES = 28
 """Bytes that AdamW reads and writes per parameter: weight, two moments, and the gradient, which it only reads."""
 HOST_BYTES_PER_S = 20e9
 """Of host memory, whose link to a GPU is no slower (PCIe 4.0 x16); the same."""
+DISK_BYTES_PER_S = 2e9
+"""Of an NVMe disk; the same."""
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 

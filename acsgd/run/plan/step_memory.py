@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from acsgd.dp.exchange.buckets import split_weights
@@ -267,6 +267,13 @@ class StepWalk:
         later = {key for other in model.layers[layer + 1 : specs[stage].last] for key in other.parameters}
         keys = {*model.layers[layer].parameters} - later
         return [weight for weight in self._weights.stages[stage] if weight.key in keys]
+
+
+def fetched_bytes(param: Tensor, dtype: torch.dtype) -> int:
+    """Return the bytes of a parameter on the meta device that are fetched: of a quantized one, without its scales."""
+    if is_quantized(param):
+        return param.numel() // (2 if type(param).__name__ == "Params4bit" else 1)
+    return param.numel() * dtype.itemsize
 
 
 def layer_groups(partition: Partition, span: StageSpec) -> Iterator[range]:

@@ -18,8 +18,8 @@ from acsgd.pp.schedules.simulate import Cost, simulate
 from acsgd.pp.wire.ladder import BACKWARD, FORWARD, Rung
 from acsgd.run.plan.memory import PlanCache
 from acsgd.run.plan.partition import Partition
-from acsgd.run.plan.rates import ADAMW_BYTES, HOST_BYTES_PER_S, LinkRate, Rates
-from acsgd.run.plan.step_memory import RankWeights
+from acsgd.run.plan.rates import ADAMW_BYTES, DISK_BYTES_PER_S, HOST_BYTES_PER_S, LinkRate, Rates
+from acsgd.run.plan.step_memory import RankWeights, fetched_bytes
 from acsgd.shards.plan import training_costs
 
 CHOSEN = "fixpoint:bits=8"
@@ -55,8 +55,8 @@ class PlannedStep:
     replicas_s: float
     """The same of what replicas exchange."""
     update_s: float
-    """Clipping, the step of the optimizer and what dp.mode computes; of offloaded gradients, also what backward does
-    not hide."""
+    """Clipping, the step of the optimizer and what dp.mode computes; of offloaded gradients and parameters, also what
+    computation does not hide."""
     links: tuple[LinkLoad, ...] = ()
 
     @property
@@ -115,7 +115,8 @@ class StepPlanner:
             max(0.0, plain - compute_s),
             max(0.0, max(ends) - plain),
             done - max(ends),
-            max(self._update_s(partition, each, compute_s) for each in self.weights(partition)),
+            max(self._update_s(partition, each, compute_s) for each in self.weights(partition))
+            + max(self._fetch_s(partition.seen_from(rank), compute_s) for rank in ranks_of(partition)),
             tuple(loads),
         )
 
@@ -138,8 +139,7 @@ class StepPlanner:
 
     def weights(self, partition: Partition) -> list[RankWeights]:
         """Return the weights of each rank of a pipeline."""
-        ranks = partition.topology.ranks_along("pipeline")
-        return [self._cache.weights(partition.seen_from(rank), self._built) for rank in ranks]
+        return [self._cache.weights(partition.seen_from(rank), self._built) for rank in ranks_of(partition)]
 
     def _layer_times(self, partition: Partition, key: str) -> tuple[Sequence[float], Sequence[float]]:
         """Return the times of forward and backward of each layer: measured ones, or estimated from costs."""
@@ -196,6 +196,20 @@ class StepPlanner:
         trained = [weight.param for weight in chain.from_iterable(weights.stages.values())]
         added = partition.micros_per_replica * sum(param.nbytes + SUM_BYTES * param.numel() for param in trained)
         return nbytes / owned / HOST_BYTES_PER_S + max(0.0, added / HOST_BYTES_PER_S - compute_s)
+
+    def _fetch_s(self, partition: Partition, compute_s: float) -> float:
+        """Return the time of a rank's fetches of offloaded parameters that is not hidden. compute_s: as `_update_s`."""
+        offload, dtype = partition.config.model.offload, partition.shapes.dtype
+        if offload == "cpu" and not self._rates.on_gpu:
+            return 0.0
+        nbytes = sum(fetched_bytes(self._built.get_parameter(key), dtype) for key in partition.offloaded)
+        rate = DISK_BYTES_PER_S if offload == "disk" else HOST_BYTES_PER_S
+        return max(0.0, 2 * partition.micros_per_replica * nbytes / rate - compute_s)
+
+
+def ranks_of(partition: Partition) -> Sequence[int]:
+    """Return the ranks of a pipeline, first to last."""
+    return partition.topology.ranks_along("pipeline")
 
 
 def message_bytes(partition: Partition) -> tuple[list[float], list[float]]:

@@ -11,10 +11,11 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
+from acsgd.adapters.initial import NewAdapter
 from acsgd.comm.communicators import NCCL
 from acsgd.comm.waits import Meter
 from acsgd.config.spec import from_spec
-from acsgd.dp.exchange.layer_gather import DividedParams, LayerGather
+from acsgd.dp.exchange.layer_gather import DividedParams
 from acsgd.dp.modes import MODES
 from acsgd.dp.modes.allreduce import AllReduce, open_sync
 from acsgd.dp.modes.powersgd import PowerSGD
@@ -25,6 +26,7 @@ from acsgd.groups import Groups
 from acsgd.layers.composed import ComposedModel, Inputs
 from acsgd.layers.skeleton import fill_with_stand_ins
 from acsgd.optim.base import Optimizer
+from acsgd.optim.fetch import FileParams, HostParams, LayerFetch, ParamSource
 from acsgd.optim.offload import GradientOffload, open_optimizer
 from acsgd.optim.ownership import OwnedWeights, Ownership
 from acsgd.pp.runtime import Pipeline
@@ -45,8 +47,10 @@ from acsgd.run.plan.step_memory import RankWeights
 from acsgd.run.plan.transports import Transports, exchanges_updates, sums_gradients
 from acsgd.run.session import Session
 from acsgd.run.setup.describe import micro_shapes
+from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.load import LayerLoader, LoadedLayer, WeightSource
 from acsgd.shards.weights import WeightState, in_reduction_order
+from acsgd.shards.writer import StoredTensor
 from acsgd.topology import Axis
 
 
@@ -271,18 +275,18 @@ def build_stages(
     """
     loader = _open_loader(job, composed, source, defers_constants=deferred is not None)
     owned = OwnedWeights((), job.ownership(RankWeights(job, composed.model).stages.values()))
-    divided, stages = DividedParams(owned), dict[int, Stage]()
+    params, stages = _open_params(job, owned, peers, source), dict[int, Stage]()
 
     def load(index: int) -> LoadedLayer:
         layer = loader.load(index)
-        divided.add(layer.spec, layer.weights, composed.model)
+        params.add(layer.spec, layer.weights, composed.model)
         return layer
 
     layers = {index: [*map(load, range(*job.layout.specs[index]))] for index in job.layout.stages}
     for index, of_stage in layers.items():
         weights = in_reduction_order(weight for layer in of_stage for weight in layer.weights)
-        sync = open_sync(job.plugins.mode, weights, owned, peers, shard=job.config.dp.shard)
-        stages[index] = _open_stage(job, composed, of_stage, sync, divided, peers)
+        sync = open_sync(job.plugins.mode, owned.kept(weights), owned, peers, shard=job.config.dp.shard)
+        stages[index] = _open_stage(job, composed, of_stage, sync, params)
     if deferred is not None:
         deferred.add(loader, (layer for stage in stages.values() for layer in stage.layers))
     fill_with_stand_ins(composed.model, job.model.description.blocks, job.streams.device, job.shapes.dtype)
@@ -294,14 +298,13 @@ def _open_stage(
     composed: ComposedModel,
     layers: Sequence[LoadedLayer],
     sync: GradSync,
-    divided: DividedParams,
-    peers: Peers,
+    params: ParamSource,
 ) -> Stage:
-    """Return a stage with the options of the run."""
+    """Return a stage with the options of the run. params: source of those that are fetched."""
     config = job.config
     together = job.plugins.recompute.layers or 1
     starts = range(0, len(layers), together)
-    groups = [divided.of([layer.spec for layer in layers[first : first + together]]) for first in starts]
+    groups = [params.of([layer.spec for layer in layers[first : first + together]]) for first in starts]
     return Stage(
         composed,
         job.model.task,
@@ -316,8 +319,23 @@ def _open_stage(
         mask_per_sample=config.model.dropout_mask == "sample",
         logits_at_once=job.streams.logits_at_once,
         offload=GradientOffload(job.streams) if config.optim.offload == "cpu" else None,
-        gather=LayerGather(groups, peers, sync.meter) if any(groups) else None,
+        fetch=LayerFetch(groups, params, sync.meter) if any(groups) else None,
     )
+
+
+def _open_params(job: Job, owned: OwnedWeights, peers: Peers, source: WeightSource) -> ParamSource:
+    """Return where parameters lie between uses, those that do not stay on the device. source: of the weights."""
+    if job.config.model.offload == "none":
+        return DividedParams(owned, peers)
+    if job.config.model.offload == "cpu":
+        return HostParams(owned, job.offloaded, job.streams)
+    files = source.base if isinstance(source, NewAdapter) else source
+    assert isinstance(files, ShardDirectory)
+
+    def find(key: str) -> StoredTensor:
+        return files.stored(job.model.description.first_holder(key).name, key)
+
+    return FileParams(owned, job.offloaded, find, job.streams)
 
 
 def _open_loader(job: Job, composed: ComposedModel, source: WeightSource, *, defers_constants: bool) -> LayerLoader:
@@ -333,7 +351,7 @@ def _open_loader(job: Job, composed: ComposedModel, source: WeightSource, *, def
         sent=[each.key for each in job.tied if each.lookups and me == each.owner],
         defers_constants=defers_constants,
         masters_on_host=job.config.optim.offload == "cpu",
-        keeps_files=job.config.dp.shard == "weights",
+        keeps_files=job.config.dp.shard == "weights" or job.config.model.offload != "none",
     )
 
 

@@ -187,6 +187,12 @@ CHOICES = (
         "the device is the CPU, whose memory holds masters and moments anyway",
     ),
     without_effect(
+        "model.offload",
+        lambda job: job.streams.device.type == "cpu" and job.config.model.offload == "cpu",
+        "the device is the CPU, whose memory holds the weights anyway",
+        "give --model.offload disk, or ",
+    ),
+    without_effect(
         "optim.loss_scale",
         lambda job: job.config.model.dtype != "fp16",
         "model.dtype={config.model.dtype} needs no loss scale",

@@ -1,0 +1,285 @@
+"""Parameters that have values only while a layer uses them, and are fetched from where they lie between uses.
+
+Between uses they lie in host memory or in the files of the model (model.offload), as in ZeRO-Infinity (Rajbhandari et
+al. 2021, arXiv:2104.07857), or in parts on the replicas (dp.shard=weights, `acsgd.dp.exchange.layer_gather`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from acsgd.comm.waits import Meter
+from acsgd.layers.description import LayerSpec
+from acsgd.layers.quantize import is_quantized
+from acsgd.optim.ownership import OwnedWeights
+from acsgd.shards.weights import Weight
+from acsgd.shards.writer import StoredTensor
+from acsgd.streams import DONE, StreamEvent, Streams
+
+
+class FetchedParam:
+    """A parameter of the model that has its values while it is used, and is else a stand-in without memory.
+
+    Autograd keeps views of the values for backward. Their storage is freed after each use, and has the same values
+    again in the next one, before backward reads them.
+    """
+
+    def __init__(self, key: str, param: nn.Parameter) -> None:
+        """param: has its values, until the first `release`."""
+        self.key = key
+        self.values = param.data.contiguous()
+        """Of the shape of the parameter; without memory while they are not allocated."""
+        self._mapping: mmap.mmap | None = None
+        if self.values.device.type == "cpu" and self.values.nbytes and not is_quantized(param):
+            self._map()
+        self.uses = 0
+        """Number of groups of layers that use it now or next. Without any it has no values."""
+        self.param = param
+        self._nbytes = self.values.nbytes
+        missing = float("nan") if self.values.is_floating_point() else 0
+        self._stand_in = self.values.new_full((), missing).expand(self.values.shape)
+
+    def _map(self) -> None:
+        """Move the values to memory of their own: malloc does not reuse aligned blocks that were freed among others."""
+        self._mapping = mmap.mmap(-1, self.values.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        values = torch.frombuffer(self._mapping, dtype=torch.uint8).view(self.values.dtype).view(self.values.shape)
+        self.values = values.copy_(self.values)
+
+    def allocate(self) -> None:
+        """Allocate the values, which are not defined yet."""
+        if self._mapping is None:
+            self.values.untyped_storage().resize_(self._nbytes)
+
+    def set_values(self) -> None:
+        """Give the parameter its values, which are fetched."""
+        self.param.data = self.values
+
+    def release(self) -> None:
+        """Free the values."""
+        self.param.data = self._stand_in
+        if self._mapping is None:
+            self.values.untyped_storage().resize_(0)
+        else:
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+
+
+class ParamSource:
+    """Where parameters lie between uses. Takes those of each layer as soon as it is loaded.
+
+    owned: what this replica owns of the trained weights. keys: the parameters that are fetched.
+    """
+
+    is_collective = False
+    """Whether all replicas fetch together, in the same order."""
+
+    def __init__(self, owned: OwnedWeights, keys: Collection[str]) -> None:
+        self.owned = owned
+        self._keys = keys
+        self._by_key: dict[str, FetchedParam] = {}
+
+    def add(self, spec: LayerSpec, weights: Sequence[Weight], model: nn.Module) -> None:
+        """Take the parameters of a layer of a model, in place. weights: the trained ones that no layer before has."""
+        trained = {weight.key: weight for weight in weights}
+        new = [key for key in spec.parameters if key in self._keys and key not in self._by_key]
+        params = {key: FetchedParam(key, model.get_parameter(key)) for key in new}
+        for key, param in params.items():
+            if key in trained:
+                trained[key] = self.keep_trained(param, trained[key])
+            else:
+                self.keep(param)
+        self.owned.add(trained.values())
+        for param in params.values():
+            param.release()
+        self._by_key |= params
+
+    def of(self, layers: Sequence[LayerSpec]) -> list[FetchedParam]:
+        """Return the fetched parameters that some layers use, each once."""
+        keys = dict.fromkeys(key for layer in layers for key in layer.parameters)
+        return [self._by_key[key] for key in keys if key in self._by_key]
+
+    def keep(self, param: FetchedParam) -> None:
+        """Keep the values of a frozen parameter between its uses."""
+        raise NotImplementedError
+
+    def keep_trained(self, param: FetchedParam, weight: Weight) -> Weight:
+        """Keep the values of a trained weight between its uses. Returns the weight that is stepped in its place."""
+        raise NotImplementedError
+
+    def start(self, params: Sequence[FetchedParam], meter: Meter) -> Callable[[], None]:
+        """Start to fetch the values of parameters, which are allocated. Returns what waits until work may use them.
+
+        meter: of messages to other replicas.
+        """
+        raise NotImplementedError
+
+
+class HostParams(ParamSource):
+    """Parameters that lie in host memory, pinned, and are copied to the device on the side stream.
+
+    Trained ones, whose masters must be in host memory, are updated there.
+    """
+
+    def __init__(self, owned: OwnedWeights, keys: Collection[str], streams: Streams) -> None:
+        super().__init__(owned, keys)
+        self._streams = streams
+        self._copies: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def keep(self, param: FetchedParam) -> None:
+        values = param.values
+        copy = self._streams.host_buffer(values.nbytes).view(values.dtype).view(values.shape)
+        self._copies[param.key] = copy.copy_(values)
+
+    def keep_trained(self, param: FetchedParam, weight: Weight) -> Weight:
+        self.keep(param)
+        copy = self._copies[param.key]
+        if copy.dtype != weight.master.dtype:
+            return weight._replace(param=nn.Parameter(copy))
+        weight.master.data = copy
+        return weight._replace(param=weight.master)
+
+    def start(self, params: Sequence[FetchedParam], meter: Meter) -> Callable[[], None]:
+        with self._streams.side_stream(), torch.no_grad():
+            for param in params:
+                param.values.copy_(self._copies[param.key], non_blocking=True)
+            return partial(self._streams.wait_for, self._streams.record_event())
+
+
+class _HostBuffer(NamedTuple):
+    """A buffer in host memory from which parameters are copied to the device."""
+
+    content: Tensor
+    """uint8 [n]."""
+    copied: StreamEvent
+    """Event after which the device has copied it."""
+
+    def as_values(self, param: FetchedParam) -> Tensor:
+        """Return the buffer with the shape and dtype of a parameter."""
+        return self.content.view(param.values.dtype).view(param.values.shape)
+
+
+class FileParams(ParamSource):
+    """Frozen parameters that a thread reads from the files of the model, each time that they are used.
+
+    find: returns where a parameter is stored.
+    """
+
+    def __init__(
+        self, owned: OwnedWeights, keys: Collection[str], find: Callable[[str], StoredTensor], streams: Streams
+    ) -> None:
+        super().__init__(owned, keys)
+        self._find = find
+        self._streams = streams
+        self._stored: dict[str, StoredTensor] = {}
+        self._thread = ThreadPoolExecutor(1, "parameters")
+        self._free: dict[int, list[_HostBuffer]] = {}
+        """Buffers by size, bytes, that the next group may use."""
+        self._copied: list[_HostBuffer] = []
+        """Those of the last group that is copied to the device, which the one after the next may use."""
+
+    def keep(self, param: FetchedParam) -> None:
+        self._stored[param.key] = self._find(param.key)
+
+    def start(self, params: Sequence[FetchedParam], meter: Meter) -> Callable[[], None]:
+        buffers = [self._buffer(param.values.nbytes) for param in params]
+        return partial(self._copy, params, buffers, self._thread.submit(self._read, params, buffers))
+
+    @torch.no_grad()
+    def _copy(self, params: Sequence[FetchedParam], buffers: Sequence[_HostBuffer], read: Future[None]) -> None:
+        """Start to copy parameters to the device, once they are read."""
+        read.result()
+        for param, buffer in zip(params, buffers, strict=True):
+            param.values.copy_(buffer.as_values(param), non_blocking=True)
+        event, former = self._streams.record_event(), self._copied
+        self._copied = [buffer._replace(copied=event) for buffer in buffers]
+        if event.query():
+            former, self._copied = [*former, *self._copied], []
+        for buffer in former:
+            self._free.setdefault(buffer.content.nbytes, []).append(buffer)
+
+    def _read(self, params: Sequence[FetchedParam], buffers: Sequence[_HostBuffer]) -> None:
+        """Read parameters into buffers, once the device has copied what is there. Runs in the thread."""
+        for param, buffer in zip(params, buffers, strict=True):
+            if not buffer.copied.query():
+                buffer.copied.synchronize()
+            self._stored[param.key].read_into(buffer.as_values(param))
+
+    def _buffer(self, nbytes: int) -> _HostBuffer:
+        free = self._free.get(nbytes)
+        return free.pop() if free else _HostBuffer(self._streams.host_buffer(nbytes), DONE)
+
+
+class LayerFetch:
+    """Fetches the parameters of groups of layers, each group before it runs and the next one behind it.
+
+    groups: the parameters of each; one may be in several.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[FetchedParam]], source: ParamSource, meter: Meter) -> None:
+        self.keys = frozenset(param.key for group in groups for param in group)
+        """Keys of the parameters."""
+        self.is_collective = source.is_collective
+        """Whether all replicas fetch together. Gradients are then complete once their first layer's backward ends."""
+        self._groups = groups
+        self._source = source
+        self._meter = meter
+        self._pending: dict[int, Callable[[], None]] = {}
+        """What waits for the groups that are fetched ahead."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no group is fetched ahead: its values would be old after the next update."""
+        return not self._pending
+
+    @contextlib.contextmanager
+    def whole(self, group: int) -> Iterator[None]:
+        """Context in which the parameters of a group have their values, and those of the next are on their way."""
+        self.enter(group, group + 1)
+        try:
+            yield
+        finally:
+            self.leave(group)
+
+    def enter(self, group: int, ahead: int) -> None:
+        """Wait for the parameters of a group, and start to fetch those of the group `ahead`, if there is one."""
+        self._start(group)
+        self._pending.pop(group)()
+        if 0 <= ahead < len(self._groups):
+            self._start(ahead)
+        for param in self._groups[group]:
+            param.set_values()
+
+    def leave(self, group: int) -> None:
+        """Free the parameters of a group that no group ahead uses."""
+        for param in self._groups[group]:
+            param.uses -= 1
+            if not param.uses:
+                param.release()
+
+    @contextlib.contextmanager
+    def unmetered(self) -> Iterator[None]:
+        """Context whose messages are not counted."""
+        meter, self._meter = self._meter, Meter()
+        try:
+            yield
+        finally:
+            self._meter = meter
+
+    def _start(self, group: int) -> None:
+        """Start to fetch the parameters of a group that have no values, unless it is started."""
+        if group in self._pending:
+            return
+        missing = [param for param in self._groups[group] if not param.uses]
+        for param in missing:
+            param.allocate()
+        for param in self._groups[group]:
+            param.uses += 1
+        self._pending[group] = self._source.start(missing, self._meter)
