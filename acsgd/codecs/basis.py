@@ -21,8 +21,10 @@ from acsgd.codecs.bits import pack_bits, packed_bytes, unpack_bits
 from acsgd.codecs.layout import layout_of
 from acsgd.codecs.scales import MIN_SCALE, measure
 
-MAX_WIDTH = 256
+MAX_WIDTH = 128
 """Largest number of channels that share a basis; it bounds the cost of a basis, and of its products per element."""
+SAMPLE = 512
+"""About the number of vectors of a message that count for mean outer products."""
 FLOOR = 0.05
 """Least weight of a direction, times the mean of all: no direction may have any error."""
 DECAY = 0.95
@@ -39,7 +41,9 @@ class Moments:
 
     def add(self, x: Tensor) -> None:
         """Add the vectors of a message, [..., C]. They count by their direction; NaN and infinity count as nothing."""
-        vectors = groups_of(x.detach().float() / x.detach().abs().amax().float().clamp(min=MIN_SCALE))
+        some = x.detach().reshape(-1, x.shape[-1])
+        some = some[:: max(1, len(some) // SAMPLE)].float()
+        vectors = groups_of(some / some.abs().amax().clamp(min=MIN_SCALE))
         product = vectors.mT @ vectors
         product = product / product.diagonal(dim1=1, dim2=2).mean().clamp(min=MIN_SCALE)
         if self._mean is None:
@@ -105,11 +109,12 @@ def encode(x: Tensor, basis: Tensor, step: float) -> tuple[Tensor, ...]:
     unit = measure(x.reshape(-1), layout_of(shape, "tensor", 0), "rms", shape).clamp(MIN_SCALE, _MAX_SCALE)
     parts = groups_of(x / unit) @ torch.linalg.inv(basis.double()).float()
     size = step * parts.square().mean().sqrt().clamp(min=MIN_SCALE)
-    exact = (parts / size).permute(2, 0, 1).reshape(-1)
+    exact = parts.div_(size)
     levels = exact.round().clamp_(-127, 127)
-    nonzero = levels != 0
-    shift = ((levels - exact).mul_(levels.sign()).sum() / nonzero.sum().clamp(min=1)).clamp(0, 0.5).half().view(1)
-    codes = torch.where(levels > 0, 2 * levels - 1, -2 * levels).to(torch.uint8)
+    signs = levels.to(torch.int8)
+    codes = ((signs << 1) ^ (signs >> 7)).view(torch.uint8).permute(2, 0, 1).reshape(-1)
+    excess = levels.sub_(exact).mul_(signs.sign()).sum()
+    shift = (excess / signs.count_nonzero().clamp(min=1)).clamp(0, 0.5).half().view(1)
     stream = torch.cat([pack_bits(codes & 15, 4), pack_bits(codes >> 4, 4)])
     return stream, (size * unit).clamp(max=_MAX_SCALE).view(1), shift
 
@@ -119,10 +124,11 @@ def decode(fields: tuple[Tensor, ...], basis: Tensor, shape: tuple[int, ...]) ->
     stream, scale, shift = fields
     count = math.prod(shape)
     low, high = (unpack_bits(half, 4, count) for half in stream.view(2, -1))
-    codes = (low + 16 * high).float()
-    levels = torch.where(codes % 2 == 1, (codes + 1) / 2, codes / -2)
-    levels -= levels.sign() * shift.float().nan_to_num(0.0).clamp(0, 0.5)
     finite = basis.float().nan_to_num(0.0, 0.0, 0.0)
     groups, width, _ = finite.shape
-    parts = levels.view(width, groups, -1).permute(1, 2, 0) @ finite
+    codes = (low + 16 * high).view(width, groups, -1).permute(1, 2, 0).reshape(-1)
+    code = torch.arange(256, device=stream.device)
+    levels = torch.where(code % 2 == 1, -(code + 1), code).div(2)
+    levels -= levels.sign() * shift.float().nan_to_num(0.0).clamp(0, 0.5)
+    parts = levels.index_select(0, codes.int()).view(groups, -1, width) @ finite
     return parts.transpose(0, 1).reshape(shape) * scale.nan_to_num(0.0, 0.0, 0.0).clamp(0, _MAX_SCALE)

@@ -33,8 +33,9 @@ from rich.table import Table
 from torch import Tensor
 
 from acsgd import codecs
+from acsgd.codecs import basis
 from acsgd.codecs.base import Codec, pack, wire_bytes
-from acsgd.codecs.cache_update import decode_update, encode_update
+from acsgd.codecs.cache_update import add_saturated, decode_update, encode_update
 from acsgd.codecs.lossless import compress_, decompress
 from acsgd.config.spec import from_spec
 from acsgd.pp.wire.delta import Delta
@@ -107,6 +108,25 @@ class CacheUpdate:
         return decode_update(self.codec, fields, self.receiver, dtype)
 
 
+class BasisUpdate:
+    """The cache updates at the two ends of a delta link with transform=true, in a basis that both have."""
+
+    def __init__(self, step: float, x: Tensor) -> None:
+        self.step, self.moments = step, basis.Moments()
+        self.basis = basis.fit_basis(basis.Moments(), basis.Moments(), x)
+        self.sender, self.receiver = torch.zeros_like(x, dtype=torch.float16), torch.zeros_like(x, dtype=torch.float16)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        difference = x - self.sender.float()
+        self.moments.add(difference)
+        fields = basis.encode(difference, self.basis, self.step)
+        add_saturated(self.sender, basis.decode(fields, self.basis, tuple(x.shape)))
+        return fields
+
+    def decode(self, fields: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return add_saturated(self.receiver, basis.decode(fields, self.basis, shape)).to(dtype)
+
+
 class EntropyCoding:
     """The entropy coder on a codec's message of one tensor. Works in place, so the times include a copy of it."""
 
@@ -155,6 +175,7 @@ def measure_speed(rows: int, width: int, rounds: int) -> tuple[dict[str, dict[st
     sides |= {f"numpy, {bits} bits": NumpyPacking(bits) for bits in (2, 3, 4, 8)}
     deltas: dict[str, Codec] = {spec: from_spec(spec, {"delta": Delta}, key="codec").codec for spec in DELTAS}
     sides |= {f"update, {spec}": CacheUpdate(codec, x) for spec, codec in deltas.items()}
+    sides |= {f"update, delta:step={step:g},transform=true": BasisUpdate(step, x) for step in (0.2, 1.5)}
     sides |= {
         f"entropy coding, {spec}": EntropyCoding(codec, x) for spec, codec in deltas.items() if codec.entropy_coding
     }

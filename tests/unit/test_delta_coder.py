@@ -314,7 +314,7 @@ def test_a_basis_is_sent_when_as_many_elements_have_followed_the_last_one() -> N
     ends, samples, had = Ends(parse("delta:step=1,transform=true")), [0, 1, 2], []
     ends.transfer(0, samples, activations(0))
     plain = wire_bytes(basis.wire(SHAPE))
-    for step in range(1, 200):  # a basis has 64 elements, a message 120
+    for step in range(1, 150):  # a basis has 64 elements, a message 120
         ends.transfer(step, samples, activations(step))
         had += [step] if ends.sent_bytes > plain else []
         assert ends.sent_bytes in (plain, plain + 128), step
