@@ -8,6 +8,7 @@ process of its own.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -43,25 +44,6 @@ class DeviceTensor(Tensor):
         _note(held)
         return tensor
 
-    @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        return DeviceTensor(self.held)  # whose changes autograd does not notice
-
-    @data.setter
-    def data(self, values: DeviceTensor) -> None:
-        Tensor.data.__set__(self, values)  # type: ignore[attr-defined]  # shape and strides
-        self.held = values.held
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return self.held.untyped_storage()
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _run(func, args, kwargs or {})
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return self.held.untyped_storage()
-
     @property  # type: ignore[misc]
     def data(self) -> DeviceTensor:
         return DeviceTensor(self.held.data)
@@ -70,6 +52,13 @@ class DeviceTensor(Tensor):
     def data(self, values: DeviceTensor) -> None:
         """Take other values of the same shape, of which torch keeps no strides."""
         self.held = values.held
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.held.untyped_storage()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
 
 
 class StandInStreams(Streams):
@@ -84,7 +73,8 @@ class StandInStreams(Streams):
 
     def live_bytes(self) -> int:
         """Return the memory of all tensors of the device."""
-        return sum(storage.nbytes() for storage in map(_alive, _refs.values()) if storage is not None)
+        with _noting:
+            return sum(storage.nbytes() for storage in map(_alive, _refs.values()) if storage is not None)
 
     def host_buffer(self, nbytes: int) -> Tensor:
         self.buffers += 1
@@ -125,16 +115,19 @@ _history: list[str] = []
 _pinned: list[Tensor] = []
 _refs: dict[int, StorageWeakRef] = {}
 """All storages that tensors of the device have had, some of which are freed."""
+_noting = threading.Lock()
+"""Held while these change: threads that send and receive make tensors, too."""
 _libraries: list[torch.library.Library] = []
 
 
 def _note(held: Tensor) -> None:
     """Note the storage of a tensor of the device."""
     ref = StorageWeakRef(held.untyped_storage())
-    _refs[ref.cdata] = ref
-    if not len(_refs) % 4096:
-        for freed in [key for key, each in _refs.items() if each.expired()]:
-            del _refs[freed]
+    with _noting:
+        _refs.setdefault(ref.cdata, ref)
+        if not len(_refs) % 4096:
+            for freed in [key for key, each in _refs.items() if each.expired()]:
+                del _refs[freed]
 
 
 def _alive(ref: StorageWeakRef) -> torch.UntypedStorage | None:
