@@ -87,5 +87,16 @@ def _check(argv: list[str], launch: Launch, *, prog: str, command: str) -> None:
     options.check_model()
 
 
+def names_command(argv: list[str]) -> bool:
+    """Return whether arguments begin with a command of `acsgd` other than EVAL and GENERATE, not with a run file."""
+    name, *_ = [*argv, ""]
+    return name == "--version" or (name.isalpha() and name not in (EVAL, GENERATE) and not os.path.exists(name))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:], prog="python -m acsgd")
+    if names_command(sys.argv[1:]):
+        from acsgd import cli
+
+        cli.main()
+    else:
+        main(sys.argv[1:], prog="python -m acsgd")

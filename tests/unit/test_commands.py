@@ -17,6 +17,7 @@ from lib.models import NO_LAYERS
 from lib.saved import SMALL, small_run, train_alone
 
 from acsgd import cli, main
+from acsgd.__main__ import names_command
 from acsgd.commands.data.command import Check, Dedup
 from acsgd.commands.evaluation.options import EvalOptions
 from acsgd.commands.typed import typed
@@ -230,6 +231,14 @@ def test_a_wrong_command_line_is_one_error(line: str, message: str, tmp_path: Pa
     code, printed = acsgd(*line.split())
     assert (code, printed.count("\n")) == (2, 1)
     assert printed.startswith(f"error: {message}")
+
+
+def test_python_m_acsgd_takes_commands_and_run_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run").touch()
+    given = ("train", "data", "eval", "generate", "run", "run.toml", "--model.name", "--version")
+    assert [name for name in given if names_command([name, "a"])] == ["train", "data", "--version"]
+    assert not names_command([])
 
 
 def test_only_names_of_the_same_meaning_are_suggested() -> None:

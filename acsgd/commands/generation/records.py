@@ -171,8 +171,9 @@ class PromptReader:
         """Return the names of the fields of a record that its prompt does not depend on. fields: see `_prompt`."""
         (form, field, _), options = reading, self._options
         if form is not None:
-            lacks_answer = form.answer is not None and not has_value(fields.get(form.answer))
-            return unread_of(form, record.fields, {**fields, form.answer: "."} if lacks_answer else fields, options)
+            if form.answer is not None and not has_value(fields.get(form.answer)):
+                fields = {**fields, form.answer: "."}
+            return unread_of(form, record.fields, fields, options)
         assert field is not None
         prompt = fields[field]
         name = MESSAGES if self._is_chat or not isinstance(prompt, str) else TEXT

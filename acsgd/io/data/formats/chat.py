@@ -104,8 +104,8 @@ class Messages(Format):
             yield TOOLS if has_value(fields.get(TOOLS)) else FUNCTIONS
         if DOCUMENTS in chat.variables and not has_effect(DOCUMENTS):
             yield DOCUMENTS
-        others = chat.variables.keys() - {TOOLS, DOCUMENTS}
-        yield from (f"{VARIABLES}.{name}" for name in others if not names(template, name))
+        given = chat.variables.keys() - {TOOLS, DOCUMENTS}
+        yield from (f"{VARIABLES}.{name}" for name in given if not names(template, name))
         known = ("role", "content", TOOL_CALLS, FUNCTION_CALL)
         for place, turn, _ in self._turns(fields):
             flags = [name for name in FLAGS if is_answer(turn["role"]) or not turn.get(name)]
