@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 
-from acsgd.mesh.transport import TlsTransport
+from acsgd.mesh.transport import READ_BUFFER, TlsTransport
 
 MAX_LINE = 1 << 16
 """Maximum size of a message, bytes."""
@@ -91,8 +91,11 @@ class Lines(asyncio.Protocol):
         self._on_lost()
 
 
-class CarriedEnd(asyncio.Protocol):
-    """One end of a carried connection: writes what it reads to the other end, no faster than that one takes it."""
+class CarriedEnd(asyncio.BufferedProtocol):
+    """One end of a carried connection: writes what it reads to the other end, no faster than that one takes it.
+
+    One of the two is encrypted. It gets its bytes by `data_received`, and the other one those of a program in a buffer.
+    """
 
     def __init__(self) -> None:
         self._other: CarriedEnd | None = None
@@ -117,13 +120,19 @@ class CarriedEnd(asyncio.Protocol):
             else:
                 one.set_reading(enabled=True)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return READ_BUFFER.view
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(READ_BUFFER.view[:nbytes])
+
+    def data_received(self, data: bytes | memoryview) -> None:
         if self._other is None:
             self._early += data  # what was under way when reading was paused
         else:
             self._other.write(data)
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         if data and self._transport is not None and not self._is_lost:
             self._transport.write(data)
 

@@ -216,7 +216,7 @@ def test_two_hosts_without_a_port_reach_each_other_through_any_member_which_sees
     seen, relays = defaultdict[object, bytearray](bytearray), list[threading.Thread]()
     receive, open_mirror = CarriedEnd.data_received, mirrors.open_mirror
 
-    def note(end: CarriedEnd, data: bytes) -> None:
+    def note(end: CarriedEnd, data: bytes | memoryview) -> None:
         seen[threading.current_thread()] += data
         receive(end, data)
 
@@ -741,17 +741,17 @@ def test_the_length_of_a_record_promises_what_was_written_with_it_and_no_more(si
 
 def test_packets_of_what_was_written_at_once_wake_the_receiver_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the first one, and for the last record, of which nothing was promised."""
-    woken, receive = list[int](), transport.TlsTransport.data_received
+    woken, receive = list[int](), transport.TlsTransport.buffer_updated
 
-    def note(own: transport.TlsTransport, data: bytes) -> None:
-        woken.append(len(data))
-        receive(own, data)
+    def note(own: transport.TlsTransport, nbytes: int) -> None:
+        woken.append(nbytes)
+        receive(own, nbytes)
 
     async def send_packets() -> None:
         received, data = Received(), os.urandom(60_000)
         sender, _ = await linked(received)
         stream = records_of(sender, data)
-        monkeypatch.setattr(transport.TlsTransport, "data_received", note)
+        monkeypatch.setattr(transport.TlsTransport, "buffer_updated", note)
         for at in range(0, len(stream), 1400):
             sender._transport.write(stream[at : at + 1400])
             await asyncio.sleep(0.001)
