@@ -1,7 +1,8 @@
 """Replacing the secret of a run while it runs.
 
 The host on which a user requests it, the initiator, draws a secret, and lets all hosts that are connected to it take
-three steps. Each begins once all have confirmed the one before; who is not connected any more is not awaited.
+three steps. Each begins once all have confirmed the one before. Who is not connected any more is awaited for RETURN_S,
+since a router that has forgotten a connection, or a link that fails, would shut out that host for good.
 
 1. "accept": certificates of the new secret are accepted, too. The new secret is in a file beside that of the old one.
 2. "use": this host has a certificate of the new secret. The new file replaces the old one.
@@ -17,6 +18,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,8 @@ from acsgd.mesh.peers import PING_S, MeshPeer
 
 END_S = 1.0
 """Time between the last step and the end of old connections: the message that announces it is on one, seconds."""
+RETURN_S = 10.0
+"""Time in which a host whose connection ends during a rotation is connected again, seconds."""
 NO_FILE = "has its secret from ACSGD_SECRET, which cannot be replaced: start it with --rdzv-conf secret=PATH"
 
 
@@ -106,8 +110,12 @@ class SecretRotation:
     async def _let(self, members: list[MeshPeer], request: Rotate) -> list[str]:
         """Let hosts take a step, and wait until all have; return why some have not. Removes those that have gone."""
         self._answers.clear()
+        connected_at = dict.fromkeys((peer.member.address for peer in members), time.monotonic())
         while True:
-            members[:] = [peer for peer in members if peer.lines is not None]
+            now = time.monotonic()
+            connected_at.update((peer.member.address, now) for peer in members if peer.lines is not None)
+            present = {address for address, at in connected_at.items() if now - at < RETURN_S}
+            members[:] = [peer for peer in members if peer.member.address in present and not peer.ended]
             awaited = [peer for peer in members if peer.member.address not in self._answers]
             if not awaited:
                 break

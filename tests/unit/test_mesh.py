@@ -894,6 +894,34 @@ async def refuse(*_: object) -> None:
     raise TimeoutError
 
 
+def test_a_host_whose_connection_ends_during_a_rotation_takes_part_once_it_is_back(
+    start: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one whose router has forgotten the connection."""
+    monkeypatch.setattr(rotation, "PING_S", 0.05)
+    monkeypatch.setattr(rotation, "RETURN_S", WAIT_S)
+    one, other = two(start)
+    own, lost = other.mesh.forwarder.rotation, list[peers.MeshPeer]()
+    take = own.take
+
+    def lose_first(peer: peers.MeshPeer, request: Rotate) -> None:
+        if lost:
+            take(peer, request)
+            return
+        lost.append(peer)
+        assert peer.lines is not None
+        peer.lines.transport.abort()
+
+    for each in (one, other):  # so that it is back later than at once
+        connect_again, fails = each.mesh.forwarder._connect, iter([True])
+        late = lambda *args, again=connect_again, fails=fails: (refuse if next(fails, False) else again)(*args)  # noqa: E731
+        monkeypatch.setattr(each.mesh.forwarder, "_connect", late)
+    monkeypatch.setattr(own, "take", lose_first)
+    assert other.address in mesh.request(one.socket_path, "rotate", 2 * WAIT_S)
+    assert lost
+    assert new_secret(one) == new_secret(other)
+
+
 @pytest.mark.parametrize("step", ["accept", "use", "end"])
 def test_when_the_initiator_of_a_rotation_ends_the_others_stay_connected_and_the_next_one_completes_it(
     step: str, start: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
