@@ -46,7 +46,7 @@ class FirstLine(asyncio.Protocol):
             self.line.set_exception(ConnectionResetError("closed"))
             self.line.exception()  # nobody may wait for it
 
-    def hand_over(self, protocol: asyncio.Protocol) -> None:
+    def hand_over(self, protocol: FirstLine | Lines | CarriedEnd) -> None:
         """Give the connection, and what came after the first line, to another protocol."""
         self.transport.set_protocol(protocol)
         protocol.connection_made(self.transport)
