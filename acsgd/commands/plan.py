@@ -142,6 +142,11 @@ class PlanCommand:
         if not path.is_file():
             raise ValueError(f"--rates {path} is not there; --calibrate measures this machine and makes it")
         if (rates := Rates.read(path)) is None:
+            if self.rates is not None:
+                raise ValueError(
+                    f"--rates {path} was written by another version; --calibrate measures this machine and overwrites "
+                    "it, and without --rates the rates of the run directory are taken"
+                )
             print_note(f"{path} was written by another version; measuring this machine again, for a minute")
             rates = self._measured(config, path)
         if rates.dtype != config.model.dtype or (

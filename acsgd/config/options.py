@@ -41,6 +41,7 @@ def in_steps(given: int | str, steps_of: Callable[[float], int]) -> str:
 TransportName = Literal["auto", "gloo", "nccl"]
 OwnTransport = Literal["run", "auto", "gloo", "nccl"]
 ShardKind = Literal["none", "optimizer", "gradients", "weights"]
+OptimOffload = Literal["none", "cpu"]
 Offload = Literal["none", "cpu", "disk"]
 
 
@@ -277,7 +278,7 @@ class OptimConfig:
     name: str = "adamw"
     """Optimizer: "adamw", "adamw8bit", "adafactor", "lion", "muon" or "sgd", in fp32 on the master weights. Modes of
     `dp.mode` that keep second moments need AdamW's."""
-    offload: Literal["none", "cpu"] = "none"
+    offload: OptimOffload = "none"
     """Where fp32 masters, their gradients and the optimizer's state are, and its step is computed: "none" = on the
     device of the weights; "cpu" = in host memory."""
     warmup: Annotated[int, COUNT_OR_NONE] | str = 0

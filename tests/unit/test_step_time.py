@@ -199,7 +199,12 @@ def test_measured_rates_are_kept_in_the_run_directory(
     other.write_text("{}")
     monkeypatch.setattr(command, "measure_here", lambda config: rates)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    code, _, text = run_plan(capsys, path, "--run.device", "cpu", "--rates", other, "--world", "2", "--per-host", "2")
+    code, _, text = run_plan(capsys, path, "--run.device", "cpu", "--rates", other)
+    assert code
+    assert f"--rates {other} was written by another version; --calibrate measures" in text.replace("\n", " ")
+    assert other.read_text() == "{}"
+    (other := Path(config.log.dir) / "rates.json").write_text("{}")
+    code, _, text = run_plan(capsys, path, "--run.device", "cpu", "--world", "2", "--per-host", "2")
     assert code == 0
     assert "was written by another version; measuring this machine again" in text.replace("\n", " ")
     assert "measured with 4 threads, but torchrun gives each of several processes" in text.replace("\n", " ")

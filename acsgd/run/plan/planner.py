@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, product
-from typing import Literal, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from transformers import PreTrainedModel
 
 from acsgd.codecs.identity import DTYPES
-from acsgd.config.options import Config, ShardKind
+from acsgd.config.options import Config, Offload, OptimOffload, ShardKind
 from acsgd.host_memory import host_memory
 from acsgd.launch import Launch
 from acsgd.pp.schedules.schedules import CANDIDATES
@@ -39,6 +39,8 @@ MARGIN = 1.1
 """Planned memory relative to that which there is, from which on a run is refused."""
 CODEC = "fixpoint:bits=8"
 """Codec of alternatives, in both directions."""
+SHARDS: tuple[ShardKind, ...] = ("none", "optimizer", "gradients", "weights")
+"""Values of dp.shard of alternatives."""
 RECOMPUTED = ("attention", "layers", "every:2")
 """Values of model.recompute of alternatives, fastest first."""
 GAIN = 1.02
@@ -199,16 +201,31 @@ class RunPlanner:
     def _placed(self, config: Config) -> Sequence[Config]:
         """Return a run, and that with its state in the other memory, if host and device have one each.
 
-        Out of host memory only where that is compared.
+        Out of host memory only where that is compared. Then those with weights elsewhere.
         """
-        if not self.on_gpu or (config.optim.offload == "cpu" and self.host_bytes is None):
+        optim, model, trains_all = config.optim, config.model, not (config.adapter.spec or config.model.freeze)
+        if not self.on_gpu:
             return [config]
-        other: Literal["none", "cpu"] = "none" if config.optim.offload == "cpu" else "cpu"
-        return [config, replace(config, optim=replace(config.optim, offload=other))]
+        places: list[tuple[OptimOffload, Offload]] = [(optim.offload, model.offload)]
+        if optim.offload == "none":
+            places.append(("cpu", model.offload))
+        elif self.host_bytes is not None and not (trains_all and model.offload == "cpu"):
+            places.append(("none", model.offload))
+        if model.offload == "none" and not model.compile and config.dp.shard != "weights":
+            places.append(("cpu" if trains_all else optim.offload, "cpu"))
+            if not trains_all and model.quantize == "none" and model.init == "pretrained":
+                places.append((optim.offload, "disk"))
+        return [
+            replace(config, optim=replace(optim, offload=state), model=replace(model, offload=weights))
+            for state, weights in places
+        ]
 
     def _leaner(self, config: Config) -> Iterator[Config]:
         """Yield a run, then those that keep or divide more of its state."""
-        shards: Sequence[ShardKind] = ("none", "optimizer") if config.dp.shard == "none" else (config.dp.shard,)
+        keeps_weights = config.model.offload != "none" or config.model.compile
+        shards: Sequence[ShardKind] = SHARDS[:-1] if keeps_weights else SHARDS
+        if config.dp.shard != "none" or self.world == config.pp.stages:
+            shards = (config.dp.shard,)
         for recompute, shard in product(dict.fromkeys((config.model.recompute, *RECOMPUTED)), shards):
             yield replace(config, model=replace(config.model, recompute=recompute), dp=replace(config.dp, shard=shard))
 
@@ -220,7 +237,7 @@ class RunPlanner:
         found: dict[tuple[int, str], Alternative] = {}
         for _, config in sorted(self._timed(steps), key=lambda each: each[0]):
             key = config.pp.stages, config.pp.forward
-            if key not in found and (fitting := self._first_fitting(config, limit)) is not None:
+            if key not in found and (fitting := self._fastest_fitting(config, limit, steps)) is not None:
                 found[key] = Alternative(flags_between(self._config, fitting), self.step(fitting, steps))
             if len(found) > count:
                 break
@@ -247,14 +264,13 @@ class RunPlanner:
             with contextlib.suppress(ValueError):
                 yield self.step(config, steps).total_s, config
 
-    def _first_fitting(self, config: Config, limit: int | None) -> Config | None:
-        for changed in chain.from_iterable(map(self._leaner, self._placed(config))):
-            try:
-                if self.fits(changed, limit):
-                    return changed
-            except ValueError:
-                continue
-        return None
+    def _fastest_fitting(self, config: Config, limit: int | None, steps: StepPlanner) -> Config | None:
+        """Return a run that is possible if it fits, else the fastest that fits with less of its state on the device."""
+        if self.fits(config, limit):
+            return config
+        leaner = chain.from_iterable(map(self._leaner, self._placed(config)))
+        timed = sorted(self._possible(leaner, steps), key=lambda each: each[0])
+        return next((changed for _, changed in timed if self.fits(changed, limit)), None)
 
 
 def _with(config: Config, *, stages: int, micro: int, compresses: bool = False) -> Config:
