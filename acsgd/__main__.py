@@ -14,7 +14,7 @@ from acsgd.failures.signals import end_with_torchrun, starting
 from acsgd.failures.stdio import protect_streams
 from acsgd.launch import Launch, forbid_restart
 
-EVAL, GENERATE = "eval", "generate"
+TRAIN, EVAL, GENERATE = "train", "eval", "generate"
 """Names of the commands that run on several ranks, too."""
 
 
@@ -87,16 +87,10 @@ def _check(argv: list[str], launch: Launch, *, prog: str, command: str) -> None:
     options.check_model()
 
 
-def names_command(argv: list[str]) -> bool:
-    """Return whether arguments begin with a command of `acsgd` other than EVAL and GENERATE, not with a run file."""
-    name, *_ = [*argv, ""]
-    return name == "--version" or (name.isalpha() and name not in (EVAL, GENERATE) and not os.path.exists(name))
+def without_train(argv: list[str]) -> list[str]:
+    """Return arguments without the command of `acsgd train`, which may be typed here, too, unless it is a run file."""
+    return argv[1:] if argv[:1] == [TRAIN] and not os.path.exists(TRAIN) else argv
 
 
 if __name__ == "__main__":
-    if names_command(sys.argv[1:]):
-        from acsgd import cli
-
-        cli.main()
-    else:
-        main(sys.argv[1:], prog="python -m acsgd")
+    main(without_train(sys.argv[1:]), prog="python -m acsgd")

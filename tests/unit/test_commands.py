@@ -17,7 +17,7 @@ from lib.models import NO_LAYERS
 from lib.saved import SMALL, small_run, train_alone
 
 from acsgd import cli, main
-from acsgd.__main__ import names_command
+from acsgd.__main__ import without_train
 from acsgd.commands.data.command import Check, Dedup
 from acsgd.commands.evaluation.options import EvalOptions
 from acsgd.commands.typed import typed
@@ -233,12 +233,14 @@ def test_a_wrong_command_line_is_one_error(line: str, message: str, tmp_path: Pa
     assert printed.startswith(f"error: {message}")
 
 
-def test_python_m_acsgd_takes_commands_and_run_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_m_acsgd_takes_a_run_file_with_and_without_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("run").touch()
-    given = ("train", "data", "eval", "generate", "run", "run.toml", "--model.name", "--version")
-    assert [name for name in given if names_command([name, "a"])] == ["train", "data", "--version"]
-    assert not names_command([])
+    given = [["train", "run.toml"], ["run.toml"], ["train"], ["--model.name", "train"], []]
+    assert [without_train(argv) for argv in given] == [["run.toml"], ["run.toml"], [], ["--model.name", "train"], []]
+    Path("train").touch()
+    assert without_train(["train"]) == ["train"]
 
 
 def test_only_names_of_the_same_meaning_are_suggested() -> None:
