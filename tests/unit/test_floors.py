@@ -220,6 +220,7 @@ OTHER_WAITS = {
     "acsgd.mesh.forwarder": {"self._opened"},
     "acsgd.mesh.mesh": {"self._ended"},
     "acsgd.mesh.rotation": {"self._answered"},
+    "acsgd.mesh.transport": {"self._handshake_ended"},
     "acsgd.pp.runtime": {"stage.sync"},
     "acsgd.pp.wire.cache_sync": {"exchange"},
     "acsgd.pp.wire.channel": {"exchange"},
