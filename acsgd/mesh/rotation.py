@@ -1,8 +1,8 @@
 """Replacing the secret of a run while it runs.
 
 The host on which a user requests it, the initiator, draws a secret, and lets all hosts that are connected to it take
-three steps. Each begins once all have confirmed the one before. Who is not connected any more is awaited for RETURN_S,
-since a router that has forgotten a connection, or a link that fails, would shut out that host for good.
+three steps. Each begins once all have confirmed the one before. Whose connection has just ended is awaited, up to
+RETURN_S: else a router that forgets it, or a link that fails, would shut out that host for good.
 
 1. "accept": certificates of the new secret are accepted, too. The new secret is in a file beside that of the old one.
 2. "use": this host has a certificate of the new secret. The new file replaces the old one.
@@ -30,8 +30,8 @@ from acsgd.mesh.peers import PING_S, MeshPeer
 
 END_S = 1.0
 """Time between the last step and the end of old connections: the message that announces it is on one, seconds."""
-RETURN_S = 10.0
-"""Time in which a host whose connection ends during a rotation is connected again, seconds."""
+RETURN_S = 15.0
+"""Time since its last message in which a host whose connection has ended is connected again, seconds."""
 NO_FILE = "has its secret from ACSGD_SECRET, which cannot be replaced: start it with --rdzv-conf secret=PATH"
 
 
@@ -86,7 +86,7 @@ class SecretRotation:
         Raises ValueError, without a change, if a host cannot take part.
         """
         name, secret = secrets.token_hex(8), secrets.token_hex(24)
-        members = [peer for peer in self._peers.values() if peer.lines is not None]
+        members = [*filter(_is_present, self._peers.values())]
         if self._is_initiator:
             raise ValueError("this host replaces the secret already")
         self._is_initiator = True
@@ -110,12 +110,8 @@ class SecretRotation:
     async def _let(self, members: list[MeshPeer], request: Rotate) -> list[str]:
         """Let hosts take a step, and wait until all have; return why some have not. Removes those that have gone."""
         self._answers.clear()
-        connected_at = dict.fromkeys((peer.member.address for peer in members), time.monotonic())
         while True:
-            now = time.monotonic()
-            connected_at.update((peer.member.address, now) for peer in members if peer.lines is not None)
-            present = {address for address, at in connected_at.items() if now - at < RETURN_S}
-            members[:] = [peer for peer in members if peer.member.address in present and not peer.ended]
+            members[:] = filter(_is_present, members)
             awaited = [peer for peer in members if peer.member.address not in self._answers]
             if not awaited:
                 break
@@ -243,6 +239,11 @@ class SecretRotation:
     def _is_connected(self, address: str) -> bool:
         peer = self._peers.get(address)
         return self._is_initiator if peer is None else peer.lines is not None
+
+
+def _is_present(peer: MeshPeer) -> bool:
+    """Return whether a host is connected, or may be so again: a process that has ended has no key any more."""
+    return peer.lines is not None or (not peer.ended and time.monotonic() - peer.heard_at < RETURN_S)
 
 
 def _describe(peer: MeshPeer) -> str:

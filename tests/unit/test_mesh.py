@@ -877,6 +877,7 @@ def knocking(host: Host, context: ssl.SSLContext) -> Iterator[ssl.SSLSocket]:
 def test_a_host_that_was_cut_off_during_a_rotation_is_told_what_to_do(
     start: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rotation, "RETURN_S", 0.0)
     one, other = two(start)
     for each in (one, other):
         monkeypatch.setattr(each.mesh.forwarder, "_connect", refuse)
@@ -894,31 +895,28 @@ async def refuse(*_: object) -> None:
     raise TimeoutError
 
 
-def test_a_host_whose_connection_ends_during_a_rotation_takes_part_once_it_is_back(
+def test_a_host_whose_connection_has_just_ended_takes_part_in_a_rotation_once_it_is_back(
     start: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as one whose router has forgotten the connection."""
-    monkeypatch.setattr(rotation, "PING_S", 0.05)
     monkeypatch.setattr(rotation, "RETURN_S", WAIT_S)
     one, other = two(start)
-    own, lost = other.mesh.forwarder.rotation, list[peers.MeshPeer]()
-    take = own.take
-
-    def lose_first(peer: peers.MeshPeer, request: Rotate) -> None:
-        if lost:
-            take(peer, request)
-            return
-        lost.append(peer)
-        assert peer.lines is not None
-        peer.lines.transport.abort()
-
-    for each in (one, other):  # so that it is back later than at once
-        connect_again, fails = each.mesh.forwarder._connect, iter([True])
-        late = lambda *args, again=connect_again, fails=fails: (refuse if next(fails, False) else again)(*args)  # noqa: E731
+    is_cut = True
+    for each in (one, other):
+        connect_again = each.mesh.forwarder._connect
+        late = lambda *args, again=connect_again: (refuse if is_cut else again)(*args)  # noqa: E731
         monkeypatch.setattr(each.mesh.forwarder, "_connect", late)
-    monkeypatch.setattr(own, "take", lose_first)
-    assert other.address in mesh.request(one.socket_path, "rotate", 2 * WAIT_S)
-    assert lost
+    peer = one.mesh.forwarder._peers[other.address]
+    assert peer.lines is not None
+    one.mesh._loop.call_soon_threadsafe(peer.lines.transport.abort)
+    wait_until(lambda: peer.lines is None)
+    told = list[str]()
+    rotating = threading.Thread(target=lambda: told.append(mesh.request(one.socket_path, "rotate", 2 * WAIT_S)))
+    rotating.start()
+    wait_until(lambda: one.mesh.forwarder.rotation._current is not None)
+    is_cut = False
+    rotating.join(2 * WAIT_S)
+    assert other.address in told[0]
     assert new_secret(one) == new_secret(other)
 
 
