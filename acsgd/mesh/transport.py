@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import struct
 import threading
 from typing import Any
 
@@ -23,6 +24,11 @@ SHORT_BYTES = RECORD_BYTES - MAX_FOLLOWING
 """A record with n more bytes than these is followed by at least n times RECORD_BYTES that were written with it."""
 MAX_AWAITED = 1 << 17
 """Number of bytes for which the system waits at most before it wakes this process."""
+WINDOW_SHARE = 4
+"""Beyond a record, a WINDOW_SHARE-th of the receive window is awaited at most. A window that is full before it is
+read does not grow: at 100 ms and 100 Mbit/s, a connection that awaited 128 KB from the start had 10 Mbit/s."""
+WINDOW = struct.Struct("=64xI")
+"""Where Linux's tcp_info has it: tcpi_rcv_ssthresh."""
 MAX_AWAITED_OF_RELAY = RECORD_BYTES
 """The same where they are sent on over another link, on which they would be late."""
 MAX_PACKET_BYTES = 1 << 14
@@ -161,6 +167,9 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         if not 0 < self._packet_bytes < MAX_PACKET_BYTES:
             return
         awaited = min(self._records.missing + self._records.following, self.max_awaited)
+        if awaited > RECORD_BYTES:
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, WINDOW.size)
+            awaited = max(RECORD_BYTES, min(awaited, WINDOW.unpack(info)[0] // WINDOW_SHARE))
         low_water = awaited if awaited > self._packet_bytes else 1
         if low_water != self._low_water and not self.is_closing():
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
