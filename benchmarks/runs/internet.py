@@ -550,7 +550,10 @@ class Internet:
             assert [line["step"] for line in lines] == [*range(1, len(lines) + 1)], f"metrics of {name} lack steps"
             losses.append([line["loss"] for line in lines])
         losses.sort(key=len, reverse=True)
-        assert all(each == losses[0][: len(each)] for each in losses), "disks have different losses"
+        for each in losses:
+            pairs = enumerate(zip(each, losses[0], strict=False), 1)
+            differing = [(step, *pair) for step, pair in pairs if pair[0] != pair[1]]
+            assert not differing, f"disks have different losses: {differing[:5]}"
         saved = [disk / f"run/checkpoints/step-{steps:08d}" for disk in disks]
         assert not (missing := _missing(saved)), f"files of the last checkpoint are not on two disks: {missing}"
         return {
