@@ -84,10 +84,18 @@ def assert_has_copies(directories: list[Path], step: int) -> None:
         assert sum((path / file.file).is_file() for path in paths) >= 2, file
 
 
-@pytest.mark.parametrize("worker", WORKERS)
-def test_a_run_of_which_hosts_end_join_and_leave_is_the_calm_run(worker: Setup, run_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("worker", "options"),
+    [
+        *(pytest.param(*each.values, (), id=each.id, marks=each.marks) for each in WORKERS),
+        pytest.param(PACE, ("--optim.offload", "cpu"), id="offloaded", marks=pytest.mark.soak),
+    ],
+)
+def test_a_run_of_which_hosts_end_join_and_leave_is_the_calm_run(
+    worker: Setup, options: tuple[str, ...], run_file: Path, tmp_path: Path
+) -> None:
     with ExitStack() as stack:
-        flags = ("--elastic.min_replicas", "2", "--elastic.join_budget", "0", "--checkpoint.every", "20")
+        flags = ("--elastic.min_replicas", "2", "--elastic.join_budget", "0", "--checkpoint.every", "20", *options)
         hosts = Hosts(tmp_path, run_file, stack, 1, flags)
         clocks = {"a": 0.0, "b": -60.0, "c": YEAR_S}  # which nothing compares
         a, b, c = (hosts.start(name, min_hosts=3, clock_s=clock_s, worker=worker) for name, clock_s in clocks.items())
