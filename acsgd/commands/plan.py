@@ -345,6 +345,8 @@ def _print_memory(ranks: Sequence[RankMemory], title: str, *, on_gpu: bool) -> N
             )
         if most := max(each.host_weights for each in ranks):
             print(f"of the weights, up to {most / GIB:.2f} GiB of a rank are in host memory")
+        if most := max(each.host_activations for each in ranks):
+            print(f"of the activations, up to {most / GIB:.2f} GiB of a rank are in host memory")
     if unknown := max(each.cache_per_sequence for each in ranks):
         print(
             f"not counted: activation caches, up to {unknown / 2**20:.3g} MiB of host memory on a rank for each "

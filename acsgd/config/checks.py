@@ -45,6 +45,11 @@ def check(config: Config) -> None:
             "model.recompute=attention runs attention by itself, and model.compile compiles each block as a whole; "
             "use --model.recompute layers, or remove model.compile"
         )
+    if config.model.compile and config.model.offload_activations:
+        raise ValueError(
+            "model.offload_activations moves what autograd saves of each layer, and model.compile chooses that by "
+            "itself; remove one of both"
+        )
     traced_steps(config.log.trace)
     steps, every = config.optim.steps, config.checkpoint.every_steps
     is_last = every is not None and steps is not None and every >= steps

@@ -82,6 +82,9 @@ class ModelConfig:
     """Where parameters are while their layer, or recomputed group of layers, does not run: "none" = on the device;
     "cpu" = in host memory, trained ones only with optim.offload="cpu"; "disk" = frozen ones in the files of the model.
     Those of the next layer are fetched behind the one that runs."""
+    offload_activations: bool = False
+    """Whether what backward needs of a layer, or the input of a recomputed group of layers, waits for it in host
+    memory. On a GPU."""
     dropout_mask: Literal["step", "sample"] = "step"
     """What a dropout mask depends on: "step" draws new masks in every step; "sample" gives a sequence the same masks in
     every epoch, so that its activations change little between epochs, as delta codecs need. "sample" computes one

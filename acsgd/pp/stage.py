@@ -21,6 +21,7 @@ from acsgd.optim.offload import GradientOffload
 from acsgd.pp.chunked_loss import HeadUse, PartLoss, chunked_loss
 from acsgd.pp.recompute import KEEP_ALL, Recompute, recompute_attention
 from acsgd.pp.recompute import recompute as run_again
+from acsgd.pp.saved_activations import ActivationOffload, SavedGroup, begin_backward
 from acsgd.pp.split_backward import backward_inputs
 from acsgd.shards.load import LoadedLayer
 from acsgd.shards.weights import Weight, in_reduction_order
@@ -72,6 +73,7 @@ class Stage:
         mask_per_sample: draw dropout masks from (seed, sample, layer) instead of (seed, step, micro-batch, layer)
         offload: adds gradients to those of masters in host memory; None = masters are on the device
         fetch: fetches the parameters of each group of layers that run together; None = they stay on the device
+        activations: keeps what backward needs in host memory; None = it stays on the device
 
     Reseeds torch's global generators before each layer if the model has dropout. With mask_per_sample, training with
     dropout runs one sequence at a time, because one seed determines the masks of all sequences in one call.
@@ -94,6 +96,7 @@ class Stage:
         logits_at_once: int = LOGITS_AT_ONCE,
         offload: GradientOffload | None = None,
         fetch: LayerFetch | None = None,
+        activations: ActivationOffload | None = None,
     ) -> None:
         self.layers = layers
         self.weights = in_reduction_order(weight for layer in layers for weight in layer.weights)
@@ -127,6 +130,7 @@ class Stage:
         self._logits_at_once = logits_at_once
         self._offload = offload
         self._fetch = fetch
+        self._activations = activations if self.runs_backward else None
         self._reports_groups = fetch is not None and fetch.is_collective
         """Whether gradients are reported group by group, in the order in which all replicas fetch."""
         self._in_backward: int | None = None
@@ -255,13 +259,16 @@ class Stage:
         if self._offload is not None:
             self._offload.finish()
 
-    def _begin_group(self, group: int, _: Tensor) -> None:
+    def _begin_group(self, group: int, saved: Sequence[SavedGroup], _: Tensor) -> None:
         """Fetch the parameters of a group of layers, whose backward begins, and release those of the one before.
 
-        The order is the same on all replicas, whichever parameters get a gradient.
+        The order is the same on all replicas, whichever parameters get a gradient. saved: activations of all groups.
         """
+        if saved:
+            begin_backward(saved, group)
+        if self._fetch is None:
+            return
         self._end_group()
-        assert self._fetch is not None
         reaches_next = self.sends_gradient or self.layers[group * self._together].spec.index > self._first_trained
         self._fetch.enter(group, ahead=group - 1 if reaches_next else -1)
         self._in_backward = group
@@ -338,20 +345,34 @@ class Stage:
         """Return the outputs. graphs: gets the graph of all layers, or that of each."""
         self._seed(micro, 0)  # the context may take random numbers of the first layer
         context = self.composed.context(inputs, self._range)
-        entering = state
+        entering, masks = state, [call.leaves for call in context.values()]
+        saved: list[SavedGroup] = []
         for group, first in enumerate(range(0, len(self.layers), self._together)):
             layers = [layer.spec for layer in self.layers[first : first + self._together]]
             if self.graph_per_layer and graphs is not None and first:
                 graphs.append(_Graph(entering, state))
                 state = entering = {name: x.detach().requires_grad_(x.requires_grad) for name, x in state.items()}
             run = self._run_of(layers, micro, inputs, context, labels)
-            with contextlib.nullcontext() if self._fetch is None else self._fetch.whole(group):
-                state = run_again(run, state) if self._recompute.layers else run(state)
-            if self._fetch is not None and (outputs := [x for x in state.values() if x.requires_grad]):
-                register_multi_grad_hook(outputs, partial(self._begin_group, group), mode="any")
+            with contextlib.ExitStack() as running:
+                if self._fetch is not None:
+                    running.enter_context(self._fetch.whole(group))
+                if self._activations is not None and torch.is_grad_enabled():
+                    params = [self.composed.model.get_parameter(key) for layer in layers for key in layer.parameters]
+                    saved.append(self._activations.group(params, entering, inputs, labels, masks))
+                    running.enter_context(saved[-1].saving())
+                state = self._run_group(run, state)
+            if (outputs := [x for x in state.values() if x.requires_grad]) and (self._fetch is not None or saved):
+                register_multi_grad_hook(outputs, partial(self._begin_group, group, saved), mode="any")
         if graphs is not None:
             graphs.append(_Graph(entering, state))
         return state
+
+    def _run_group(self, run: Callable[[State], State], state: State) -> State:
+        """Run a group of layers, of which backward runs it again if it is recomputed."""
+        if not self._recompute.layers:
+            return run(state)
+        names = [*state]  # tensors that are arguments of their own are saved by autograd
+        return run_again(lambda *tensors: run(dict(zip(names, tensors, strict=True))), *state.values())
 
     def _run_of(
         self, layers: Sequence[LayerSpec], micro: MicroBatch, inputs: Inputs, context: Context, labels: Tensor | None

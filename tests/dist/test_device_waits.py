@@ -140,16 +140,24 @@ OFFLOADED = {
 BLOCKS = {"freeze": "*.h.*"}
 BLOCK_PARAMETERS = 12 * 16**2 + 13 * 16
 FETCHED = {
-    "trained": Row(4, 1, optim={"offload": "cpu"}, model={"offload": "cpu"}, dtype="bf16"),
-    "read": Row(4, 1, model={"offload": "disk", **BLOCKS}),
+    "trained": Row(4, 6, optim={"offload": "cpu"}, model={"offload": "cpu"}, dtype="bf16"),
+    "read": Row(4, 6, model={"offload": "disk", **BLOCKS}),
+    "read in micro-batches": Row(4, 1, model={"offload": "disk", **BLOCKS}),
     "frozen": Row(4, 1, model={"offload": "cpu", **BLOCKS}, dtype="bf16"),
     "trained, fp32": Row(4, 1, optim={"offload": "cpu"}, model={"offload": "cpu"}),
     "two stages": Row(8, 1, pp=TWO, model={"offload": "cpu", **BLOCKS}),
     "interleaved": Row(8, 1, pp={**TWO, "schedule": "interleaved:chunks=2"}, model={"offload": "cpu", **BLOCKS}),
 }
 """Runs with model.offload, which are compared with the same without it."""
+SAVED = {
+    "saved": Row(8, 6, model={"offload_activations": True}),
+    "saved, two stages": Row(8, 1, pp=TWO, model={"offload_activations": True}, dtype="bf16"),
+    "saved, fetched": Row(8, 6, model={"offload_activations": True, "offload": "cpu", **BLOCKS}),
+    "saved, zb": Row(8, 1, pp={**TWO, "schedule": "zb"}, model={"offload_activations": True}),
+}
+"""Runs with model.offload_activations, the same."""
 ON_DEVICE = ", on the device"
-STAYS = {f"{name}{ON_DEVICE}": row._replace(model={**row.model, "offload": "none"}) for name, row in FETCHED.items()}
+"""End of the names of these runs without the options."""
 
 
 def soaked(names: Iterable[str]) -> list[Any]:
@@ -250,8 +258,10 @@ def observed(tmp_path_factory: pytest.TempPathFactory, selected: Callable[[str],
     directory, rows = tmp_path_factory.mktemp("waits"), ROWS | SOAKED | SHARDED
     rows = {name: rows[name] for name in selected("name")}
     rows |= {name: row for name, row in OFFLOADED.items() if name.rpartition(" ")[2] in selected("dtype")}
-    for name in selected("fetched"):
-        rows |= {name: FETCHED[name], f"{name}{ON_DEVICE}": STAYS[f"{name}{ON_DEVICE}"]}
+    for name in selected("fetched") | selected("saved"):
+        row = (FETCHED | SAVED)[name]
+        model = {**row.model, "offload": "none", "offload_activations": False}
+        rows |= {name: row, f"{name}{ON_DEVICE}": row._replace(model=model)}
     for name in selected("option"):
         rows |= {f"{name}, {each}": Row(*shape, **OF_SHAPE[name]) for each, shape in SHAPES.items()}
     found = Results()
@@ -328,3 +338,14 @@ def test_offloaded_parameters_are_on_the_device_while_their_layers_run(fetched: 
             assert waits - without <= reads
         assert each.buffers[-1] == each.buffers[-2], "buffers are allocated once"
         assert max(each.live) <= max(other.live) - (blocks - 2) * BLOCK_PARAMETERS * DTYPES[row.dtype].itemsize
+
+
+@pytest.mark.parametrize("saved", ["saved", *soaked(list(SAVED)[1:])])
+def test_offloaded_activations_are_on_the_device_while_their_layers_run(saved: str, observed: Results) -> None:
+    """With those of the next layer. They add no wait, and change no loss."""
+    (_, by_rank), (_, plain) = observed[saved], observed[f"{saved}{ON_DEVICE}"]
+    for each, other in zip(by_rank, plain, strict=True):
+        assert each.losses == other.losses
+        assert each.waits[1:] == other.waits[1:]
+        assert each.buffers[-1] == each.buffers[-2], "buffers are allocated once"
+        assert max(each.live) < (0.9 if "zb" in saved else 0.7) * max(other.live)

@@ -150,6 +150,7 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("--model.offload disk", 1, "use --model.offload cpu --optim.offload cpu, or train an adapter, such as"),
         ("--model.offload disk --model.freeze *.h.0.* --model.init scratch", 1, "weights; use --model.offload cpu"),
         ("--model.offload disk --model.freeze *.h.0.* --model.compile", 1, "model.compile compiles blocks whose"),
+        ("--model.offload_activations --model.compile", 1, "model.compile chooses that by itself; remove one of both"),
         ("--model.offload disk --model.freeze *.h.0.* --dp.shard weights", 2, "on each device; remove one"),
         (
             "--model.offload disk --model.freeze *.h.0.* --pp.stages 2 --pp.schedule zb",

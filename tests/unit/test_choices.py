@@ -199,6 +199,7 @@ UNUSED: dict[str, Any] = {
     "dp.domain": "rack-1",
     "dp.shard": "optimizer",
     "optim.offload": "cpu",
+    "model.offload_activations": True,
     "optim.loss_scale": 1024.0,
     "checkpoint.keep": 3,
     "checkpoint.keep_every": 2,

@@ -319,6 +319,9 @@ def test_offloaded_state_is_counted_on_the_host_and_offered(
     assert without_weights.host_weights == sum(layers)
     assert on_device == offloaded.weights - sum(layers) + max(a + b for a, b in itertools.pairwise(layers))
     assert without_weights.on_device == offloaded.on_device - offloaded.weights + on_device
+    [saved] = plans.memory(replace(config, model=replace(config.model, offload_activations=True)))
+    assert saved.on_device < plain.on_device
+    assert saved.on_host - plain.on_host == saved.host_activations > saved.activations / 2
     flags = plans.first_that_fits(offloaded.on_device)
     assert flags is not None
     assert "--optim.offload cpu" in flags

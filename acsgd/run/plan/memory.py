@@ -64,11 +64,13 @@ class RankMemory:
     In no sum."""
     host_weights: int = 0
     """The part of weights that model.offload keeps in host memory. In no sum."""
+    host_activations: int = 0
+    """The part of activations that model.offload_activations keeps in host memory. In no sum."""
 
     @property
     def on_host(self) -> int:
         """Memory of the host on a rank whose device is a GPU."""
-        return self.messages + self.caches + self.offloaded + self.host_weights
+        return self.messages + self.caches + self.offloaded + self.host_weights + self.host_activations
 
     @property
     def on_device(self) -> int:
@@ -87,9 +89,9 @@ class RankMemory:
         return self.weights - self.host_weights + (0 if self.offloaded else state)
 
 
-KINDS = tuple(
-    field.name for field in fields(RankMemory) if field.name not in ("cache_per_sequence", "offloaded", "host_weights")
-)
+PARTS = ("cache_per_sequence", "offloaded", "host_weights", "host_activations")
+"""Fields that are in no sum."""
+KINDS = tuple(field.name for field in fields(RankMemory) if field.name not in PARTS)
 """Fields that add up to the total."""
 
 
@@ -255,7 +257,7 @@ class _RankPlan:
         partition = self._partition
         update = self._update()
         peak = self._peak(has_buckets=update.has_buckets)
-        gradients = self._gradient_bytes
+        gradients, on_host = self._gradient_bytes, peak.on_host
         updates = max(update.reduction_peak, update.update_peak)
         offloaded = 0
         gathered = GATHER_COPIES * max(self._fetched_bytes, default=0) if self._ownership.gathered else 0
@@ -275,7 +277,7 @@ class _RankPlan:
             gradients=gradients,
             moments=self._moment_bytes,
             replicas=update.state,
-            activations=peak.activations,
+            activations=peak.activations + on_host,
             logits=peak.logits,
             updates=updates,
             messages=self._message_bytes() + gathered,
@@ -283,6 +285,7 @@ class _RankPlan:
             cache_per_sequence=0 if is_bounded else self._cache_bytes(1),
             offloaded=offloaded,
             host_weights=self._host_weight_bytes,
+            host_activations=on_host,
         )
 
     @cached_property

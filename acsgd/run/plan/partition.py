@@ -109,6 +109,11 @@ class Partition:
         return own if offload == optim.offload == "cpu" else own & {*self.model.description.frozen}
 
     @property
+    def offloads_activations(self) -> bool:
+        """Whether activations wait in host memory for their backward."""
+        return self.config.model.offload_activations and self.streams.device.type != "cpu"
+
+    @property
     def _used_by_layers(self) -> frozenset[str]:
         """Parameters of this rank, trained or frozen, that its layers use while they run.
 

@@ -335,7 +335,7 @@ def check_fit(config: Config, launch: Launch, model: RunModel, streams: Streams)
     memory, on_gpu = streams.memory_bytes(), bool(streams.gpu)
     processes = 1 if on_gpu else launch.local_world_size
     least = model.parameters.needed_bytes(DTYPES[config.model.dtype]) / config.pp.stages * processes
-    offloads = "cpu" in (config.optim.offload, config.model.offload)
+    offloads = "cpu" in (config.optim.offload, config.model.offload) or config.model.offload_activations
     least_on_host = least * launch.local_world_size * (on_gpu and offloads)
     has_room = least < SMALL * memory and least_on_host < SMALL * host_memory().total
     if config.run.memory == "ignore" or launch.daemon or has_room:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -108,6 +108,8 @@ class StepPeak:
     activations: int = 0
     logits: int = 0
     gradients: int = 0
+    on_host: int = 0
+    """Largest memory of activations that wait in host memory, at any time. In no sum."""
 
     @property
     def total(self) -> int:
@@ -121,7 +123,14 @@ class _StepMemory:
         self._last = last
         self.activations = self.logits = 0
         self.gradients = gradients
+        self.on_host = self.most_on_host = 0
         self.peak = StepPeak()
+
+    def move(self, layer: int, nbytes: int) -> None:
+        """Move what a layer keeps to host memory; negative = back."""
+        self.keep(layer, -nbytes)
+        self.on_host += nbytes
+        self.most_on_host = max(self.most_on_host, self.on_host)
 
     def keep(self, layer: int, nbytes: int) -> None:
         """Add what a layer keeps for its backward, or remove it."""
@@ -185,7 +194,13 @@ class StepWalk:
             self._run_backward(action, memory, creates_gradients=creates, buckets=buckets)
             if completes:
                 started.add(action.stage)
-        return memory.peak
+        return replace(memory.peak, on_host=memory.most_on_host)
+
+    def _move(self, group: range, memory: _StepMemory, *, is_back: bool) -> None:
+        """Move what a group of layers keeps to host memory, or back, if activations wait there."""
+        if self._partition.offloads_activations:
+            kept = self._traced.layers[group[-1]].kept
+            memory.move(group[-1], -kept if is_back else kept)
 
     @property
     def _sums_passes(self) -> bool:
@@ -205,23 +220,32 @@ class StepWalk:
         span = self._partition.layout.spans[action.stage]
         before = memory.activations, memory.logits
         memory.activations += entering_bytes(self._partition, span.first)
+        copied, has_backward = None, span.last > self._partition.model.description.first_trained
         for group in layer_groups(self._partition, span):
             self._run_layers(group, self._traced.layers, memory)
             for layer in group[:-1]:  # of which backward starts from the inputs of the first
                 memory.keep(layer, -self._traced.layers[layer].kept)
-        if span.last <= self._partition.model.description.first_trained:  # without a backward
+            if copied is not None and has_backward:  # while this group ran
+                self._move(copied, memory, is_back=False)
+            copied = group
+        if not has_backward:
             memory.activations, memory.logits = before
+        elif copied is not None:
+            self._move(copied, memory, is_back=False)
 
     def _run_backward(
         self, action: Action, memory: _StepMemory, *, creates_gradients: bool, buckets: Sequence[int]
     ) -> None:
         """Follow a backward. buckets: of gradients that are summed after each one."""
         span, made = self._partition.layout.spans[action.stage], 0
-        traces, ends = self._traced.layers, dict[int, range]()
-        if self._traced.again:
-            traces, ends = self._traced.again, {group[-1]: group for group in layer_groups(self._partition, span)}
+        traces, groups = self._traced.again or self._traced.layers, [*layer_groups(self._partition, span)]
+        ends, completes = {group[-1]: group for group in groups}, action.operation.completes
+        if action.op is not Op.W:
+            self._move(groups[-1], memory, is_back=True)
         for layer in reversed(range(*span)):
-            if group := ends.get(layer):
+            if (group := ends.get(layer)) and group is not groups[0] and action.op is not Op.W:
+                self._move(groups[groups.index(group) - 1], memory, is_back=True)
+            if group and self._traced.again:
                 self._run_layers(group, traces, memory)
                 memory.keep(layer, -self._traced.layers[layer].kept)  # its output is counted in its trace
             trace = traces[layer]
@@ -234,7 +258,7 @@ class StepWalk:
             memory.gradients -= whole
             early = (each for each in self._last_used(action.stage, layer) if not each.has_remote_lookups)
             made += sum(weight.master.nbytes for weight in early) * bool(buckets)
-            if action.operation.completes:
+            if completes:
                 memory.keep(layer, -trace.kept)
             if action.op in (Op.I, Op.W):
                 memory.keep(layer, trace.kept_between * (1 if action.op is Op.I else -1))
@@ -244,7 +268,7 @@ class StepWalk:
         memory.gradients += whole
         memory.reach(span.first, 0)
         memory.gradients -= whole
-        if action.operation.completes:
+        if completes:
             memory.activations -= entering_bytes(self._partition, span.first)
 
     def _run_layers(self, layers: range, traces: Sequence[LayerTrace], memory: _StepMemory) -> None:

@@ -30,6 +30,7 @@ from acsgd.optim.fetch import FileParams, HostParams, LayerFetch, ParamSource
 from acsgd.optim.offload import GradientOffload, open_optimizer
 from acsgd.optim.ownership import OwnedWeights, Ownership
 from acsgd.pp.runtime import Pipeline
+from acsgd.pp.saved_activations import ActivationOffload
 from acsgd.pp.schedules.rows import RowRoute
 from acsgd.pp.stage import Stage
 from acsgd.pp.tied.dense import TiedGroup
@@ -320,6 +321,7 @@ def _open_stage(
         logits_at_once=job.streams.logits_at_once,
         offload=GradientOffload(job.streams) if config.optim.offload == "cpu" else None,
         fetch=LayerFetch(groups, params, sync.meter) if any(groups) else None,
+        activations=ActivationOffload(job.streams) if job.offloads_activations else None,
     )
 
 

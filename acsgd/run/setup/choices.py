@@ -193,6 +193,12 @@ CHOICES = (
         "give --model.offload disk, or ",
     ),
     without_effect(
+        "model.offload_activations",
+        lambda job: job.streams.device.type == "cpu",
+        "the device is the CPU, whose memory holds activations anyway",
+        "give --model.recompute layers, or ",
+    ),
+    without_effect(
         "optim.loss_scale",
         lambda job: job.config.model.dtype != "fp16",
         "model.dtype={config.model.dtype} needs no loss scale",
