@@ -6,6 +6,7 @@ Neither micro-batches, layers nor buckets add a wait. The device is a stand-in, 
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -209,6 +210,8 @@ def observe(rank: int, world_size: int, store: Path, runs: Sequence[tuple[Config
                     found.buffers.append(streams.buffers)
                 found.on_device.update(_on_device(session))
                 session.close()
+            del session
+            gc.collect()  # the memory of the next run is its own
             observed.append(found)
     configs = [config for number, (config, _) in enumerate(runs) if config not in [each for each, _ in runs[:number]]]
     on_cpu = losses_of_rank(rank, world_size, Path(f"{store}-cpu"), configs)
