@@ -63,6 +63,8 @@ def test_components_are_within_half_a_step_and_the_shift(
     components = basis.groups_of(x) @ torch.linalg.inv(fitted.double()).float()
     assert torch.allclose(fields[1], 0.5 * components.square().mean().sqrt())
     assert error.abs().max() <= (0.5 + float(fields[2])) * float(fields[1]) * 1.001
+    outwards = (error * components.sign())[components.abs() > 0.51 * fields[1]]
+    assert abs(float(outwards.mean())) < 0.05 * float(fields[1]), "decoded values are centroids"
 
 
 def test_components_are_uncorrelated_and_equally_sensitive() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from acsgd.codecs import basis
 from acsgd.codecs.base import Codec, NotFiniteError, pack, unpack, wire_bytes
+from acsgd.codecs.bits import unpack_bits
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.config.spec import from_spec
 from acsgd.pp.wire.cache import ActivationCache, HostMemoryStore
@@ -321,21 +322,37 @@ def test_a_basis_is_sent_when_as_many_elements_have_followed_the_last_one() -> N
     assert had == [1, 36, 71, 141]  # after 64 x 64 elements, as many, and twice as many
 
 
+def test_differences_in_one_direction_are_in_one_component() -> None:
+    ends, samples = Ends(parse("delta:step=1,transform=true")), (0, 1, 2)
+    ends.transfer(0, samples, activations(0))
+    drift = activations(1)[:, :, :1] * torch.linspace(-1, 1, SHAPE[2])
+    fields = ends.sender.encode(
+        torch.stack([ends.cached(sample) for sample in samples]) + drift, TransferInfo(1, 0, samples=samples)
+    )
+    codes = unpack_bits(fields[1][: len(fields[1]) // 2], 4, drift.numel()).view(SHAPE[2], -1)
+    assert codes[0].any()
+    assert not codes[1:].any()
+
+
 def test_received_gradients_decide_which_errors_are_small() -> None:
     """A link that receives gradients of one channel only sends that channel with the smallest error."""
-    errors = []
-    for channel in (2, 5):
-        ends = Ends(parse("delta:step=2,transform=true"))
-        activation = Mock(coders={"hidden": ends.sender})
-        gradients = torch.zeros(SHAPE)
+
+    def errors(channel: int, *, is_downstream: bool) -> Tensor:
+        ends, gradients = Ends(parse("delta:step=2,transform=true")), torch.zeros(SHAPE)
         gradients[:, :, channel] = activations(7)[:, :, channel]
-        inbox = Mock(receive=lambda _, received=gradients: Received({"hidden": received}, None))
+        inbox, sender = (
+            Mock(receive=lambda _: Received({"hidden": gradients}, None)),
+            Mock(coders={"hidden": ends.sender}),
+        )
         ends.transfer(0, [0, 1, 2], activations(0))
-        for is_downstream in (True, False):  # the end that receives activations has no use for them
-            Link(Mock(), inbox, Mock(), activation, is_downstream=is_downstream).receive(TransferInfo(0, 0))
-        errors.append((ends.transfer(1, [0, 1, 2], activations(1)) - activations(1)).square().mean((0, 1)))
-    assert errors[0][2] < 0.3 * errors[1][2]
-    assert errors[1][5] < 0.3 * errors[0][5]
+        Link(Mock(), inbox, Mock(), sender, is_downstream=is_downstream).receive(TransferInfo(0, 0))
+        return (ends.transfer(1, [0, 1, 2], activations(1)) - activations(1)).square().mean((0, 1))
+
+    second, fifth = (errors(channel, is_downstream=False) for channel in (2, 5))
+    assert second[2] < 0.3 * fifth[2]
+    assert fifth[5] < 0.3 * second[5]
+    # the end that receives activations has no use for them
+    assert torch.equal(errors(2, is_downstream=True), errors(5, is_downstream=True))
 
 
 def test_a_transfer_without_samples_is_exact_and_leaves_the_cache_unchanged() -> None:

@@ -116,6 +116,15 @@ def test_messages_of_another_length_are_refused(off: int) -> None:
     assert decoded_or_none(coded, 3000 + off) is None
 
 
+def test_parts_of_sparse_messages_have_codes_of_their_own() -> None:
+    """Each of 16 parts has a value of its own beside 0: that costs no more than the same value in all parts."""
+    is_zero = random_bytes(2**16) < 150
+    alike, own = (
+        torch.where(is_zero, 0, values).to(torch.uint8) for values in (7, 16 * (torch.arange(2**16) // 4096) + 7)
+    )
+    assert len(compressed(own)) < 1.05 * len(compressed(alike))
+
+
 def test_small_messages_that_decode_to_many_bytes_take_no_memory() -> None:
     coded = compressed(torch.zeros(2**24, dtype=torch.uint8))
     tracemalloc.start()
