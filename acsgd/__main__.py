@@ -89,7 +89,7 @@ def _check(argv: list[str], launch: Launch, *, prog: str, command: str) -> None:
 
 def without_train(argv: list[str]) -> list[str]:
     """Return arguments without the command of `acsgd train`, which may be typed here, too, unless it is a run file."""
-    return argv[1:] if argv[:1] == [TRAIN] and not os.path.exists(TRAIN) else argv
+    return argv[1:] if argv[:1] == [TRAIN] and not os.path.isfile(TRAIN) else argv
 
 
 if __name__ == "__main__":

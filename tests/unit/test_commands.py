@@ -239,6 +239,9 @@ def test_python_m_acsgd_takes_a_run_file_with_and_without_train(
     monkeypatch.chdir(tmp_path)
     given = [["train", "run.toml"], ["run.toml"], ["train"], ["--model.name", "train"], []]
     assert [without_train(argv) for argv in given] == [["run.toml"], ["run.toml"], [], ["--model.name", "train"], []]
+    Path("train").mkdir()
+    assert without_train(["train"]) == []
+    Path("train").rmdir()
     Path("train").touch()
     assert without_train(["train"]) == ["train"]
 

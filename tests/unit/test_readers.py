@@ -352,6 +352,12 @@ def test_parts_that_are_missing_and_copies_of_files_are_found(files: list[str], 
             _ = source_of(address).fingerprint
 
 
+def test_text_beside_records_is_no_source_of_them_here_or_at_an_address(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "train.txt").write_text("b\n")
+    assert texts(source_of(tmp_path)) == texts(source_of(f"file://{tmp_path}")) == ["a"]
+
+
 def test_all_parts_are_read_and_links_beside_their_files_are_not(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / f"x-0000{number}-of-00002.csv").write_text(f"text\n{number}\n")

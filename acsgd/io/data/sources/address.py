@@ -128,7 +128,7 @@ class FsspecFiles(NamedSource):
         fixed = "/".join(itertools.takewhile(lambda part: not has_magic(part), directory.split("/")))
         below = {path: Path(path.removeprefix(fixed).lstrip("/")) for path in paths}
         if not has_magic(directory):
-            self._check_complete([*below.values()])
+            self._check_written([*below.values()])
         paths = [path for path in paths if _may_hold_records(below[path]) and reader_of(path)]
         paths = [path for path in paths if not path.endswith(".txt")] or paths  # as in a local directory
         if not paths:
@@ -140,21 +140,21 @@ class FsspecFiles(NamedSource):
                 f"{self.key}: {self.name} has several splits, {', '.join(named)}; give one of them by a pattern, such "
                 f"as {pattern}"
             )
+        if not has_magic(directory):
+            above, read = f"{self.name.rstrip('/')}/", [below[path] for path in paths]
+            check_parts(self.name, read, above)
+            check_forms(self.name, read, prefix=above)
         return paths
 
-    def _check_complete(self, files: Sequence[Path]) -> None:
-        """Raise ValueError if a directory lacks files, or has some that cannot be read. files: their paths in it."""
+    def _check_written(self, files: Sequence[Path]) -> None:
+        """Raise ValueError if a directory is not complete, or has records that cannot be read. files: paths in it."""
         above, found = f"{self.name.rstrip('/')}/", {*files}.union(*(path.parents for path in files))
         for directory in sorted(found):
             has = partial(_contains, found, directory)
             check_written(f"{above}{directory}".removesuffix("/."), has)
-        records = [path for path in files if _may_hold_records(path)]
-        for path in records:
-            if reader_of(path.name) is None:
+        for path in files:
+            if _may_hold_records(path) and reader_of(path.name) is None:
                 refuse_other_records(f"{above}{path}")
-        read = [path for path in records if reader_of(path.name)]
-        check_parts(self.name, read, above)
-        check_forms(self.name, read, prefix=above)
 
     def _version_of(self, entry: Mapping[str, Any]) -> str:
         """Return the version of a file; of a local one that of its content, since each host may have a copy."""
