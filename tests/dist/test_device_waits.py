@@ -351,4 +351,5 @@ def test_offloaded_activations_are_on_the_device_while_their_layers_run(saved: s
         assert each.losses == other.losses
         assert each.waits[1:] == other.waits[1:]
         assert each.buffers[-1] == each.buffers[-2], "buffers are allocated once"
-        assert max(each.live) < (0.9 if "zb" in saved else 0.7) * max(other.live)
+        # of two stages, most is state of the optimizer
+        assert max(each.live) < (0.7 if SAVED[saved].ranks == 1 else 1.0) * max(other.live)
