@@ -172,10 +172,13 @@ class CudaStreams(Streams):
 
 
 def load_onto(device: torch.device, tensor: Tensor) -> Tensor:
-    """Return a tensor on a device; the host does not wait for the copy of its own tensor, and may change that."""
+    """Return a tensor on a device; the host does not wait for the copy of its own tensor, and may change that.
+
+    It waits for a tensor that it gets.
+    """
     if (tensor.device.type, device.type) == ("cpu", "cuda"):
         tensor = tensor.pin_memory()  # a copy, which torch keeps until the device has read it
-    return tensor.to(device, non_blocking=True)
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def peak_of_gpu(name: str, dtype: torch.dtype) -> float:

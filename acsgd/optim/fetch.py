@@ -120,6 +120,9 @@ class ParamSource:
         """
         raise NotImplementedError
 
+    def close(self) -> None:
+        """End threads, and let go of files."""
+
 
 class HostParams(ParamSource):
     """Parameters that lie in host memory, pinned, and are copied to the device on the side stream.
@@ -130,26 +133,29 @@ class HostParams(ParamSource):
     def __init__(self, owned: OwnedWeights, keys: Collection[str], streams: Streams) -> None:
         super().__init__(owned, keys)
         self._streams = streams
-        self._copies: dict[str, Tensor] = {}
+        self._kept: dict[str, nn.Parameter] = {}
+        """Parameters that have the values. The data of trained ones may be replaced, as by replicas with local weights.
+        """
 
     @torch.no_grad()
     def keep(self, param: FetchedParam) -> None:
         values = param.values
         copy = self._streams.host_buffer(values.nbytes).view(values.dtype).view(values.shape)
-        self._copies[param.key] = copy.copy_(values)
+        self._kept[param.key] = nn.Parameter(copy.copy_(values), requires_grad=False)
 
     def keep_trained(self, param: FetchedParam, weight: Weight) -> Weight:
         self.keep(param)
-        copy = self._copies[param.key]
-        if copy.dtype != weight.master.dtype:
-            return weight._replace(param=nn.Parameter(copy))
-        weight.master.data = copy
-        return weight._replace(param=weight.master)
+        copy = self._kept[param.key].data
+        if copy.dtype == weight.master.dtype:
+            weight.master.data = copy
+        kept = weight.master if copy.dtype == weight.master.dtype else nn.Parameter(copy)
+        self._kept[param.key] = kept
+        return weight._replace(param=kept)
 
     def start(self, params: Sequence[FetchedParam], meter: Meter) -> Callable[[], None]:
         with self._streams.side_stream(), torch.no_grad():
             for param in params:
-                param.values.copy_(self._copies[param.key], non_blocking=True)
+                param.values.copy_(self._kept[param.key], non_blocking=True)
             return partial(self._streams.wait_for, self._streams.record_event())
 
 
@@ -212,6 +218,10 @@ class FileParams(ParamSource):
                 buffer.copied.synchronize()
             self._stored[param.key].read_into(buffer.as_values(param))
 
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        self._stored.clear()
+
     def _buffer(self, nbytes: int) -> _HostBuffer:
         free = self._free.get(nbytes)
         return free.pop() if free else _HostBuffer(self._streams.host_buffer(nbytes), DONE)
@@ -272,6 +282,10 @@ class LayerFetch:
             yield
         finally:
             self._meter = meter
+
+    def close(self) -> None:
+        """End the threads that fetch."""
+        self._source.close()
 
     def _start(self, group: int) -> None:
         """Start to fetch the parameters of a group that have no values, unless it is started."""

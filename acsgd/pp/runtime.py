@@ -150,6 +150,11 @@ class Pipeline:
         with self._naming(Action(Op.F, min(self._stages))):
             self._ties.send_ahead()
 
+    def discard_ahead(self) -> None:
+        """Forget the rows that `send_ahead` has sent. All ranks of a pipeline call it together."""
+        with self._naming(Action(Op.F, min(self._stages))):
+            self._ties.discard_ahead()
+
     def settle(self) -> None:
         """Wait for the rows that `send_ahead` sends. Collective: all ranks of a pipeline call it together."""
         with self._naming(Action(Op.F, min(self._stages))):

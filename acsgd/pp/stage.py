@@ -171,6 +171,11 @@ class Stage:
         if self._offload is not None:
             self._offload.clear()
 
+    def close(self) -> None:
+        """End the threads that fetch parameters."""
+        if self._fetch is not None:
+            self._fetch.close()
+
     def reduce(self) -> None:
         """Start the reductions that remain after the last backward, but for tables that other ranks look up rows of."""
         if not self.awaits_lookups:

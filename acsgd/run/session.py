@@ -209,6 +209,10 @@ class Session:
         """Wait for the rows that `send_ahead` sends, for the next step. All ranks of a pipeline call it together."""
         self.pipeline.settle()
 
+    def discard_ahead(self) -> None:
+        """Forget the rows that `send_ahead` has sent: the weights have changed. All ranks of a pipeline call it."""
+        self.pipeline.discard_ahead()
+
     def scale_and_clip(self, factor: float, norm: float) -> None:
         """Multiply the gradients by `factor`, then clip them; norm: that of the gradients times `factor`."""
         scale_gradients_(self.owned.of(self.weights), factor * clip_factor(norm, self.job.config.optim.clip))
@@ -291,8 +295,10 @@ class Session:
         )
 
     def close(self) -> None:
-        """End the threads of the links, and wait until activation caches on disk are saved."""
+        """End all threads, and wait until activation caches on disk are saved."""
         self.pipeline.close()
+        for stage in self.stages.values():
+            stage.close()
 
     def abort(self, reason: str) -> None:
         """End the threads and drop all messages, without waiting for any rank. Call it in the training thread.

@@ -173,7 +173,10 @@ class StoredTensor(NamedTuple):
         values = target if target.dtype == dtype else torch.empty(self.header.shape, dtype=dtype)
         buffer, done = memoryview(values.view(-1).view(torch.uint8).numpy().data), 0
         while done < len(buffer):
-            count = os.preadv(self.file.fileno(), [buffer[done:]], self.start + done)
+            try:
+                count = os.preadv(self.file.fileno(), [buffer[done:]], self.start + done)
+            except OSError as error:
+                raise CorruptFileError(self.path, f"cannot be read ({error.strerror}); start the run again") from error
             if not count:
                 raise CorruptFileError(self.path, "was made shorter while the run reads it; start the run again")
             done += count

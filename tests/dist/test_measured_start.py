@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -139,7 +139,13 @@ def start_runs(rank: int, world_size: int, store: Path, starts: Sequence[Start])
             ) as groups:
                 job, choices = auto.choose_options(job, launch, groups, measured.find_transports(job, groups))
                 links = chain(after_steps, repeat((at_start, *after_steps)[-1]))
-                patch.setattr(measured, "probe", lambda *_, links=links: next(links))
+
+                def probe_ring(*args: Any, links: Iterator[Probed] = links) -> dict[int, Probed]:
+                    link = next(links)
+                    patch.setattr(measured, "probe", lambda *_: link)
+                    return measured.probe_ring(*args)
+
+                patch.setattr(replica_mode, "probe_ring", probe_ring)
                 training.train(job, open_inputs(job), groups, RunLock([]), chosen=choices)
             found.append((job.config.dp.mode, "".join(each.text for each in choices)))
     return found
@@ -179,24 +185,53 @@ def test_a_chosen_mode_trains_as_a_given_one_and_is_that_of_the_resumed_run(
     assert disturbed.end_of(resumed).layers == disturbed.end_of(given).layers
 
 
-def test_a_change_of_the_mode_equals_a_stop_and_a_resume_with_the_other_mode(
-    tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    """Links become slow after the second step, and fast again after the fourth."""
-    model, sparse = tiny_model("gpt2", n_layer=1, n_embd=16), "cocktail_grad:topk=0.1,bits=4"
+class Change(NamedTuple):
+    """A run whose mode changes after the second step, and back after the fourth."""
 
-    def config(name: str, steps: int, **dp: Any) -> Config:
-        return replace(
-            disturbed.make_config(model, tmp_path / "runs" / name, stages=1, every="100", steps=steps, **OPTIM),
-            dp=ReplicaConfig(**dp),
+    mode: str = "cocktail_grad:topk=0.1,bits=4"
+    """With slow links."""
+    stages: int = 1
+    replicas: int = 2
+    options: Mapping[str, Mapping[str, Any]] = {}
+    """By section."""
+
+
+OFFLOADED = {"model": {"offload": "cpu"}, "optim": {"offload": "cpu"}}
+CHANGES = {
+    "one stage": Change(),
+    "rows of a tied table": Change(stages=2),
+    "divided optimizer state": Change("allreduce:dtype=bf16", options={"dp": {"shard": "optimizer"}}),
+    "offloaded": Change(options=OFFLOADED),
+    "a stage without trained weights": Change(stages=2, options={"model": {"freeze": "*wte*,*wpe*,*.h.0.*"}}),
+    "copies of a tied table": Change(stages=2, replicas=3, options={"pp": {"tied": "dense", "micro": 1}}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*[*CHANGES][:2], *(pytest.param(name, marks=pytest.mark.soak) for name in [*CHANGES][2:])]
+)
+def test_a_change_of_the_mode_equals_a_stop_and_a_resume_with_the_other_mode(
+    name: str, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    change, tied = CHANGES[name], {"tie_word_embeddings": "trained" not in name}
+    model = tiny_model("gpt2", n_layer=change.stages, n_embd=16, **tied)
+
+    def config(run: str, steps: int, **dp: Any) -> Config:
+        plain = disturbed.make_config(
+            model, tmp_path / "runs" / run, stages=change.stages, every="100", steps=steps, **OPTIM
         )
+        sections = {"dp": {}, **change.options}
+        changed = {key: replace(getattr(plain, key), **options) for key, options in sections.items()}
+        return replace(plain, **changed | {"dp": replace(changed["dp"], **dp)})
 
     changed = config("changed", 6, compress="auto")
-    stopped = [config("stopped", steps, mode=mode) for steps, mode in ((2, "allreduce"), (4, sparse), (6, "allreduce"))]
+    stopped = [
+        config("stopped", steps, mode=mode) for steps, mode in ((2, "allreduce"), (4, change.mode), (6, "allreduce"))
+    ]
     starts = [Start(changed, FAST, (FAST, SLOW, SLOW, FAST)), *map(Start, stopped)]
-    on_ranks(2, start_runs, tmp_path / "store", starts)
+    on_ranks(change.stages * change.replicas, start_runs, tmp_path / "store", starts)
     events = [(line["after_step"], line["mode"]) for line in lines_of(changed) if line.get("event") == "mode"]
-    assert events == [(2, sparse), (4, "allreduce")]
+    assert events == [(2, change.mode), (4, "allreduce")]
     losses = [[line["loss"] for line in lines_of(each) if "loss" in line] for each in (changed, stopped[-1])]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     ours, theirs = (ShardDirectory(disturbed.checkpoints_of(each).of(6)) for each in (changed, stopped[-1]))

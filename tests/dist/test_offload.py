@@ -102,6 +102,7 @@ def test_an_offloaded_run_has_the_losses_and_the_files_of_one_that_is_not(
         pytest.param(1, 1, "cpu", {"dtype": "bf16", "recompute": "every:2"}, {}, marks=SOAK),
         pytest.param(2, 1, "cpu", {"dtype": "bf16"}, {"tied": "dense"}, marks=SOAK),
         pytest.param(2, 2, "cpu", {"dtype": "bf16"}, {"dp": "diloco:inner=2"}, marks=SOAK),
+        (1, 2, "cpu", {}, {"dp": "diloco:inner=2"}),
         pytest.param(1, 2, "cpu", {}, {"shard": "optimizer"}, marks=SOAK),
         pytest.param(2, 1, "cpu", {"freeze": "*.h.*"}, {"schedule": "interleaved:chunks=2"}, marks=SOAK),
         pytest.param(1, 1, "cpu", {"dtype": "bf16", "quantize": "nf4"}, {}, marks=[SOAK, NEEDS_8BIT]),

@@ -56,9 +56,14 @@ class WeightBuffer:
 
 
 def make_buffers(weights: Sequence[Weight], max_elements: int = MAX_ELEMENTS) -> list[WeightBuffer]:
-    """Split a stage's weights into buffers: one per tied weight, the others together up to `max_elements`.
+    """Split a stage's weights into buffers, see `group_weights`."""
+    return [*map(WeightBuffer, group_weights(weights, max_elements))]
 
-    An exchange depends on nothing but the values in its buffer, so the copies of a tied weight stay equal.
+
+def group_weights(weights: Sequence[Weight], max_elements: int = MAX_ELEMENTS) -> list[Sequence[Weight]]:
+    """Split weights into groups that are exchanged together: each tied one alone, others up to `max_elements`.
+
+    An exchange depends on nothing but the values in its group, so the copies of a tied weight stay equal.
     """
     tied = [[weight] for weight in weights if weight.is_tied]
     others: list[list[Weight]] = [[]]
@@ -69,7 +74,7 @@ def make_buffers(weights: Sequence[Weight], max_elements: int = MAX_ELEMENTS) ->
             others.append([])
             size = weight.master.numel()
         others[-1].append(weight)
-    return [WeightBuffer(members) for members in [*tied, *others] if members]
+    return [members for members in [*tied, *others] if members]
 
 
 class LocalWeightsSync(GradSync):

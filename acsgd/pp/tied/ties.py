@@ -127,6 +127,11 @@ class Ties:
             for table, transfer in zip(self._tables, self._ahead[1], strict=True):
                 table.settle(transfer)
 
+    def discard_ahead(self) -> None:
+        """Wait for the rows that `send_ahead` sends, and forget them: the weights have changed. Collective."""
+        self.settle()
+        self._ahead = None
+
     def close(self) -> None:
         """End all threads."""
         for outbox in self.outboxes:

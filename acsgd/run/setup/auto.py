@@ -123,7 +123,9 @@ def choose_options(job: Job, launch: Launch, groups: Groups, transports: Transpo
             timed, kept = planner.timed(measured.replica_link), _kept_mode(job, groups)
             taken = next((each for each in timed if each.mode == kept), timed[0])
             chosen.append(_describe_mode(job, taken, timed, measured, is_kept=taken.mode == kept))
-            job = replace(_with(job, taken.partition), modes=planner)
+            has_nccl = any(transports.uses_nccl("replica", line) for line in topology.lines("replica"))
+            # whose communicators are those of one kind of mode
+            job = replace(_with(job, taken.partition), modes=None if has_nccl else planner)
     return job, chosen
 
 

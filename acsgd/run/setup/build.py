@@ -16,11 +16,12 @@ from acsgd.comm.communicators import NCCL
 from acsgd.comm.waits import Meter
 from acsgd.config.spec import from_spec
 from acsgd.dp.exchange.layer_gather import DividedParams
+from acsgd.dp.exchange.local_weights import group_weights
 from acsgd.dp.modes import MODES
 from acsgd.dp.modes.allreduce import AllReduce, open_sync
 from acsgd.dp.modes.powersgd import PowerSGD
 from acsgd.dp.peers import Peers
-from acsgd.dp.resize import ReplicaPlace, ReplicaState, carry_over, fold
+from acsgd.dp.resize import ReplicaPlace, carry_over, fold
 from acsgd.dp.sync import GradSync
 from acsgd.groups import Groups
 from acsgd.layers.composed import ComposedModel, Inputs
@@ -50,7 +51,7 @@ from acsgd.run.session import Session
 from acsgd.run.setup.describe import micro_shapes
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.load import LayerLoader, LoadedLayer, WeightSource
-from acsgd.shards.weights import WeightState, in_reduction_order
+from acsgd.shards.weights import Weight, WeightState, in_reduction_order, part_of
 from acsgd.shards.writer import StoredTensor
 from acsgd.topology import Axis
 
@@ -133,33 +134,45 @@ def change_mode(session: Session, mode: str) -> None:
     What replicas have not exchanged is folded into the weights, and replicas with optimizer states of their own take
     the mean, as at a resume. mode: its dp.mode. Raises RunError if a replica fails.
     """
-    job, peers = session.job, session.peers
-    table, opened = job.plugins.mode.states, from_spec(mode, MODES, key="dp.mode")
+    job, owned = session.job, session.owned
+    opened = from_spec(mode, MODES, key="dp.mode")
+    session.discard_ahead()
     for stage in session.stages.values():
-        has_own_state = stage.sync.global_weights() is not None
+        weights, has_own_state = owned.kept(stage.weights), stage.sync.global_weights() is not None
         own, meter = stage.sync.take_state(), stage.sync.meter
-        fold(table, [_merged(table, own, peers, meter)], stage.weights)
-        if has_own_state:
-            state = session.owned.state_of(session.optimizer, stage.weights)
-            mean = ((name, _summed(by_key, peers, meter, 1 / peers.size)) for name, by_key in state.items())
-            session.owned.load_state(session.optimizer, stage.weights, dict(mean))
-        stage.restart(opened.open(stage.weights, peers))
+        for group in group_weights(weights):
+            _fold_states(session, group, own, meter, has_own_state=has_own_state)
+        stage.restart(open_sync(opened, weights, owned, session.peers, shard=job.config.dp.shard))
         stage.sync.meter = meter
     config = replace(job.config, dp=replace(job.config.dp, mode=mode))
     session.job = replace(job, config=config, plugins=job.plugins._replace(mode=opened))
 
 
-def _merged(table: Collection[ReplicaState], own: WeightState, peers: Peers, meter: Meter) -> WeightState:
-    """Return what a single replica would restore from the states of all, as far as it would be part of the weights."""
-    return {
-        state.name: _summed(own[state.name], peers, meter, 1.0 if state.merge == "sum" else 1 / peers.size)
+def _fold_states(
+    session: Session, weights: Sequence[Weight], own: WeightState, meter: Meter, *, has_own_state: bool
+) -> None:
+    """Fold the states of all replicas into some weights, and take the mean of their optimizer states.
+
+    own: the state of this replica; has_own_state: whether replicas have optimizer states of their own.
+    """
+    peers, table = session.peers, session.job.plugins.mode.states
+    part = part_of(own, {weight.key for weight in weights})
+    merged = {
+        state.name: _summed(part[state.name], peers, meter, 1.0 if state.merge == "sum" else 1 / peers.size)
         for state in table
-        if state.name in own and state.single in ("replace_weight", "add_to_weight")
+        if state.name in part and state.single in ("replace_weight", "add_to_weight")
     }
+    fold(table, [merged], weights)
+    if has_own_state:
+        state = session.owned.state_of(session.optimizer, weights)
+        mean = {name: _summed(by_key, peers, meter, 1 / peers.size) for name, by_key in state.items()}
+        session.owned.load_state(session.optimizer, weights, mean)
 
 
 def _summed(tensors: Mapping[str, Tensor], peers: Peers, meter: Meter, scale: float) -> dict[str, Tensor]:
     """Return the sums of tensors over all replicas, times `scale`, fp32."""
+    if not tensors:
+        return {}
     flat = torch.cat([tensor.detach().float().reshape(-1).to(peers.device) for tensor in tensors.values()])
     peers.start_sum(flat, meter)()
     parts = flat.mul_(scale).split([tensor.numel() for tensor in tensors.values()])

@@ -247,9 +247,8 @@ def open_run(
         hooks += [checkpointing, pace, batches]
         if session.job.plugins.ladder is not None and session.job.topology.stages > 1:
             hooks.append(stack.enter_context(contextlib.closing(LinkCodecs(session, metrics.event, state))))
-        dp, planner = session.groups.dp, session.job.modes
-        if planner is not None and dp.reductions is None and dp.updates is None:  # which are of one kind of mode
-            hooks.append(ReplicaMode(session, planner, metrics.event))
+        if session.job.modes is not None:
+            hooks.append(ReplicaMode(session, session.job.modes, metrics.event))
         yield TrainingRun(session, inputs, state, StepHooks(hooks, metrics), checkpointing, batches)
 
 

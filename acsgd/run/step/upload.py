@@ -65,8 +65,9 @@ class Upload(StepHook):
         missing = self._missing(self._uploader, waits=not is_stopped) if self._uploader is not None else ""
         groups = self._session.groups
         found = groups.all_gather_text("uploading the last checkpoint", missing, timeout_s=math.inf)
-        if missing and is_stopped:
-            self._note(f"{missing}; the next start continues it")
+        if is_stopped:
+            if missing:
+                self._note(f"{missing}; the next start continues it")
         elif missing := next(filter(None, found), ""):
             with contextlib.suppress(RunError, WaitInterruptedError):  # as soon as a rank ends, all others are ended
                 groups.wait_for_all("ending with an error", timeout_s=groups.timeout_s)  # which all know of by then
