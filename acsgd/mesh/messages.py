@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from acsgd.io.files.fields import Natural, from_json
 
-PROTOCOL = 4
-"""Version of the messages, in each `Greeting`."""
+PROTOCOL = 5
+"""Version of the messages, and of what the length of a record means (see `SHORT_BYTES`), in each `Greeting`."""
 
 
 def _check_port(port: int) -> None:

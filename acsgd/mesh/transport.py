@@ -21,7 +21,9 @@ RECORD_BYTES, OVERHEAD_BYTES = 1 << 14, 17
 """Maximum number of bytes in a record of TLS, and by how many it is longer once it is encrypted."""
 MAX_FOLLOWING = 15
 SHORT_BYTES = RECORD_BYTES - MAX_FOLLOWING
-"""A record with n more bytes than these is followed by at least n times RECORD_BYTES that were written with it."""
+"""A record with n more bytes than these is followed by at least n times RECORD_BYTES that were written with it.
+
+What divides its bytes otherwise would leave the receiver waiting: a change needs a higher PROTOCOL."""
 MAX_AWAITED = 1 << 17
 """Number of bytes for which the system waits at most before it wakes this process."""
 WINDOW_SHARE = 4

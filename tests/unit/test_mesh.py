@@ -1086,7 +1086,8 @@ time.sleep(60)
 
 def test_hosts_of_another_version_are_named() -> None:
     hello = {"protocol": forwarder.PROTOCOL + 1, "announced": None, "daemon_port": 1, "ports": []}
-    for body in (hello, {}, {**hello, "protocol": forwarder.PROTOCOL, "ports": [0]}):
+    other_records = {**hello, "protocol": 4}  # which divided what was written into full ones
+    for body in (hello, other_records, {}, {**hello, "protocol": forwarder.PROTOCOL, "ports": [0]}):
         with pytest.raises(StrangerError, match="install the same version"):
             forwarder._read_greeting(json.dumps({"kind": "Greeting", "body": body}))
 
