@@ -92,7 +92,7 @@ def _alone(patch: pytest.MonkeyPatch, path: Path) -> None:
 
 
 def _other_users(patch: pytest.MonkeyPatch, path: Path) -> None:
-    users = {0: "root", 33: "www-data", 1999: "alice", os.getuid(): "me"}
+    users = {0: "root", 33: "www-data", 1999: "alice", 65_534: "nobody", 1_234_567: "bob", os.getuid(): "me"}
     found = [{"uids": SimpleNamespace(real=user), "username": name} for user, name in users.items()]
     listed = [SimpleNamespace(info=info) for info in (*found, {"uids": None, "username": None})]
     patch.setattr(psutil, "process_iter", lambda _: listed)
@@ -114,7 +114,7 @@ HOST_FAULTS: list[tuple[Break, str, str, str]] = [
         "clock",
         "it is 2001-09-09 01:46 UTC on this host, before acsgd was installed; set the clock: timed",
     ),
-    (_other_users, "warning", "users", "processes of alice, who can connect to the ports that runs open"),
+    (_other_users, "warning", "users", "processes of alice, bob, who can connect to the ports that runs"),
     (_alone, "warning", "addresses", "no network interface is up but loopback"),
 ]
 

@@ -40,8 +40,10 @@ MIN_INODES = 1000
 MIN_FILES = 1024
 """Number of open files that a run needs: connections, caches, logs."""
 DAY_S = 86400.0
-PEOPLE = range(1000, 60_000)
-"""Ids of users who are no services of the system: UID_MIN to UID_MAX of Linux's login.defs."""
+FIRST_PERSON = 1000
+"""Smallest id of a user who is no service of the system: UID_MIN of Linux's login.defs."""
+OTHER_SERVICES = range(60_000, 1 << 16)
+"""Ids of further services, and of nobody. People have larger ones, too, where LDAP or Active Directory gives them."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,8 @@ def check_users() -> Iterator[Diagnosis]:
     """Look for other people who use this host: programs such as gloo and torch's store accept connections of theirs."""
     found = [process.info for process in psutil.process_iter(["uids", "username"])]
     users = {each["uids"].real: each["username"] for each in found if each["uids"] is not None}
-    if names := ", ".join(sorted(name for user, name in users.items() if user in PEOPLE and user != os.getuid())):
+    people = {user for user in users if user >= FIRST_PERSON and user not in OTHER_SERVICES}
+    if names := ", ".join(sorted(users[user] for user in people - {os.getuid()})):
         text = f"processes of {names}, who can connect to the ports that runs open on this host, at loopback addresses"
         remedy = f"train in a container; or keep them from a run with a mesh, as root: nft '{mesh_rule(os.getuid())}'"
         yield Diagnosis("warning", "users", text, remedy)
