@@ -115,6 +115,7 @@ HOST_FAULTS: list[tuple[Break, str, str, str]] = [
         "it is 2001-09-09 01:46 UTC on this host, before acsgd was installed; set the clock: timed",
     ),
     (_other_users, "warning", "users", "processes of alice, bob, who can connect to the ports that runs"),
+    (_other_users, "warning", "users", "can have runs with a mesh, until: nft delete table inet acsgd"),
     (_alone, "warning", "addresses", "no network interface is up but loopback"),
 ]
 

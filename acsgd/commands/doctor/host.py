@@ -239,14 +239,20 @@ def check_users() -> Iterator[Diagnosis]:
     people = {user for user in users if user >= FIRST_PERSON and user not in OTHER_SERVICES}
     if names := ", ".join(sorted(users[user] for user in people - {os.getuid()})):
         text = f"processes of {names}, who can connect to the ports that runs open on this host, at loopback addresses"
-        remedy = f"train in a container; or keep them from a run with a mesh, as root: nft '{mesh_rule(os.getuid())}'"
+        remedy = (
+            f"train in a container; or keep them from a run with a mesh, as root: nft '{mesh_rule(os.getuid())}' (then "
+            "only this user of the host can have runs with a mesh, until: nft delete table inet acsgd)"
+        )
         yield Diagnosis("warning", "users", text, remedy)
     else:
         yield Diagnosis("ok", "users", "no process of another person is seen")
 
 
 def mesh_rule(user: int) -> str:
-    """Return commands of nftables by which a user alone can connect to virtual addresses of a mesh on this host."""
+    """Return commands of nftables by which a user alone can connect to virtual addresses of a mesh on this host.
+
+    To all of them: a host draws its address when it starts. With the rules of two users, neither could connect.
+    """
     return (
         "add table inet acsgd; add chain inet acsgd output { type filter hook output priority 0; }; "
         f"add rule inet acsgd output ip daddr {NETWORK}0.0/16 meta l4proto tcp meta skuid != {user} "
