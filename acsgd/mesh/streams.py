@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from collections.abc import Callable
 
 from acsgd.mesh.transport import READ_BUFFER, TlsTransport
@@ -12,6 +13,8 @@ MAX_LINE = 1 << 16
 """Maximum size of a message, bytes."""
 BUFFER_BYTES = 1 << 18
 """Number of bytes that wait for the slower side of a carried connection."""
+RESET = struct.pack("ii", 1, 0)
+"""Value of SO_LINGER with which closing a socket resets its connection."""
 
 
 class FirstLine(asyncio.Protocol):
@@ -101,7 +104,7 @@ class CarriedEnd(asyncio.BufferedProtocol):
         self._other: CarriedEnd | None = None
         self._transport: asyncio.Transport | None = None
         self._early = b""
-        self._is_lost = False
+        self._is_aborted = self._is_lost = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
@@ -156,7 +159,7 @@ class CarriedEnd(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._is_lost = True
         if self._other is not None:
-            self._other.abort() if error else self._other.close()
+            self._other.abort() if error or self._is_aborted else self._other.close()
 
     def close(self) -> None:
         """Close the connection once what was written has been sent."""
@@ -164,6 +167,10 @@ class CarriedEnd(asyncio.BufferedProtocol):
             self._transport.close()
 
     def abort(self) -> None:
-        """Close the connection at once."""
-        if self._transport is not None:
-            self._transport.abort()
+        """Close both ends at once. A program gets a reset, since it would take a mere end for that of the data."""
+        if self._transport is None or self._is_lost:
+            return
+        self._is_aborted = True
+        if not isinstance(self._transport, TlsTransport):
+            self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        self._transport.abort()

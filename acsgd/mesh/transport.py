@@ -85,7 +85,8 @@ class Records:
 class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
     """Encrypts what a protocol sends over a connection of asyncio, of which it is the protocol.
 
-    protocol: gets the connection once the handshake is complete.
+    protocol: gets the connection once the handshake is complete. It is lost with an error unless an end has closed it
+    by TLS's close_notify: somebody on the path can end the connection of TCP after any byte.
     """
 
     def __init__(self, context: ssl.SSLContext, protocol: asyncio.BaseProtocol, *, server_side: bool) -> None:
@@ -192,8 +193,10 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         self._protocol.resume_writing()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._is_closing = True
         error = self._error or error
+        if error is None and not self._is_closing:
+            error = ConnectionResetError("closed without close_notify")
+        self._is_closing = True
         if self._is_secured:
             self._protocol.connection_lost(error)
         else:
