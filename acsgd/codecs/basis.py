@@ -90,6 +90,11 @@ def fit_basis(gradients: Moments, differences: Moments, like: Tensor) -> Tensor:
     return (components.flip(2).mT @ inverse).half()
 
 
+def invert(basis: Tensor) -> Tensor:
+    """Return the inverse of a basis, fp32 [G, W, W]."""
+    return torch.linalg.inv_ex(basis.double()).inverse.float()  # unlike `inv`, without waiting for a device
+
+
 def wire(shape: tuple[int, ...]) -> Wire:
     """Return the fields of `encode` for a tensor [..., C]."""
     return (
@@ -99,21 +104,23 @@ def wire(shape: tuple[int, ...]) -> Wire:
     )
 
 
-def encode(x: Tensor, basis: Tensor, step: float) -> tuple[Tensor, ...]:
+def encode(x: Tensor, inverse: Tensor, step: float) -> tuple[Tensor, ...]:
     """Quantize a tensor [..., C], fp32: return codes, the size of a quantization step, and the shift of decoded values.
 
-    step: quantization step, root mean squares of the components. Codes are those of a component after the other; the
-    lower halves of all come first, then the upper ones. Raises NotFiniteError.
+    inverse: of the basis. step: quantization step, root mean squares of the components. Codes are those of a component
+    after the other; the lower halves of all come first, then the upper ones. Raises NotFiniteError.
     """
     shape = tuple(x.shape)
     unit = measure(x.reshape(-1), layout_of(shape, "tensor", 0), "rms", shape).clamp(MIN_SCALE, _MAX_SCALE)
-    parts = groups_of(x / unit) @ torch.linalg.inv(basis.double()).float()
-    size = step * parts.square().mean().sqrt().clamp(min=MIN_SCALE)
+    parts = (inverse / unit).mT @ groups_of(x).mT  # [G, W, N], of which codes are copied in runs of N
+    squares = parts.square()
+    size = step * squares.mean().sqrt().clamp(min=MIN_SCALE)
     exact = parts.div_(size)
-    levels = exact.round().clamp_(-127, 127)
+    levels = torch.round(exact, out=squares).clamp_(-127, 127)  # new memory would take as long as the pass
     signs = levels.to(torch.int8)
-    codes = ((signs << 1) ^ (signs >> 7)).view(torch.uint8).permute(2, 0, 1).reshape(-1)
-    excess = levels.sub_(exact).mul_(signs.sign()).sum()
+    codes = ((signs << 1) ^ (signs >> 7)).view(torch.uint8).transpose(0, 1).reshape(-1)
+    outwards = levels.sign()
+    excess = levels.sub_(exact).mul_(outwards).sum()
     shift = (excess / signs.count_nonzero().clamp(min=1)).clamp(0, 0.5).half().view(1)
     stream = torch.cat([pack_bits(codes & 15, 4), pack_bits(codes >> 4, 4)])
     return stream, (size * unit).clamp(max=_MAX_SCALE).view(1), shift
@@ -126,9 +133,10 @@ def decode(fields: tuple[Tensor, ...], basis: Tensor, shape: tuple[int, ...]) ->
     low, high = (unpack_bits(half, 4, count) for half in stream.view(2, -1))
     finite = basis.float().nan_to_num(0.0, 0.0, 0.0)
     groups, width, _ = finite.shape
-    codes = (low + 16 * high).view(width, groups, -1).permute(1, 2, 0).reshape(-1)
+    codes = (low + 16 * high).view(width, groups, -1).transpose(0, 1).reshape(-1)
     code = torch.arange(256, device=stream.device)
     levels = torch.where(code % 2 == 1, -(code + 1), code).div(2)
     levels -= levels.sign() * shift.float().nan_to_num(0.0).clamp(0, 0.5)
-    parts = levels.index_select(0, codes.int()).view(groups, -1, width) @ finite
-    return parts.transpose(0, 1).reshape(shape) * scale.nan_to_num(0.0, 0.0, 0.0).clamp(0, _MAX_SCALE)
+    scaled = finite * scale.nan_to_num(0.0, 0.0, 0.0).clamp(0, _MAX_SCALE)
+    parts = levels.index_select(0, codes.int()).view(groups, width, -1).mT @ scaled
+    return parts.transpose(0, 1).reshape(shape)

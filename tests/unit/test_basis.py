@@ -36,7 +36,7 @@ def test_errors_cost_less_of_the_loss_in_fewer_bytes() -> None:
     sensitivity = draw(32, 32, seed=1) * torch.logspace(0, -2, 32)
     x = draw(4, 100, 32, seed=2) @ (draw(32, 32, seed=3) * torch.logspace(0, -2, 32)[:, None])
     fitted = basis.fit_basis(moments(draw(5000, 32, seed=4) @ sensitivity.T), moments(x), x)
-    fields = basis.encode(x, fitted, step=1.0)
+    fields = basis.encode(x, basis.invert(fitted), step=1.0)
     plain = FixPoint(4, "l2", 2.5 * 8, centroids=True)
 
     def cost(decoded: Tensor) -> float:
@@ -55,12 +55,11 @@ def test_components_are_within_half_a_step_and_the_shift(
     x = draw(3, 5, channels) * torch.logspace(0, 3, channels)
     fitted = basis.fit_basis(moments(draw(50, channels, seed=1)), moments(x), x)
     assert (fitted.dtype, tuple(fitted.shape)) == (torch.float16, (channels // width, width, width))
-    fields = basis.encode(x, fitted, step=0.5)
+    inverse = basis.invert(fitted)
+    fields = basis.encode(x, inverse, step=0.5)
     assert [(f.dtype, tuple(f.shape)) for f in fields] == [(f.dtype, f.shape) for f in basis.wire(tuple(x.shape))]
-    error = (
-        basis.groups_of(basis.decode(fields, fitted, tuple(x.shape)) - x) @ torch.linalg.inv(fitted.double()).float()
-    )
-    components = basis.groups_of(x) @ torch.linalg.inv(fitted.double()).float()
+    error = basis.groups_of(basis.decode(fields, fitted, tuple(x.shape)) - x) @ inverse
+    components = basis.groups_of(x) @ inverse
     assert torch.allclose(fields[1], 0.5 * components.square().mean().sqrt())
     assert error.abs().max() <= (0.5 + float(fields[2])) * float(fields[1]) * 1.001
     outwards = (error * components.sign())[components.abs() > 0.51 * fields[1]]
@@ -88,3 +87,14 @@ def test_messages_count_by_direction_and_those_that_are_not_finite_as_nothing() 
     mean = found.mean(4, 1, first.device)
     assert torch.allclose(mean[0], expected / expected.diagonal().mean(), rtol=1e-5, atol=1e-5)
     assert torch.equal(Moments().mean(4, 1, first.device)[0], torch.eye(4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-10, 1e23])
+def test_the_unit_of_a_tensor_changes_no_code(size: float) -> None:
+    x = draw(3, 5, 8)
+    fitted = basis.fit_basis(moments(draw(50, 8, seed=1)), moments(x), x)
+    plain, scaled = (basis.encode(each, basis.invert(fitted), step=0.5) for each in (x, x * size))
+    assert torch.equal(scaled[0], plain[0])
+    assert torch.allclose(scaled[1], plain[1] * size)
+    decoded = basis.decode(scaled, fitted, (3, 5, 8))
+    assert torch.allclose(decoded, basis.decode(plain, fitted, (3, 5, 8)) * size, rtol=1e-3, atol=1e-6 * size)

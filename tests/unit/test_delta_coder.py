@@ -322,6 +322,21 @@ def test_a_basis_is_sent_when_as_many_elements_have_followed_the_last_one() -> N
     assert had == [1, 36, 71, 141]  # after 64 x 64 elements, as many, and twice as many
 
 
+def test_a_basis_is_inverted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes are those of the inverse of the basis that was sent, as of one that is computed for each message."""
+    ends, samples, fitted = Ends(parse("delta:step=1,transform=true")), (0, 1, 2), torch.empty(0)
+    invert = basis.invert
+    monkeypatch.setattr(basis, "invert", inverted := Mock(wraps=invert))
+    ends.transfer(0, samples, activations(0))
+    for step in range(1, 40):
+        difference = activations(step) - torch.stack([ends.cached(sample) for sample in samples])
+        fields = ends.sender.encode(activations(step), TransferInfo(step, 0, samples=samples))
+        fitted = fields[0] if step in (1, 36) else fitted
+        anew = basis.encode(difference, invert(fitted), 1.0)
+        assert all(torch.equal(*each) for each in zip(fields[-3:], anew, strict=True)), step
+    assert inverted.call_count == 2
+
+
 def test_differences_in_one_direction_are_in_one_component() -> None:
     ends, samples = Ends(parse("delta:step=1,transform=true")), (0, 1, 2)
     ends.transfer(0, samples, activations(0))

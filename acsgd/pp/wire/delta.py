@@ -171,6 +171,8 @@ class DeltaCoder:
         self._streams = streams
         self._gradients, self._differences = basis.Moments(), basis.Moments()
         self._basis: Tensor | None = None
+        self._inverse: Tensor | None = None
+        """That of the basis, at the sender."""
         self._transformed = 0
         """Number of elements sent in a basis, equal at both ends."""
         self._next_basis = 0
@@ -272,9 +274,13 @@ class DeltaCoder:
             return encode_update(delta.codec, x, m)
         difference, is_due = x.detach().float() - m.float(), self._is_basis_due
         self._differences.add(difference)
-        fitted = basis.fit_basis(self._gradients, self._differences, x) if is_due else self._basis
+        fitted = self._basis
+        if is_due:
+            fitted = basis.fit_basis(self._gradients, self._differences, x)
+            self._inverse = basis.invert(fitted)
         assert fitted is not None
-        fields = basis.encode(difference, fitted, delta.step)
+        assert self._inverse is not None
+        fields = basis.encode(difference, self._inverse, delta.step)
         self._add_hits(fields, fitted, m)
         return (fitted, *fields) if is_due else fields
 
