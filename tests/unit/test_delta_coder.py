@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from math import inf, nan
@@ -17,6 +18,7 @@ from acsgd.codecs import basis
 from acsgd.codecs.base import Codec, NotFiniteError, pack, unpack, wire_bytes
 from acsgd.codecs.bits import unpack_bits
 from acsgd.codecs.fixpoint import FixPoint
+from acsgd.codecs.lossless import compress_
 from acsgd.config.spec import from_spec
 from acsgd.pp.wire.cache import ActivationCache, HostMemoryStore
 from acsgd.pp.wire.cache_plan import CachePlan, check_space, plan_capacity
@@ -148,11 +150,12 @@ class Ends:
         dtype: torch.dtype = torch.float32,
         capacity: int = 100,
         *,
+        shape: tuple[int, ...] = SHAPE,
         is_frozen: bool = False,
         others: Sequence[Codec | Delta] = (),
     ) -> None:
         """others: codecs with an index from 2 on."""
-        self.spec = TensorSpec(SHAPE, dtype)
+        self.spec = TensorSpec(shape, dtype)
         self.caches = [ActivationCache(capacity, HostMemoryStore(delta.entry_bytes(self.spec), CPU)) for _ in range(2)]
         self.sender, self.receiver = (
             DeltaCoder([delta, *others], self.spec, cache, CPU, is_frozen=is_frozen) for cache in self.caches
@@ -163,6 +166,8 @@ class Ends:
         info = TransferInfo(step, 0, codec, samples=tuple(samples))
         wire = self.sender.wire(info)
         assert self.receiver.wire(info) == wire
+        self.is_coded = self.sender.uses_entropy_coding(info)
+        assert self.receiver.uses_entropy_coding(info) == self.is_coded
         cached = self.receiver.wire(info._replace(hits_as_cached=True))
         assert wire_bytes(wire) <= self.sender.max_bytes
         fields = self.sender.encode(x, info)
@@ -172,6 +177,7 @@ class Ends:
         self.sent_bytes = wire_bytes(wire)
         message = torch.zeros(self.sent_bytes, dtype=torch.uint8)
         pack(fields, message)
+        self.coded_bytes = compress_(message.clone()) if self.is_coded else self.sent_bytes
         got = self.receiver.decode(unpack(message, wire), info)
         assert got.dtype == self.spec.dtype
         assert self.entries()[0] == self.entries()[1]
@@ -309,6 +315,18 @@ def test_a_link_may_leave_delta_for_another_codec_and_return() -> None:
             difference, delta = x - torch.stack(before), {1: coarse, 2: fine}[codec]
             bound = delta.codec.error_bound(difference) + 1e-3 * (1 + x.abs())  # entries are fp16
             assert bool(((got - x).abs() <= bound).all()), step
+
+
+@pytest.mark.parametrize("first_bits", [0, 8])
+@pytest.mark.parametrize("spec", ["delta:step=1.5", "delta:step=1.5,transform=true"])
+def test_a_message_with_hits_is_entropy_coded_whatever_its_misses_are(spec: str, first_bits: int) -> None:
+    """A message of misses only is not. With a quarter of misses, coding saves a bit per element or more."""
+    draw, shape = torch.Generator().manual_seed(0), (4, 64, 32)
+    ends = Ends(parse(f"{spec},first_bits={first_bits}"), shape=shape)
+    for step, samples in enumerate([(0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 2, 9)]):
+        ends.transfer(step, samples, torch.randn(shape, generator=draw))
+        assert ends.is_coded is (step > 0)
+    assert 8 * (ends.sent_bytes - ends.coded_bytes) >= math.prod(shape)
 
 
 def test_a_basis_is_sent_when_as_many_elements_have_followed_the_last_one() -> None:

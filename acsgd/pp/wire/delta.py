@@ -206,9 +206,8 @@ class DeltaCoder:
         return self._wire_of(info, len(sent), len(misses))
 
     def uses_entropy_coding(self, info: TransferInfo) -> bool:
-        hits, misses = self._hits_and_misses(info)
-        are_coded = [self._hit_delta(info).codec.entropy_coding] if hits else []
-        return all([*are_coded, *([self._miss_codec(info).entropy_coding] if misses else [])])
+        hits, _ = self._hits_and_misses(info)
+        return self._hit_delta(info).codec.entropy_coding if hits else self._miss_codec(info).entropy_coding
 
     def refuses_not_finite(self, info: TransferInfo) -> bool:
         return True
