@@ -114,12 +114,13 @@ class BasisUpdate:
     def __init__(self, step: float, x: Tensor) -> None:
         self.step, self.moments = step, basis.Moments()
         self.basis = basis.fit_basis(basis.Moments(), basis.Moments(), x)
+        self.inverse = basis.invert(self.basis)
         self.sender, self.receiver = torch.zeros_like(x, dtype=torch.float16), torch.zeros_like(x, dtype=torch.float16)
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
         difference = x - self.sender.float()
         self.moments.add(difference)
-        fields = basis.encode(difference, self.basis, self.step)
+        fields = basis.encode(difference, self.inverse, self.step)
         add_saturated(self.sender, basis.decode(fields, self.basis, tuple(x.shape)))
         return fields
 
