@@ -19,12 +19,16 @@ from acsgd.codecs.base import Codec, NotFiniteError, pack, unpack, wire_bytes
 from acsgd.codecs.bits import unpack_bits
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.lossless import compress_
+from acsgd.comm.waits import Meter
 from acsgd.config.spec import from_spec
+from acsgd.errors import RunError
 from acsgd.pp.wire.cache import ActivationCache, HostMemoryStore
 from acsgd.pp.wire.cache_plan import CachePlan, check_space, plan_capacity
+from acsgd.pp.wire.channel import read_header
 from acsgd.pp.wire.coder import EXACT, TensorSpec, TransferInfo
 from acsgd.pp.wire.delta import Delta, DeltaCoder
-from acsgd.pp.wire.link import Link
+from acsgd.pp.wire.frame import Header, MessageKind
+from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.pp.wire.mailbox import Received
 from acsgd.streams import Streams
 
@@ -386,6 +390,46 @@ def test_received_gradients_decide_which_errors_are_small() -> None:
     assert fifth[5] < 0.3 * second[5]
     # the end that receives activations has no use for them
     assert torch.equal(errors(2, is_downstream=True), errors(5, is_downstream=True))
+
+
+def test_links_that_may_not_use_a_transform_note_no_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The links of a rank share the list of codecs."""
+    plan = CachePlan([9, 9], tmp_path, ["block-00001", "block-00002"], "a", fresh=True)
+    boundaries = [{"hidden": TensorSpec(SHAPE, torch.float32)}] * 2
+    codecs = [parse("delta"), parse("delta:step=1,transform=true")]
+    factory = LinkFactory(
+        Mock(),
+        Mock(),
+        CPU,
+        boundaries,
+        codecs,
+        [],
+        Meter(),
+        Meter(),
+        plan,
+        may_use_delta=lambda boundary, delta: boundary == 1 or not delta.transform,
+    )
+    monkeypatch.setattr(basis.Moments, "add", add := Mock())
+    for boundary in range(2):
+        coder = factory._activation_coders(boundary, "sender")["hidden"]
+        assert isinstance(coder, DeltaCoder)
+        coder.add_gradients(activations(0))
+        assert add.call_count == boundary
+
+
+def test_a_message_of_other_counts_of_elements_in_bases_is_refused() -> None:
+    """An end that is opened alone would expect a basis where there is none, or use another one."""
+    ends, samples, delta = Ends(parse("delta:step=1,transform=true")), (0, 1, 2), parse("delta:step=1,transform=true")
+    for step in range(2):
+        ends.transfer(step, samples, activations(step))
+    anew = DeltaCoder([delta], ends.spec, ends.caches[1], CPU)
+    info, header = TransferInfo(2, 0, samples=samples), Header(MessageKind.ACTIVATION, 0, 0, 2, 0, 0)
+    message = torch.frombuffer(
+        bytearray(header.pack(torch.empty(0).byte(), ends.sender.context(info))), dtype=torch.uint8
+    )
+    assert read_header(message, header, 0, context=ends.receiver.context(info)) == header
+    with pytest.raises(RunError, match="corrupt message"):
+        read_header(message, header, 0, context=anew.context(info))
 
 
 def test_a_transfer_without_samples_is_exact_and_leaves_the_cache_unchanged() -> None:

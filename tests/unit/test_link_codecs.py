@@ -202,7 +202,7 @@ def test_single_links_have_given_codecs(tmp_path: Path) -> None:
 def test_deltas_are_no_choice_where_caches_are_not_possible(tmp_path: Path) -> None:
     everything = parse_plugins(parsed(tmp_path, ""))
     assert [codec for codec in everything.forward if isinstance(codec, Delta)] == [FORWARD[3].codec, FORWARD[4].codec]
-    assert [everything.may_use_delta(boundary) for boundary in range(2)] == [True, False], "link 1 has none"
+    assert [len(everything.deltas_at(boundary)) for boundary in range(2)] == [2, 0], "link 1 has none"
     for flags in (
         "--pp.compress auto:delta=false",
         "--pp.compress auto:max_loss_cost=0.0002",
@@ -214,6 +214,13 @@ def test_deltas_are_no_choice_where_caches_are_not_possible(tmp_path: Path) -> N
         without = parse_plugins(parsed(tmp_path, flags))
         assert without.delta is None, flags
         assert len(without.forward) == 2, flags
+
+
+def test_a_delta_that_is_given_for_a_link_is_used_on_no_other(tmp_path: Path) -> None:
+    given = "delta:step=1.5,transform=true,first_bits=8"
+    plugins = parse_plugins(parsed(tmp_path, f"--pp.stages 4 --pp.forward.0 {given}"))
+    chosen = [FORWARD[3].codec, FORWARD[4].codec]
+    assert [plugins.deltas_at(boundary) for boundary in range(3)] == [[Rung(given, 0.0).codec], [], chosen]
 
 
 def test_deltas_are_no_choice_where_sequences_do_not_return_with_small_changes(tmp_path: Path) -> None:
@@ -229,7 +236,7 @@ def test_deltas_are_no_choice_where_sequences_do_not_return_with_small_changes(t
     ):
         model: Any = SimpleNamespace(layers=[SimpleNamespace(random=is_random)])
         useful = with_useful_delta(plugins, each, model, epochs)
-        assert [useful.may_use_delta(boundary) for boundary in range(3)] == links
+        assert [bool(useful.deltas_at(boundary)) for boundary in range(3)] == links
         assert useful.ladder is not None
         assert useful.ladder.forward[useful.ladder.fixed_forward[0]].codec == FORWARD[3].codec
         assert [rung.codec for rung in useful.ladder.forward[1:]] == [*useful.forward]

@@ -132,11 +132,11 @@ class Ladder:
             fixed_forward={link: kept.index(index) for link, index in self.fixed_forward.items()},
         )
 
-    def may_use_delta(self, boundary: int) -> bool:
-        """Return whether activations may cross a boundary as a delta."""
+    def codecs_at(self, boundary: int) -> list[Codec | Delta]:
+        """Return the codecs with which activations may cross a boundary."""
         if boundary in self.fixed_forward:
-            return self.forward[self.fixed_forward[boundary]].is_delta
-        return any(rung.is_delta and rung.loss_cost <= self.max_loss_cost for rung in self.forward)
+            return [self.forward[self.fixed_forward[boundary]].codec]
+        return [rung.codec for rung in self.forward if rung.loss_cost <= self.max_loss_cost]
 
 
 def _links(placement: Placement) -> list[int]:

@@ -95,8 +95,8 @@ class LinkFactory:
     tied_meter: Meter = field(default_factory=Meter)
     caches_all: bool = True
     """See `DeltaCoder`."""
-    may_use_delta: Callable[[int], bool] = lambda _: True
-    """Whether a Delta among `forward` may be used at a boundary. Otherwise its ends have no caches."""
+    may_use_delta: Callable[[int, Delta], bool] = lambda *_: True
+    """Whether a Delta among `forward` may be used at a boundary, whose ends have no caches if none may."""
     frozen: int = 0
     """Number of the first boundaries before which no layer is trained."""
     caches: dict[CacheKey, ActivationCache] = field(default_factory=dict)
@@ -192,14 +192,14 @@ class LinkFactory:
         spec = self.boundaries[boundary][name]
         if not spec.dtype.is_floating_point:
             return StatelessCoder([EXACT] * len(self.forward), spec)
-        has_delta = any(isinstance(codec, Delta) for codec in self.forward) and self.may_use_delta(boundary)
-        if not has_delta:
+        deltas = [each for each in self.forward if isinstance(each, Delta) and self.may_use_delta(boundary, each)]
+        if not deltas:
             return StatelessCoder([EXACT if isinstance(codec, Delta) else codec for codec in self.forward], spec)
         assert self.cache_plan is not None, "delta needs a cache plan"
-        key, delta = (boundary, f"{side}.{name}"), next(codec for codec in self.forward if isinstance(codec, Delta))
-        cache = self.caches[key] = self.cache_plan.open(*key, delta, spec, self.streams)
+        key = boundary, f"{side}.{name}"
+        cache = self.caches[key] = self.cache_plan.open(*key, deltas[0], spec, self.streams)
         return DeltaCoder(
-            self.forward,
+            [EXACT if isinstance(codec, Delta) and codec not in deltas else codec for codec in self.forward],
             spec,
             cache,
             self.streams,

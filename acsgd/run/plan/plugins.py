@@ -48,9 +48,10 @@ class Plugins(NamedTuple):
         """The codec with activation caches; if there are several, these cache alike."""
         return next((codec for codec in self.forward if isinstance(codec, Delta)), None)
 
-    def may_use_delta(self, boundary: int) -> bool:
-        """Return whether activations may cross a boundary as a delta, so that its ends have caches."""
-        return self.delta is not None and (self.ladder is None or self.ladder.may_use_delta(boundary))
+    def deltas_at(self, boundary: int) -> list[Delta]:
+        """Return the deltas with which activations may cross a boundary. If there are any, its ends have caches."""
+        codecs = self.forward if self.ladder is None else self.ladder.codecs_at(boundary)
+        return [codec for codec in codecs if isinstance(codec, Delta)]
 
     def without_chosen_delta(self) -> Plugins:
         """Return the plug-ins with which pp.compress chooses no delta."""
