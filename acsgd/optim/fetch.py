@@ -21,7 +21,7 @@ from acsgd.layers.description import LayerSpec
 from acsgd.layers.quantize import is_quantized
 from acsgd.optim.ownership import OwnedWeights
 from acsgd.shards.weights import Weight
-from acsgd.shards.writer import StoredTensor
+from acsgd.shards.writer import OpenTensor
 from acsgd.streams import DONE, StreamEvent, Streams
 
 
@@ -179,12 +179,12 @@ class FileParams(ParamSource):
     """
 
     def __init__(
-        self, owned: OwnedWeights, keys: Collection[str], find: Callable[[str], StoredTensor], streams: Streams
+        self, owned: OwnedWeights, keys: Collection[str], find: Callable[[str], OpenTensor], streams: Streams
     ) -> None:
         super().__init__(owned, keys)
         self._find = find
         self._streams = streams
-        self._stored: dict[str, StoredTensor] = {}
+        self._stored: dict[str, OpenTensor] = {}
         self._thread = ThreadPoolExecutor(1, "parameters")
         self._free: dict[int, list[_HostBuffer]] = {}
         """Buffers by size, bytes, that the next group may use."""

@@ -35,7 +35,7 @@ from acsgd.shards.files import TensorHeader, check_file_name, open_tensors, tens
 from acsgd.shards.layer_tensors import LayerTensors
 from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
 from acsgd.shards.weights import WeightState
-from acsgd.shards.writer import StoredTensor, open_stored, save_tensors
+from acsgd.shards.writer import OpenTensor, open_stored, save_tensors
 
 T = TypeVar("T")
 
@@ -120,7 +120,7 @@ class ShardDirectory:
         self.manifest = Manifest.read(path)
         self.step = self.manifest.step
         self._verified: set[str] = set()
-        self._opened: dict[str, dict[str, StoredTensor]] = {}
+        self._opened: dict[str, dict[str, OpenTensor]] = {}
 
     @property
     def verified_layers(self) -> ModelLayers | None:
@@ -195,7 +195,7 @@ class ShardDirectory:
         with open_tensors(self._present(self._file_with(layer, key))) as opened:
             return opened.get_tensor(key)
 
-    def stored(self, layer: str, key: str) -> StoredTensor:
+    def stored(self, layer: str, key: str) -> OpenTensor:
         """Return where one parameter or buffer of one layer is, in a file that stays open."""
         entry = self._file_with(layer, key)
         if entry.file not in self._opened:

@@ -155,7 +155,7 @@ class _WeightsFile(io.RawIOBase):
         super().close()
 
 
-class StoredTensor(NamedTuple):
+class OpenTensor(NamedTuple):
     """A tensor in a safetensors file, which stays open and may be removed meanwhile."""
 
     path: Path
@@ -184,10 +184,10 @@ class StoredTensor(NamedTuple):
             target.copy_(values)
 
 
-def open_stored(path: Path) -> dict[str, StoredTensor]:
+def open_stored(path: Path) -> dict[str, OpenTensor]:
     """Open a safetensors file, and return where each of its tensors is. Raises as `open_tensors`."""
     headers, file = tensor_headers(path), path.open("rb", buffering=0)
     size = int.from_bytes(file.read(8), "little")
     fields = json.loads(file.read(size))
     starts = {name: 8 + size + fields[name]["data_offsets"][0] for name in headers}
-    return {name: StoredTensor(path, file, starts[name], header) for name, header in headers.items()}
+    return {name: OpenTensor(path, file, starts[name], header) for name, header in headers.items()}

@@ -52,7 +52,7 @@ from acsgd.run.setup.describe import micro_shapes
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.load import LayerLoader, LoadedLayer, WeightSource
 from acsgd.shards.weights import Weight, WeightState, in_reduction_order, part_of
-from acsgd.shards.writer import StoredTensor
+from acsgd.shards.writer import OpenTensor
 from acsgd.topology import Axis
 
 
@@ -347,7 +347,7 @@ def _open_params(job: Job, owned: OwnedWeights, peers: Peers, source: WeightSour
     files = source.base if isinstance(source, NewAdapter) else source
     assert isinstance(files, ShardDirectory)
 
-    def find(key: str) -> StoredTensor:
+    def find(key: str) -> OpenTensor:
         return files.stored(job.model.description.first_holder(key).name, key)
 
     return FileParams(owned, job.offloaded, find, job.streams)
