@@ -124,7 +124,7 @@ OF_SHAPE: dict[str, dict[str, Any]] = {
 }
 """Options with which the number of waits of a step does not depend on the shape; adamw8bit needs a GPU."""
 FOR_UPDATES = {
-    **{"sharded_ps": 2, "central_ps": 2, "quantized": 5, "sparseloco": 10},
+    **{"sharded_ps": 2, "central_ps": 2, "quantized": 5, "sparseloco": 7},
     **{"diloco": 5 + 34, "cocktail_grad": 17 + 34, "cocktail": 17 + 34},
 }
 """Waits for what two replicas exchange over the ordered transport: for a message, and for second moments."""
