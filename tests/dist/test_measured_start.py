@@ -27,6 +27,7 @@ from acsgd.run.plan import choose
 from acsgd.run.plan.job import prepare
 from acsgd.run.plan.partition import Partition
 from acsgd.run.plan.rates import LayerTimes
+from acsgd.run.plan.transports import Transports
 from acsgd.run.setup import auto, measured
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import open_inputs
@@ -115,13 +116,15 @@ class Start(NamedTuple):
     """After each step; the last one after all others."""
     without_room: str = "nothing"
     """Mode that the memory of rank 1 does not allow."""
+    has_nccl: bool = False
+    """Whether some replicas, not those of every stage, exchange over NCCL."""
 
 
 def start_runs(rank: int, world_size: int, store: Path, starts: Sequence[Start]) -> list[tuple[str, str]]:
     """Run configs one after the other; return the mode at the start of each, and why. Each step measures the links."""
     torch.set_num_threads(1)
     found = []
-    for number, (config, at_start, after_steps, without_room) in enumerate(starts):
+    for number, (config, at_start, after_steps, without_room, has_nccl) in enumerate(starts):
 
         def fit(partition: Partition, _: Launch, refused: str = without_room) -> dict[str, Any]:
             return {"reason": "no room" * (rank == 1 and partition.config.dp.mode.startswith(refused))}
@@ -137,7 +140,11 @@ def start_runs(rank: int, world_size: int, store: Path, starts: Sequence[Start])
             with connect(
                 job.topology, timeout=TIMEOUT, store=dist.FileStore(f"{store}-{number}", world_size)
             ) as groups:
-                job, choices = auto.choose_options(job, launch, groups, measured.find_transports(job, groups))
+                transports = measured.find_transports(job, groups)
+                if has_nccl:
+                    patch.setattr(Transports, "uses_nccl", lambda _, axis, ranks: axis == "replica" and 0 in ranks)
+                job, choices = auto.choose_options(job, launch, groups, transports)
+                assert (job.modes is not None) == (config.dp.compress is not None and not has_nccl)
                 links = chain(after_steps, repeat((at_start, *after_steps)[-1]))
 
                 def probe_ring(*args: Any, links: Iterator[Probed] = links) -> dict[int, Probed]:
@@ -170,9 +177,11 @@ def test_a_chosen_mode_trains_as_a_given_one_and_is_that_of_the_resumed_run(
     given = config("given", 4, mode="cocktail_grad:topk=0.1,bits=4")
     full = config("full", 1, compress="auto")
     starts = [Start(chosen), Start(resumed, FAST, (SLOW,)), Start(given), Start(full, without_room="cocktail_grad")]
+    starts.append(Start(config("nccl", 1, compress="auto"), has_nccl=True))
     by_rank = on_ranks(2, start_runs, tmp_path / "store", starts)
     assert by_rank[0] == by_rank[1]
-    (mode, text), (kept, why), _, (smaller, _) = by_rank[0]
+    (mode, text), (kept, why), _, (smaller, _), (over_nccl, _) = by_rank[0]
+    assert over_nccl == "allreduce"
     assert mode == kept == given.dp.mode
     assert smaller == "allreduce:dtype=bf16", "a rank has no memory for the other one"
     assert text.startswith(f"dp.compress=auto takes {mode}: a step is predicted to take ")

@@ -189,6 +189,19 @@ def test_the_first_step_may_already_have_shares() -> None:
     assert all(torch.allclose(1 - weight.master, torch.tensor(0.2), rtol=1e-5) for weight in held)
 
 
+def test_shares_of_gradients_of_any_size_leave_no_second_moment_negative() -> None:
+    """Squares below the smallest normal number are rounded to few bits, so a difference of two could be negative."""
+    config = OptimConfig(lr=0.1, steps=10, betas=(0.9, 0.95))
+    sizes = torch.logspace(-26, -14, 4096)
+    [weight] = [each for each in weights(torch.float32) if each.key == "norm"]
+    weight.master.data = torch.zeros(len(sizes))
+    weight.master.grad = sizes
+    optimizer = AdamWOptimizer([weight], config)
+    optimizer.step(0, LocalStep(shares={"norm": torch.full((8,), 1 / 64)}))
+    assert weight.master.isfinite().all()
+    assert (optimizer.second_moments([weight]).by_key["norm"] >= 0).all()
+
+
 def test_a_frozen_step_without_moments_is_a_plain_step() -> None:
     """As where all steps so far were skipped, since the loss scale was too large."""
     config = OptimConfig(lr=0.1, steps=10)

@@ -336,7 +336,14 @@ def test_the_end_of_a_run_waits_for_the_last_upload(
         known.append("all")
         raise WaitInterruptedError("the first rank has ended the run")
 
-    groups = SimpleNamespace(waits=DIRECT, all_gather_text=lambda _, text, **__: [text], timeout_s=1.0)
+    texts = list[str]()
+    """Of this rank, which uploads, and then as another rank gathers them."""
+
+    def all_gather_text(_: str, text: str, **__: object) -> list[str]:
+        texts.append(text)
+        return [*texts]
+
+    groups = SimpleNamespace(waits=DIRECT, all_gather_text=all_gather_text, timeout_s=1.0)
     groups.wait_for_all = wait_for_all
     session: Any = SimpleNamespace(job=SimpleNamespace(paths=paths), groups=groups)
     newest: Any = SimpleNamespace(newest=path)
@@ -352,6 +359,9 @@ def test_the_end_of_a_run_waits_for_the_last_upload(
         with pytest.raises(AfterLastStepError, match=expected) if expected else contextlib.nullcontext():
             hook.at_end(state)
         assert bool(known) == bool(expected), "no rank ends before all know why"
+        other = step_upload.Upload(session, None, newest, signals, notes.append)
+        with pytest.raises(AfterLastStepError, match=expected) if expected else contextlib.nullcontext():
+            other.at_end(state)
     assert any("waiting for the last upload" in note for note in notes) == (case in ("signal", "stall"))
     assert any("the run was stopped; the next start continues it" in note for note in notes) == (case == "stopped")
 
