@@ -172,9 +172,9 @@ class CudaStreams(Streams):
 
 
 def load_onto(device: torch.device, tensor: Tensor) -> Tensor:
-    """Return a tensor on a device; the host does not wait for the copy of its own tensor, and may change that.
+    """Return a tensor on a device.
 
-    It waits for a tensor that it gets.
+    A copy from host to device does not block, and the source may change at once. A copy to the host blocks.
     """
     if (tensor.device.type, device.type) == ("cpu", "cuda"):
         tensor = tensor.pin_memory()  # a copy, which torch keeps until the device has read it

@@ -145,10 +145,11 @@ class HostParams(ParamSource):
 
     def keep_trained(self, param: FetchedParam, weight: Weight) -> Weight:
         self.keep(param)
-        copy = self._kept[param.key].data
-        if copy.dtype == weight.master.dtype:
-            weight.master.data = copy
-        kept = weight.master if copy.dtype == weight.master.dtype else nn.Parameter(copy)
+        copy, kept = self._kept[param.key].data, weight.master
+        if copy.dtype == kept.dtype:
+            kept.data = copy
+        else:
+            kept = nn.Parameter(copy)
         self._kept[param.key] = kept
         return weight._replace(param=kept)
 

@@ -308,8 +308,9 @@ class ModePlanner:
     def following(self, present: str, link: LinkRate) -> TimedRun:
         """Return the run that follows one with the mode `present`: the same, unless that is slow, or links leave room.
 
-        Another mode takes its place if a step is shorter by more than GAIN twice, or if it costs less loss, and would
-        also be taken with a link that is slower by BAND. So measurements that vary do not change it back and forth.
+        Another mode takes its place if the present step is longer than GAIN squared times that of the other mode, or if
+        the other mode costs less loss and would also be taken with a link that is slower by BAND. So measurements that
+        vary do not change it back and forth.
         """
         costs, timed = [*self.partitions], self.timed(link)
         (now,) = (each for each in timed if each.mode == present)
