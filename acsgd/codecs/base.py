@@ -16,7 +16,7 @@ ALIGNMENT = 16
 
 
 class NotFiniteError(ValueError):
-    """Raised by a codec for a tensor that contains NaN or infinity."""
+    """A tensor contains NaN or infinity, which its codec cannot encode."""
 
 
 class Field(NamedTuple):
@@ -42,18 +42,23 @@ class Codec(Protocol):
         """Whether messages are entropy-coded after packing."""
         ...
 
+    @property
+    def encodes_nan(self) -> bool:
+        """Whether NaN and infinity are encoded as they are. Codecs that quantize mark their tensor: see `holds_nan`."""
+        ...
+
     def wire(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Wire:
         """Return the fields that encode a tensor of this shape and dtype."""
         ...
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the fields of `x`, in wire order, on its device. May raise NotFiniteError."""
+        """Return the fields of `x`, in wire order, on its device."""
         ...
 
     def decode(self, fields: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the decoded tensor. It may share memory with the fields.
 
-        If `encode` refuses NaN and infinity, it contains none, whatever the fields hold.
+        Unless `encodes_nan`, it is finite, whatever the fields hold.
         """
         ...
 
@@ -63,6 +68,23 @@ class Codec(Protocol):
         Holds for finite `x` if no decoded value exceeds the range of its dtype.
         """
         ...
+
+
+def holds_nan(fields: tuple[Tensor, ...]) -> Tensor:
+    """Return whether fields of a codec without `encodes_nan` are those of a tensor with NaN or infinity, bool.
+
+    It is marked by NaN in a field, such as a scale. The result is on the fields' device: no host waits for it.
+    """
+    marks = [field.isnan().any() for field in fields if field.is_floating_point()]
+    return torch.stack(marks).any()
+
+
+def check_finite(fields: tuple[Tensor, ...], x: Tensor) -> None:
+    """Raise NotFiniteError if fields of `x` mark it, see `holds_nan`. The host waits for the device."""
+    if holds_nan(fields):
+        place = torch.unravel_index(x.abs().argmax(), x.shape)  # that of NaN, else infinity
+        index = tuple(int(i) for i in place)
+        raise NotFiniteError(f"cannot encode {x[index].item()} at index {index} of a tensor of shape {tuple(x.shape)}")
 
 
 def rounding_bound(x: Tensor, bound: Tensor) -> Tensor:

@@ -108,10 +108,10 @@ def encode(x: Tensor, inverse: Tensor, step: float) -> tuple[Tensor, ...]:
     """Quantize a tensor [..., C], fp32: return codes, the size of a quantization step, and the shift of decoded values.
 
     inverse: of the basis. step: quantization step, root mean squares of the components. Codes are those of a component
-    after the other; the lower halves of all come first, then the upper ones. Raises NotFiniteError.
+    after the other; the lower halves of all come first, then the upper ones.
     """
     shape = tuple(x.shape)
-    unit = measure(x.reshape(-1), layout_of(shape, "tensor", 0), "rms", shape).clamp(MIN_SCALE, _MAX_SCALE)
+    unit = measure(x.reshape(-1), layout_of(shape, "tensor", 0), "max").clamp(MIN_SCALE, _MAX_SCALE)
     parts = (inverse / unit).mT @ groups_of(x).mT  # [G, W, N], of which codes are copied in runs of N
     squares = parts.square()
     size = step * squares.mean().sqrt().clamp(min=MIN_SCALE)

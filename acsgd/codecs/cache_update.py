@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from acsgd.codecs.base import Codec, saturate_
+from acsgd.codecs.base import Codec, check_finite, saturate_
 
 
 @runtime_checkable
@@ -36,7 +36,9 @@ def encode_update(codec: Codec, x: Tensor, entry: Tensor) -> tuple[Tensor, ...]:
     """
     if isinstance(codec, FusedUpdate) and entry.is_contiguous():
         return codec.encode_update(x, entry)
-    fields = codec.encode(x.detach().float() - entry.float())
+    difference = x.detach().float() - entry.float()
+    fields = codec.encode(difference)
+    check_finite(fields, difference)
     add_saturated(entry, codec.decode(fields, tuple(entry.shape), torch.float32))
     return fields
 

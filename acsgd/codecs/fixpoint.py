@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from acsgd.codecs.base import Field, Wire, rounding_bound, saturate_
+from acsgd.codecs.base import Field, Wire, check_finite, rounding_bound, saturate_
 from acsgd.codecs.bits import pack_bits, packed_bytes, stream_slice, unpack_bits
 from acsgd.codecs.cache_update import add_saturated
 from acsgd.codecs.kernels import UniformQuantization, kernels_for
@@ -46,6 +46,7 @@ class FixPoint:
     The fastest codec. With 2 bits and more, `lloyd` has a smaller error in the same number of bytes.
     """
 
+    encodes_nan: ClassVar[bool] = False
     RENAMED: ClassVar[dict[str, str]] = {"reach": "clip", "means": "centroids", "squeeze": "entropy_coding"}
 
     bits: int = 8
@@ -87,10 +88,9 @@ class FixPoint:
         return stream, *scale_fields(layout), *([Field(torch.float16, (1,))] if self.centroids else [])
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the bit stream, the scales and their exponent, and the centroid shift. Raises NotFiniteError."""
-        shape, flat = tuple(x.shape), x.detach().reshape(-1)
-        layout = self._layout(shape)
-        quantization, codes_of, fields = self._prepare(flat, layout, shape)
+        """Return the bit stream, the scales and their exponent, and the centroid shift."""
+        flat, layout = x.detach().reshape(-1), self._layout(tuple(x.shape))
+        quantization, codes_of, fields = self._prepare(flat, layout)
         if self.rounding == "nearest" and (kernels := kernels_for(layout, x.device, x.dtype)):
             return kernels.encode(flat, quantization), *fields
         return encode_blocks(flat, layout, self.bits, as_divisors(quantization.steps), codes_of), *fields
@@ -108,7 +108,7 @@ class FixPoint:
     def error_bound(self, x: Tensor) -> Tensor:
         """One quantization step (1.5 with centroids), and what the encoded scale clips."""
         layout, shape = self._layout(tuple(x.shape)), tuple(x.shape)
-        size = self._scale(measure(x.detach().reshape(-1), layout, self._statistic, shape))
+        size = self._scale(measure(x.detach().reshape(-1), layout, self._statistic))
         scales = decode_scales(*encode_scales(size, round_up=self.rounding == "stochastic"))
         s, magnitude = layout.per_element(scales.double()).view(shape), x.double().abs()
         if self._statistic == "mean":
@@ -118,12 +118,12 @@ class FixPoint:
 
     def encode_update(self, x: Tensor, entry: Tensor) -> tuple[Tensor, ...]:
         """Fused version of cache_update.encode_update: block by block, so that a block stays in the CPU cache."""
-        shape, flat, cached = tuple(x.shape), x.detach().reshape(-1), entry.view(-1)
-        layout = self._layout(shape)
+        flat, cached, layout = x.detach().reshape(-1), entry.view(-1), self._layout(tuple(x.shape))
         difference = torch.empty(layout.numel, dtype=torch.float32, device=x.device)
         for block in layout.blocks(x.device):
             torch.sub(flat[block].float(), cached[block].float(), out=difference[block])
-        quantization, codes_of, fields = self._prepare(difference, layout, shape)
+        quantization, codes_of, fields = self._prepare(difference, layout)
+        check_finite(tuple(fields), difference.view(x.shape))
         if self.rounding == "nearest" and (kernels := kernels_for(layout, x.device, x.dtype, entry.dtype)):
             return kernels.encode(flat, quantization, cached), *fields
         stream = torch.empty(packed_bytes(layout.numel, self.bits), dtype=torch.uint8, device=x.device)
@@ -149,11 +149,9 @@ class FixPoint:
             y[block] = saturate_(self._add(codes, quantization, block, cached), dtype)
         return y.view(entry.shape)
 
-    def _prepare(
-        self, flat: Tensor, layout: ScaleLayout, shape: tuple[int, ...]
-    ) -> tuple[UniformQuantization, CodesOf, list[Tensor]]:
+    def _prepare(self, flat: Tensor, layout: ScaleLayout) -> tuple[UniformQuantization, CodesOf, list[Tensor]]:
         """Return the quantization of a tensor [numel], its quantizer, and the fields that follow the bit stream."""
-        size = measure(flat, layout, self._statistic, shape)
+        size = measure(flat, layout, self._statistic)
         stochastic = self.rounding == "stochastic"
         codes_of = partial(self._random_codes, generator=_generator(size)) if stochastic else self._nearest_codes
         fields = [*encode_scales(self._scale(size), round_up=stochastic)]

@@ -47,6 +47,7 @@ class Hadamard:
     """
 
     entropy_coding: ClassVar[bool] = False
+    encodes_nan: ClassVar[bool] = False
     RENAMED: ClassVar[dict[str, str]] = {"share": "fraction"}
 
     bits: int = 4
@@ -72,11 +73,11 @@ class Hadamard:
         return Field(torch.float32, (1,)), Field(torch.uint8, (groups,)), *streams
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the largest scale, a code of each scale, and a bit stream per part. Raises NotFiniteError."""
+        """Return the largest scale, a code of each scale, and a bit stream per part."""
         shape = tuple(x.shape)
         layout = self._layout(self._groups(shape))
         rows = layout.rows(x.detach().reshape(-1))
-        size = measure(rows.view(-1), layout, "rms", shape)
+        size = measure(rows.view(-1), layout, "rms")
         largest = size.amax().view(1) if len(size) else size.new_zeros(1)
         scale_codes = _scale_codes(size, largest)
         scales, streams = as_divisors(_scales(scale_codes, largest)), []
@@ -104,7 +105,7 @@ class Hadamard:
         """
         shape = tuple(x.shape)
         layout = self._layout(self._groups(shape))
-        size = measure(layout.rows(x.detach().reshape(-1)).view(-1), layout, "rms", shape)
+        size = measure(layout.rows(x.detach().reshape(-1)).view(-1), layout, "rms")
         largest = size.amax().view(1) if len(size) else size.new_zeros(1)
         scales = _scales(_scale_codes(size, largest), largest).double()
         low, root = normal_levels(self.low), math.sqrt(self.group)
@@ -142,21 +143,19 @@ def _scale_codes(size: Tensor, largest: Tensor) -> Tensor:
 
 
 def _scales(scale_codes: Tensor, largest: Tensor) -> Tensor:
-    """Return the scales of codes, fp32; from a table computed on the host, as exp2 differs between devices."""
-    powers = (2.0 ** ((code - 255) / SCALES_PER_OCTAVE) for code in range(1, 256))
+    """Return the scales of codes, fp32."""
     clipped = largest.nan_to_num(0.0).clamp_(0.0, MAX_SCALE)
-    return torch.tensor([0.0, *powers], device=largest.device)[scale_codes.int()] * clipped
+    return _relative_scales(largest.device)[scale_codes.int()] * clipped
 
 
 def _codes(rows: Tensor, scales: Tensor, bits: int) -> Tensor:
     rotated = (rows / scales) @ _rotation(rows.shape[1], rows.device)
-    table = bin_codes(normal_levels(bits).to(rows.device) / BIN_RANGE)
-    return table.index_select(0, bin_of(rotated, rows.new_full((), BIN_RANGE / HALF_BINS)).view(-1))
+    bins = bin_of(rotated, rows.new_full((), BIN_RANGE / HALF_BINS))
+    return _normal_codes(bits, rows.device).index_select(0, bins.view(-1))
 
 
 def _values(codes: Tensor, bits: int) -> Tensor:
-    levels = normal_levels(bits).float().to(codes.device)
-    return code_values(codes, levels) @ _rotation(codes.shape[1], codes.device).T
+    return code_values(codes, _normal_values(bits, codes.device)) @ _rotation(codes.shape[1], codes.device).T
 
 
 @lru_cache
@@ -164,6 +163,25 @@ def normal_levels(bits: int) -> Tensor:
     """Return the levels, float64[2**bits], with the least squared error for a standard normal variable."""
     position = torch.linspace(-BIN_RANGE, BIN_RANGE, 2 * HALF_BINS + 1, dtype=torch.float64)
     return fit_levels((position.square() / -2).exp(), 2**bits) * BIN_RANGE
+
+
+@lru_cache
+def _normal_values(bits: int, device: torch.device) -> Tensor:
+    """Return these levels in fp32 on a device."""
+    return normal_levels(bits).float().to(device)
+
+
+@lru_cache
+def _normal_codes(bits: int, device: torch.device) -> Tensor:
+    """Return the code of each histogram bin of a standard normal variable, uint8[BINS]."""
+    return bin_codes(normal_levels(bits) / BIN_RANGE).to(device)
+
+
+@lru_cache
+def _relative_scales(device: torch.device) -> Tensor:
+    """Return the scale of each code relative to the largest, fp32[256]. On the host, since exp2 of devices differs."""
+    powers = (2.0 ** ((code - 255) / SCALES_PER_OCTAVE) for code in range(1, 256))
+    return torch.tensor([0.0, *powers], device=device)
 
 
 @lru_cache

@@ -18,6 +18,7 @@ class Identity:
     """Send the tensor unchanged, or rounded to nearest in another dtype."""
 
     entropy_coding: ClassVar[bool] = False
+    encodes_nan: ClassVar[bool] = True
 
     dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
     """Dtype on the wire; "same" = that of the tensor, lossless. fp16 overflows beyond 65504."""

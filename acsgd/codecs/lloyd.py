@@ -48,6 +48,7 @@ class Lloyd:
     """
 
     entropy_coding: ClassVar[bool] = False
+    encodes_nan: ClassVar[bool] = False
 
     bits: int = 4
     """Bits per element, 1 to 8."""
@@ -66,10 +67,9 @@ class Lloyd:
         return stream, *scale_fields(layout), Field(torch.float16, (2**self.bits,))
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the bit stream, the scales and their exponent, and the levels. Raises NotFiniteError."""
-        shape, flat = tuple(x.shape), x.detach().reshape(-1)
-        layout = layout_of(shape, self.dims, self.group)
-        half, exponent = encode_scales(measure(flat, layout, "max", shape))
+        """Return the bit stream, the scales and their exponent, and the levels."""
+        flat, layout = x.detach().reshape(-1), layout_of(tuple(x.shape), self.dims, self.group)
+        half, exponent = encode_scales(measure(flat, layout, "max"))
         scales = decode_scales(half, exponent)
         levels = fit_levels(_histogram(flat, layout, scales), 2**self.bits).half()
         codes_of = partial(_codes, table=bin_codes(levels))
@@ -140,7 +140,8 @@ def _histogram(flat: Tensor, layout: ScaleLayout, scales: Tensor) -> Tensor:
     counts.index_add_(0, bin_of(rows, divisors).view(-1), weight.expand_as(rows).reshape(-1))
     stride = layout.sample_stride
     if stride > 1:  # the sample may miss the largest element of each scale, whose error may be the largest
-        counts[[0, -1]] += weights.sum() // (2 * stride)
+        for end in (counts[:1], counts[-1:]):
+            end += weights.sum() // (2 * stride)
     return counts.double()
 
 

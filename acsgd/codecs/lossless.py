@@ -73,6 +73,7 @@ class BytePlanes:
     """
 
     entropy_coding: ClassVar[bool] = True
+    encodes_nan: ClassVar[bool] = True
 
     def wire(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Wire:
         return (Field(torch.uint8, (dtype.itemsize, math.prod(shape))),)

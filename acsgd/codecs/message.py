@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from acsgd.codecs.base import Codec, pack, unpack, wire_bytes
+from acsgd.codecs.base import Codec, check_finite, pack, unpack, wire_bytes
 from acsgd.codecs.lossless import compress_, decompress
 
 
@@ -43,7 +43,10 @@ class PackedCodec:
 
     def encode(self, x: Tensor) -> Tensor:
         message = x.new_empty(self.max_bytes(len(x)), dtype=torch.uint8)
-        pack(self.codec.encode(x), message)
+        fields = self.codec.encode(x)
+        if not self.codec.encodes_nan:
+            check_finite(fields, x)
+        pack(fields, message)
         return compressed(message) if self.codec.entropy_coding else message
 
     def decode(self, message: Tensor, n: int) -> Tensor:

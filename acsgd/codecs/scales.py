@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from acsgd.codecs.base import Field, NotFiniteError, Wire
+from acsgd.codecs.base import Field, Wire
 from acsgd.codecs.layout import ScaleLayout
 
 Statistic = Literal["max", "mean", "rms"]
@@ -23,24 +23,17 @@ _EXPONENTS = -124, 113
 """Range of the common exponent of scales."""
 
 
-def measure(flat: Tensor, layout: ScaleLayout, statistic: Statistic, shape: tuple[int, ...]) -> Tensor:
-    """Return a statistic of the elements that share each scale, fp32[scales].
+def measure(flat: Tensor, layout: ScaleLayout, statistic: Statistic) -> Tensor:
+    """Return a statistic of the elements that share each scale, fp32[scales]; NaN if any element is not finite.
 
-    Squares are summed in fp32: a root mean square below 1e-19 loses digits, and below 1e-22 it is 0.
+    Statistics propagate NaN and infinity, so that this takes no extra pass over the elements, and no host waits for a
+    device. Squares are summed in fp32: a root mean square below 1e-19 loses digits, below 1e-22 it is 0, and elements
+    whose sum of squares overflows count as not finite.
 
-    Args:
-        flat: Elements, [numel].
-        shape: Shape of the tensor, for the error.
-
-    Raises:
-        NotFiniteError: An element is not finite. The statistics propagate NaN and infinity, so that detection takes no
-            extra pass over the data, but on a GPU a synchronization.
+    flat: elements, [numel].
     """
     result = _measure(flat, layout, statistic)
-    if not result.isfinite().all():
-        _raise_not_finite(flat, shape)
-        result = _measure(flat.double(), layout, statistic)  # a sum overflowed
-    return result.float()
+    return torch.where(result.isfinite().all(), result, torch.nan).float()
 
 
 def scale_fields(layout: ScaleLayout) -> Wire:
@@ -53,13 +46,13 @@ def encode_scales(scales: Tensor, *, round_up: bool = False) -> tuple[Tensor, Te
 
     The power of two puts the largest scale into [2**14, 2**15]: plain fp16 would end at 65504 and at 6e-8, where
     gradients may lie. Scales are rounded to nearest, or with `round_up` never down. Scales below 2**-40 of the largest
-    become 0.
+    become 0. If one is NaN, all are encoded as NaN, which `holds_nan` finds.
     """
     scales = torch.where(scales < MIN_SCALE, 0, scales).clamp(max=_MAX_SCALE)
     largest = functional.pad(scales, (0, 1)).amax()
     exponent = (torch.frexp(largest).exponent - 15).clamp(*_EXPONENTS).to(torch.int8).view(1)
     shifted = scales * _power_of_two(-exponent.int())
-    half = shifted.half()
+    half = torch.where(largest.isnan(), torch.nan, shifted).half()
     if round_up:
         half = (half.view(torch.int16) + (half.float() < shifted)).view(torch.float16)
     return half, exponent
@@ -96,8 +89,9 @@ def _measure(flat: Tensor, layout: ScaleLayout, statistic: Statistic) -> Tensor:
 def _reduce(rows: Tensor, statistic: Statistic, dim: int) -> Tensor:
     if statistic == "max":
         return rows.abs().amax(dim)
-    rows = rows if rows.dtype == torch.float64 else rows.float()
-    return (rows.abs() if statistic == "mean" else rows.square()).sum(dim)
+    if statistic == "mean":
+        return rows.abs().sum(dim, dtype=torch.float64)  # in fp32, it could overflow
+    return rows.float().square().sum(dim)
 
 
 def _finish(total: Tensor, statistic: Statistic, counts: Tensor) -> Tensor:
@@ -110,10 +104,3 @@ def _row_lengths(layout: ScaleLayout, device: torch.device) -> Tensor:
     lengths = torch.full((layout.scales,), layout.width, device=device)
     lengths[-1] = layout.numel - (layout.scales - 1) * layout.width
     return lengths
-
-
-def _raise_not_finite(flat: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise NotFiniteError for the first element that is not finite, if there is one."""
-    for first in (~flat.isfinite()).nonzero()[:1].flatten():
-        place = tuple(int(i) for i in torch.unravel_index(first, shape))
-        raise NotFiniteError(f"cannot encode {flat[first].item()} at index {place} of a tensor of shape {shape}")

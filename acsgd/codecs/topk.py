@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from acsgd.codecs.base import ALIGNMENT, Codec, Field, Wire, pack, unpack, wire_bytes
+from acsgd.codecs.base import ALIGNMENT, Codec, Field, Wire, check_finite, pack, unpack, wire_bytes
 from acsgd.codecs.bits import block_size, positions_of_ones
 from acsgd.codecs.fixpoint import FixPoint
-from acsgd.codecs.layout import SAMPLE, check_dims, layout_of
+from acsgd.codecs.layout import SAMPLE, check_dims
 from acsgd.codecs.lloyd import Lloyd
 from acsgd.codecs.positions import (
     decode_positions,
@@ -25,7 +25,6 @@ from acsgd.codecs.positions import (
     remainder_bytes,
     rice_parameter,
 )
-from acsgd.codecs.scales import measure
 
 
 @dataclass(frozen=True)
@@ -78,12 +77,12 @@ class TopK:
         """Return `encode`'s message, and the ascending positions of the kept elements, int64[k]."""
         n, x = len(x), x.detach()
         positions, values = self._largest(x)
-        if not values.isfinite().all():  # NaN and infinity are always among the largest
-            measure(x, layout_of((n,), "tensor", 0), "max", (n,))
+        fields = self._value_codec(n).encode(values)
+        check_finite(fields, x)  # NaN and infinity are always among the largest
         remainders, quotients = encode_positions(positions, n, self._rice(n))
         head = wire_bytes(self._wire(n))
         message = quotients.new_empty(head + len(quotients))
-        pack((*self._value_codec(n).encode(values), remainders), message[:head])
+        pack((*fields, remainders), message[:head])
         message[head:] = quotients
         return message, positions
 

@@ -36,6 +36,10 @@ class Unfused:
     def entropy_coding(self) -> bool:
         return self.inner.entropy_coding
 
+    @property
+    def encodes_nan(self) -> bool:
+        return self.inner.encodes_nan
+
     def wire(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Wire:
         return self.inner.wire(shape, dtype)
 

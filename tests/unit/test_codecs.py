@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from acsgd import codecs
-from acsgd.codecs.base import ALIGNMENT, Codec, Field, pack, unpack, wire_bytes
+from acsgd.codecs.base import ALIGNMENT, Codec, Field, check_finite, holds_nan, pack, unpack, wire_bytes
 from acsgd.codecs.layout import Dims, layout_of
 from acsgd.codecs.log_levels import LogLevels
 from acsgd.codecs.message import MessageCodec, PackedCodec
@@ -160,7 +160,7 @@ def test_statistics_of_scales_are_those_of_the_elements() -> None:
             layout = layout_of(tuple(x.shape), dims, group)
             for statistic, of in kinds.items():
                 expected = torch.stack([of(part.abs()) for part in values(x.double(), dims, group)])
-                found = measure(x.reshape(-1), layout, statistic, tuple(x.shape))
+                found = measure(x.reshape(-1), layout, statistic)
                 assert torch.allclose(found.double(), expected, rtol=2.0**-20, atol=0), (case, dims, statistic)
 
 
@@ -220,12 +220,18 @@ def test_results_do_not_depend_on_the_block_size(spec: str, monkeypatch: pytest.
 
 
 @specs(without="none")
-def test_non_finite_elements_are_refused_with_their_index(spec: str) -> None:
-    for value in (float("nan"), float("inf"), float("-inf")):
-        x = torch.randn(3, 5, 7)
+def test_non_finite_elements_are_marked_and_refused_with_their_index(spec: str) -> None:
+    codec, finite = codecs.parse(spec), torch.randn(3, 5, 7)
+    assert not holds_nan(codec.encode(finite))
+    check_finite(codec.encode(finite), finite)
+    beyond_fp32 = [2.0**100] if holds_nan(codec.encode(2.0**100 * finite)) else []  # of their squares
+    for value in (float("nan"), float("inf"), float("-inf"), *beyond_fp32):
+        x = finite.clone()
         x[1, 2, 3] = value
+        fields = codec.encode(x)
+        assert holds_nan(fields)
         with pytest.raises(ValueError) as refused:
-            codecs.parse(spec).encode(x)
+            check_finite(fields, x)
         assert str(refused.value) == f"cannot encode {value} at index (1, 2, 3) of a tensor of shape (3, 5, 7)"
 
 

@@ -111,8 +111,8 @@ class Coder(Protocol):
         """Whether the message body is entropy-coded."""
         ...
 
-    def refuses_not_finite(self, info: TransferInfo) -> bool:
-        """Whether `encode` may raise NotFiniteError."""
+    def marks_nan(self, info: TransferInfo) -> bool:
+        """Whether `encode` marks a tensor with NaN or infinity: see `holds_nan`. Else it encodes them, or raises."""
         ...
 
     def context(self, info: TransferInfo) -> bytes:
@@ -155,8 +155,8 @@ class StatelessCoder:
     def uses_entropy_coding(self, info: TransferInfo) -> bool:
         return self._codecs[info.codec].entropy_coding
 
-    def refuses_not_finite(self, info: TransferInfo) -> bool:
-        return not isinstance(self._codecs[info.codec], Identity)
+    def marks_nan(self, info: TransferInfo) -> bool:
+        return not self._codecs[info.codec].encodes_nan
 
     def context(self, info: TransferInfo) -> bytes:
         return b""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs import basis
-from acsgd.codecs.base import Codec, Wire, pack, saturate_, unpack, wire_bytes
+from acsgd.codecs.base import Codec, Wire, check_finite, pack, saturate_, unpack, wire_bytes
 from acsgd.codecs.cache_update import add_saturated, decode_update, encode_update
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.identity import Identity
@@ -209,8 +209,8 @@ class DeltaCoder:
         hits, _ = self._hits_and_misses(info)
         return self._hit_delta(info).codec.entropy_coding if hits else self._miss_codec(info).entropy_coding
 
-    def refuses_not_finite(self, info: TransferInfo) -> bool:
-        return True
+    def marks_nan(self, info: TransferInfo) -> bool:
+        return False
 
     def context(self, info: TransferInfo) -> bytes:
         """Return the versions of the samples' entries; taken before `encode` or `decode`, which update them."""
@@ -227,6 +227,8 @@ class DeltaCoder:
         hits, misses = self._hits_and_misses(info)
         codec = self._miss_codec(info)
         miss_fields = codec.encode(_rows(x, misses)) if misses else ()
+        if misses and not codec.encodes_nan:
+            check_finite(miss_fields, _rows(x, misses))
         m = self._read_entries(info, hits)
         is_cached = self._is_frozen and bool(hits) and torch.equal(_as_entry(_rows(x, hits), m.dtype), m)
         hit_fields = self._encode_hits(self._hit_delta(info), _rows(x, hits), m) if hits and not is_cached else ()
@@ -280,6 +282,7 @@ class DeltaCoder:
         assert fitted is not None
         assert self._inverse is not None
         fields = basis.encode(difference, self._inverse, delta.step)
+        check_finite(fields, difference)
         self._add_hits(fields, fitted, m)
         return (fitted, *fields) if is_due else fields
 

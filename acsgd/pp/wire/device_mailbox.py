@@ -1,8 +1,8 @@
 """Both ends of a channel over an ordered transport: messages stay on the device, and both ends know their sizes.
 
 A message is a header, as over gloo, and the encoded fields of one tensor. The receiver compares the headers of a step
-together, at its end: so no exact message makes a rank wait for its device. Other codecs do, once per message that they
-encode, since what they cannot encode, NaN and infinity, changes the header. The checksum covers the header alone.
+together, at its end, and the device chooses the header of a tensor that is not finite: so no message makes a rank wait
+for its device. The checksum covers the header alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acsgd.codecs.base import NotFiniteError, pack, unpack, wire_bytes
+from acsgd.codecs.base import holds_nan, pack, unpack, wire_bytes
 from acsgd.comm.communicators import Communicator
 from acsgd.comm.waits import DeviceWork
 from acsgd.pp.wire.channel import NOT_FINITE, Channel, check_header, read_header
@@ -39,7 +39,7 @@ class DeviceOutbox:
         self._channel = channel
         self._communicator = communicator
         self._action = f"sending {channel.kind.plural} to"
-        self._headers = BufferPool(HEADER_BYTES, channel.streams)
+        self._headers = BufferPool(2 * HEADER_BYTES, channel.streams)
         self._in_flight: deque[_InFlight] = deque()
 
     def send(self, info: TransferInfo, state: dict[str, Tensor]) -> None:
@@ -74,14 +74,12 @@ class DeviceOutbox:
         streams, length = self._channel.streams, wire_bytes(coder.wire(info))
         header = self._channel.header(index, info, length)
         message = torch.empty(HEADER_BYTES + length, dtype=torch.uint8, device=streams.device)
-        try:
-            pack(coder.encode(x, info), message[HEADER_BYTES:])
-        except NotFiniteError:
-            header = header._replace(length=NOT_FINITE)
-            message.zero_()
+        fields = coder.encode(x, info)
+        pack(fields, message[HEADER_BYTES:])
         packed = self._headers.acquire()
-        packed.copy_(header.packed())
-        message[:HEADER_BYTES].copy_(packed, non_blocking=True)
+        torch.cat([header.packed(), header._replace(length=NOT_FINITE).packed()], out=packed)
+        plain, marked = packed.to(streams.device, non_blocking=True).split(HEADER_BYTES)
+        message[:HEADER_BYTES] = torch.where(holds_nan(fields), marked, plain) if coder.marks_nan(info) else plain
         self._headers.release(packed)
         return header, message
 
@@ -140,7 +138,7 @@ class DeviceInbox:
         self._unchecked.append((header.clone(), expected))
         with channel.trace_codec("decode", name):
             x = coder.decode(unpack(message[HEADER_BYTES:], wire), info)
-            if coder.refuses_not_finite(info):
+            if coder.marks_nan(info):
                 x = torch.where(header[LENGTH_BYTES].view(torch.int64) == NOT_FINITE, torch.nan, x)
         return x
 

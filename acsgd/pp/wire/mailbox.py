@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acsgd.codecs.base import NotFiniteError, pack, unpack, wire_bytes
+from acsgd.codecs.base import NotFiniteError, holds_nan, pack, unpack, wire_bytes
 from acsgd.codecs.lossless import compress_, decompress
 from acsgd.comm.waits import Work
 from acsgd.errors import RunError
@@ -23,6 +23,8 @@ from acsgd.streams import StreamEvent, Streams
 
 MAX_SENDS_IN_FLIGHT = 16
 """Sends that an outbox leaves unfinished by default, before it waits for the oldest; bounds the memory of buffers."""
+_MARK = 0
+"""Byte of a buffer that tells whether the tensor is not finite, before the header takes its place."""
 
 
 class BufferPool:
@@ -103,6 +105,8 @@ class Outbox:
                 encoded.synchronize()
             else:  # the thread of the entropy coder has waited
                 header = header._replace(length=length.result())
+            if buffer[_MARK]:
+                header = header._replace(length=NOT_FINITE)
             packed = header.pack(buffer[HEADER_BYTES : HEADER_BYTES + header.length], context)
             buffer[:HEADER_BYTES] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
             self._post(header, buffer)
@@ -128,9 +132,12 @@ class Outbox:
     def _encode(self, index: int, coder: Coder, x: Tensor, info: TransferInfo) -> _Encoding:
         channel, kind, entropy_coding = self._channel, self._channel.kind, coder.uses_entropy_coding(info)
         buffer, context, wire = self._pools[index].acquire(), coder.context(info), coder.wire(info)
+        buffer[_MARK] = 0
         with channel.streams.side_stream(x):
             try:
                 fields = coder.encode(x, info)
+                if coder.marks_nan(info):
+                    buffer[_MARK].copy_(holds_nan(fields), non_blocking=True)
                 if len(fields) < len(wire):
                     kind = MessageKind.CACHED_ACTIVATION
                 length = wire_bytes(wire[: len(fields)])
