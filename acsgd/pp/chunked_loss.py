@@ -1,19 +1,79 @@
-"""Loss of the last stage in chunks of positions, so that the logits of all positions never exist at once."""
+"""Loss of the last stage, in chunks of positions, so that the logits of all positions never exist at once."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from acsgd.layers.description import Head
-from acsgd.streams import generator_states, restore_generators
+from acsgd.streams import LOGITS_AT_ONCE, generator_states, restore_generators
 
 PartLoss = Callable[[Tensor, Tensor], Tensor]
 """Loss of the hidden states [B, T, H] and labels [B, T] of some positions, summed over them."""
+
+
+class Criterion(Protocol):
+    """What is computed from the hidden states that enter the model's head, which makes logits of them."""
+
+    @property
+    def sums_positions(self) -> bool:
+        """Whether the loss is the sum of those of any parts of the T positions of hidden states and labels."""
+        ...
+
+    def loss(self, hidden: Tensor, head: Head, labels: Tensor, label_smoothing: float) -> Tensor:
+        """Return the loss summed over the labels, fp32. label_smoothing: in training, as of optim.label_smoothing."""
+        ...
+
+    def predict(self, hidden: Tensor, head: Head, labels: Tensor) -> Tensor | None:
+        """Return the prediction of each example, fp64 [B], in evaluations; None if there are none."""
+        ...
+
+
+class HeadLoss:
+    """Loss and predictions of the last stage, from the hidden states that enter the model's head.
+
+    label_smoothing: fraction of the target distribution that training spreads evenly over all classes. logits_at_once:
+    see `HeadUse.chunk_length`.
+    """
+
+    def __init__(
+        self, criterion: Criterion, *, label_smoothing: float = 0.0, logits_at_once: int = LOGITS_AT_ONCE
+    ) -> None:
+        self.criterion = criterion
+        self._label_smoothing = label_smoothing
+        self._logits_at_once = logits_at_once
+        self._head_use: HeadUse | None = None
+
+    def results(
+        self, hidden: Tensor, head: Head, labels: Tensor, *, is_training: bool, value_only: bool
+    ) -> dict[str, Tensor]:
+        """Return the summed loss and, in evaluations, the predictions if the task has them.
+
+        value_only: see `chunked_loss`.
+        """
+        smoothing = self._label_smoothing if is_training else 0.0
+
+        def loss(hidden: Tensor, labels: Tensor) -> Tensor:
+            return self.criterion.loss(hidden, head, labels, smoothing)
+
+        results = {"loss": self._sum(loss, hidden, head, labels, value_only=value_only)}
+        predictions = None if is_training else self.criterion.predict(hidden, head, labels)
+        return results if predictions is None else {**results, "predictions": predictions}
+
+    def _sum(self, loss: PartLoss, hidden: Tensor, head: Head, labels: Tensor, *, value_only: bool) -> Tensor:
+        """Return the summed loss, in chunks of positions if the logits of all would take much memory."""
+        if not self.criterion.sums_positions:
+            return loss(hidden, labels)
+        if self._head_use is None:
+            self._head_use = HeadUse.of(head, hidden)
+        length = self._head_use.chunk_length(hidden, self._logits_at_once)
+        if length >= hidden.shape[1]:
+            return loss(hidden, labels)
+        return chunked_loss(loss, hidden, labels, length, self._head_use.weights, value_only=value_only)
 
 
 class HeadUse(NamedTuple):

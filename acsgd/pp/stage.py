@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +14,18 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from acsgd.dp.sync import GradSync
 from acsgd.layers.composed import ComposedModel, Context, Inputs, State
-from acsgd.layers.description import Head, LayerSpec
+from acsgd.layers.description import LayerSpec
 from acsgd.layers.skeleton import parameter_names
 from acsgd.optim.fetch import LayerFetch
 from acsgd.optim.offload import GradientOffload
-from acsgd.pp.chunked_loss import HeadUse, PartLoss, chunked_loss
+from acsgd.pp.chunked_loss import HeadLoss
+from acsgd.pp.passes import Graph, Pass, join_parts, take_gradients
 from acsgd.pp.recompute import KEEP_ALL, Recompute, recompute_attention
 from acsgd.pp.recompute import recompute as run_again
 from acsgd.pp.saved_activations import ActivationOffload, SavedGroup, begin_backward
-from acsgd.pp.split_backward import backward_inputs
 from acsgd.shards.load import LoadedLayer
 from acsgd.shards.weights import Weight, in_reduction_order
-from acsgd.streams import LOGITS_AT_ONCE, mix_seed, seed_generators
+from acsgd.streams import mix_seed, seed_generators
 
 
 class MicroBatch(NamedTuple):
@@ -40,33 +40,15 @@ class MicroBatch(NamedTuple):
     """One per sequence, B in all."""
 
 
-class Criterion(Protocol):
-    """What is computed from the hidden states that enter the model's head, which makes logits of them."""
-
-    @property
-    def sums_positions(self) -> bool:
-        """Whether the loss is the sum of those of any parts of the T positions of hidden states and labels."""
-        ...
-
-    def loss(self, hidden: Tensor, head: Head, labels: Tensor, label_smoothing: float) -> Tensor:
-        """Return the loss summed over the labels, fp32. label_smoothing: in training, as of optim.label_smoothing."""
-        ...
-
-    def predict(self, hidden: Tensor, head: Head, labels: Tensor) -> Tensor | None:
-        """Return the prediction of each example, fp64 [B], in evaluations; None if there are none."""
-        ...
-
-
 class Stage:
     """The layers of one stage on one rank.
 
     Args:
         composed: runs single layers
-        criterion: loss and predictions
+        head_loss: loss and predictions
         layers: the layers of the stage, loaded into the model
         sync: gradient sync of these weights over the replicas
         targets: divisor of the summed loss
-        label_smoothing: fraction of the target distribution that training spreads evenly over all classes
         recompute: what the backward computes again instead of keeping it
         splits_backward: whether backwards are run in two parts, `backward_input` and `backward_weight`
         first_trained: index of the first layer of the model with a trained parameter; a stage below it runs no backward
@@ -82,18 +64,16 @@ class Stage:
     def __init__(
         self,
         composed: ComposedModel,
-        criterion: Criterion,
+        head_loss: HeadLoss,
         layers: Sequence[LoadedLayer],
         sync: GradSync,
         *,
         targets: int,
         seed: int,
-        label_smoothing: float = 0.0,
         recompute: Recompute = KEEP_ALL,
         splits_backward: bool = False,
         first_trained: int = 0,
         mask_per_sample: bool = False,
-        logits_at_once: int = LOGITS_AT_ONCE,
         offload: GradientOffload | None = None,
         fetch: LayerFetch | None = None,
         activations: ActivationOffload | None = None,
@@ -105,11 +85,10 @@ class Stage:
         """Whether gradients of its tables are complete only once other ranks have sent gradients of rows."""
         self.sync = sync
         self.composed = composed
-        self.criterion = criterion
+        self.head_loss = head_loss
         self._range = range(layers[0].spec.index, layers[-1].spec.index + 1)
         self._targets = targets
         self._seed_number = seed
-        self._label_smoothing = label_smoothing
         self._first_trained = first_trained
         self._together = recompute.layers or 1
         """Number of layers of a group, which run together."""
@@ -124,10 +103,8 @@ class Stage:
         is_shared = any(count > 1 for count in uses.values()) or any(layer.spec.replicated for layer in layers)
         self.graph_per_layer = splits_backward and not is_shared
         """Whether autograd records each layer by itself, which a backward in two parts goes through one by one."""
-        self._in_flight: dict[int, list[_Pass]] = {}  # by local index of the micro-batch
+        self._in_flight: dict[int, list[Pass]] = {}  # by local index of the micro-batch
         self._weight_parts: dict[int, list[list[Callable[[], None]]]] = {}  # by the same, of backwards that have begun
-        self._head_use: HeadUse | None = None
-        self._logits_at_once = logits_at_once
         self._offload = offload
         self._fetch = fetch
         self._activations = activations if self.runs_backward else None
@@ -214,7 +191,7 @@ class Stage:
         passes = [self._run_pass(part, rows, inputs, state, labels) for part, rows in self._parts(micro)]
         if self.runs_backward:
             self._in_flight[micro.local_index] = passes
-        return {name: tensor.detach() for name, tensor in _join([each.outputs for each in passes]).items()}
+        return {name: tensor.detach() for name, tensor in join_parts([each.outputs for each in passes]).items()}
 
     def backward(self, micro: int, grads: State | None, *, last: bool, scale: float = 1.0) -> State:
         """Run the backward of a micro-batch: accumulate gradients of the weights, return those of the inputs if needed.
@@ -249,7 +226,7 @@ class Stage:
                 part.pop()()  # the graph is freed
         self._end_backward()
 
-    def _accumulate(self, part: _Pass, output_grads: list[Tensor], *, is_last: bool) -> None:
+    def _accumulate(self, part: Pass, output_grads: list[Tensor], *, is_last: bool) -> None:
         """Accumulate the gradients of all leaves. is_last: whether those of the weights are final afterwards."""
         self._last_backward = is_last
         torch.autograd.backward(part.graphs[-1].differentiable, output_grads)
@@ -297,9 +274,9 @@ class Stage:
                 if weight.key in self._fetch.keys:
                     self.sync.grad_ready(weight, is_final=self._last_backward)
 
-    def _take_input_grads(self, passes: Sequence[_Pass]) -> State:
+    def _take_input_grads(self, passes: Sequence[Pass]) -> State:
         """Return the gradients of the inputs, if they are needed."""
-        return _join([_take_gradients(each.state) for each in passes]) if self.sends_gradient else {}
+        return join_parts([take_gradients(each.state) for each in passes]) if self.sends_gradient else {}
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -327,17 +304,17 @@ class Stage:
             return [(micro, slice(None))]
         return [(micro._replace(sample_ids=(id_,)), slice(row, row + 1)) for row, id_ in enumerate(micro.sample_ids)]
 
-    def _run_pass(self, micro: MicroBatch, rows: slice, inputs: Inputs, state: State, labels: Tensor | None) -> _Pass:
+    def _run_pass(self, micro: MicroBatch, rows: slice, inputs: Inputs, state: State, labels: Tensor | None) -> Pass:
         """Run the layers on some rows of `inputs`, `state` and `labels`."""
         inputs = {name: tensor[rows] for name, tensor in inputs.items()}
         state = {name: tensor[rows] for name, tensor in state.items()}
         for tensor in state.values():
             tensor.requires_grad_(tensor.is_floating_point() and self.sends_gradient)
-        graphs: list[_Graph] = []
+        graphs: list[Graph] = []
         outputs = self._run_layers(micro, inputs, state, None if labels is None else labels[rows], graphs)
         if labels is not None:
             graphs[-1] = graphs[-1]._replace(outputs={"loss": outputs["loss"] / self._targets})
-        return _Pass(rows, graphs)
+        return Pass(rows, graphs)
 
     def _run_layers(
         self,
@@ -345,7 +322,7 @@ class Stage:
         inputs: Inputs,
         state: State,
         labels: Tensor | None,
-        graphs: list[_Graph] | None = None,
+        graphs: list[Graph] | None = None,
     ) -> State:
         """Return the outputs. graphs: gets the graph of all layers, or that of each."""
         self._seed(micro, 0)  # the context may take random numbers of the first layer
@@ -355,7 +332,7 @@ class Stage:
         for group, first in enumerate(range(0, len(self.layers), self._together)):
             layers = [layer.spec for layer in self.layers[first : first + self._together]]
             if self.graph_per_layer and graphs is not None and first:
-                graphs.append(_Graph(entering, state))
+                graphs.append(Graph(entering, state))
                 state = entering = {name: x.detach().requires_grad_(x.requires_grad) for name, x in state.items()}
             run = self._run_of(layers, micro, inputs, context, labels)
             with contextlib.ExitStack() as running:
@@ -369,7 +346,7 @@ class Stage:
             if (outputs := [x for x in state.values() if x.requires_grad]) and (self._fetch is not None or saved):
                 register_multi_grad_hook(outputs, partial(self._begin_group, group, saved), mode="any")
         if graphs is not None:
-            graphs.append(_Graph(entering, state))
+            graphs.append(Graph(entering, state))
         return state
 
     def _run_group(self, run: Callable[[State], State], state: State) -> State:
@@ -396,37 +373,12 @@ class Stage:
                 if labels is not None and layer.index == len(self.composed.layers) - 1:
                     value_only, will_run_again = will_run_again, False
                     hidden, head = self.composed.call_to_head(state, inputs)
-                    return self._results(hidden, head, labels, value_only=value_only)
+                    is_training = self.composed.model.training
+                    return self.head_loss.results(hidden, head, labels, is_training=is_training, value_only=value_only)
                 state = self.composed.call(layer.index, state, inputs, context)
             return state
 
         return run
-
-    def _results(self, hidden: Tensor, head: Head, labels: Tensor, *, value_only: bool) -> State:
-        """Return the summed loss and, in evaluations, the predictions if the task has them.
-
-        value_only: see `chunked_loss`.
-        """
-        is_training = self.composed.model.training
-        smoothing = self._label_smoothing if is_training else 0.0
-
-        def loss(hidden: Tensor, labels: Tensor) -> Tensor:
-            return self.criterion.loss(hidden, head, labels, smoothing)
-
-        results = {"loss": self._loss(loss, hidden, head, labels, value_only=value_only)}
-        predictions = None if is_training else self.criterion.predict(hidden, head, labels)
-        return results if predictions is None else {**results, "predictions": predictions}
-
-    def _loss(self, loss: PartLoss, hidden: Tensor, head: Head, labels: Tensor, *, value_only: bool) -> Tensor:
-        """Return the summed loss, in chunks of positions if the logits of all would take much memory."""
-        if not self.criterion.sums_positions:
-            return loss(hidden, labels)
-        if self._head_use is None:
-            self._head_use = HeadUse.of(head, hidden)
-        length = self._head_use.chunk_length(hidden, self._logits_at_once)
-        if length >= hidden.shape[1]:
-            return loss(hidden, labels)
-        return chunked_loss(loss, hidden, labels, length, self._head_use.weights, value_only=value_only)
 
     def _seed(self, micro: MicroBatch, layer: int) -> None:
         """Seed torch's generators for one layer, if the model draws random numbers."""
@@ -455,79 +407,6 @@ class Stage:
             accumulated(is_final=is_final)
 
         return grad_ready
-
-
-class _Graph(NamedTuple):
-    """What autograd has recorded of consecutive layers."""
-
-    inputs: State
-    """Leaves; those that require gradients get them."""
-    outputs: State
-
-    @property
-    def differentiable(self) -> list[Tensor]:
-        """Outputs that depend on leaves."""
-        return [x for x in self.outputs.values() if x.requires_grad]
-
-
-class _Pass(NamedTuple):
-    """What the backward of a part of a micro-batch needs."""
-
-    rows: slice
-    """Rows of the part in the micro-batch."""
-    graphs: list[_Graph]
-    """Of the first layers to the last ones."""
-
-    @property
-    def state(self) -> State:
-        """Inputs from the previous stage."""
-        return self.graphs[0].inputs
-
-    @property
-    def outputs(self) -> State:
-        """Inputs of the next stage, or the loss."""
-        return self.graphs[-1].outputs
-
-    def output_grads(self, grads: State | None, scale: float) -> list[Tensor]:
-        """Return the gradients of differentiable outputs among those of a micro-batch; None = of the loss, `scale`."""
-        return [
-            torch.full_like(output, scale) if grads is None else grads[name][self.rows]
-            for name, output in self.outputs.items()
-            if output.requires_grad
-        ]
-
-    def backward_inputs(self, grads: State | None, scale: float) -> list[Callable[[], None]]:
-        """Accumulate gradients of the inputs of all graphs. Returns what accumulates those of weights, first to last.
-
-        grads, scale: see `output_grads`.
-        """
-        outputs, output_grads = self.graphs[-1].differentiable, self.output_grads(grads, scale)
-        weight_parts: list[Callable[[], None]] = []
-        for index in reversed(range(len(self.graphs))):
-            leaves = {name: x for name, x in self.graphs[index].inputs.items() if x.requires_grad}
-            weight_parts.insert(0, backward_inputs([*leaves.values()], outputs, output_grads))
-            reached = {name: x.grad for name, x in leaves.items() if x.grad is not None}
-            if not index or not reached:
-                break
-            outputs, output_grads = [self.graphs[index - 1].outputs[name] for name in reached], [*reached.values()]
-        return weight_parts
-
-
-def _take_gradients(state: State) -> State:
-    """Return the gradients of the floating-point tensors and clear them; zeros where a tensor had no effect."""
-    taken = {}
-    for name, x in state.items():
-        if x.is_floating_point():
-            taken[name], x.grad = torch.zeros_like(x) if x.grad is None else x.grad, None
-    return taken
-
-
-def _join(parts: Sequence[State]) -> State:
-    """Concatenate the rows of the parts of a micro-batch; sum losses."""
-    if len(parts) == 1:
-        return parts[0]
-    by_name = {name: [part[name] for part in parts] for name in parts[0]}
-    return {name: torch.cat(rows) if rows[0].dim() else torch.stack(rows).sum() for name, rows in by_name.items()}
 
 
 def _accumulate_in_fp32(param: nn.Parameter, master: nn.Parameter) -> None:

@@ -25,7 +25,7 @@ from transformers import GPT2Config
 from acsgd.dp.sync import SingleReplicaSync
 from acsgd.layers.composed import ComposedModel
 from acsgd.model_classes import MODEL_CLASSES
-from acsgd.pp.chunked_loss import HeadUse
+from acsgd.pp.chunked_loss import HeadLoss, HeadUse
 from acsgd.pp.recompute import KEEP_ALL, Recompute
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.run.plan.layer_trace import MemoryTracker
@@ -56,7 +56,7 @@ def build(blocks: int, *, recompute: Recompute = KEEP_ALL, frozen: bool = False)
     layers = [loader.load(index) for index in range(len(description.layers))]
     sync = SingleReplicaSync([weight for layer in layers for weight in layer.weights])
     composed = ComposedModel(model, description)
-    return Stage(composed, TASKS["lm"], layers, sync, seed=0, targets=SEQUENCES * LENGTH, recompute=recompute)
+    return Stage(composed, HeadLoss(TASKS["lm"]), layers, sync, seed=0, targets=SEQUENCES * LENGTH, recompute=recompute)
 
 
 def steps_of(stage: Stage) -> tuple[Callable[[int], float], Callable[[int], float]]:

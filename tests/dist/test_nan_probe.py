@@ -192,7 +192,8 @@ def _plant(plant: Plant, session: Session, patch: pytest.MonkeyPatch, cleanup: c
             module = stage.composed.model.get_submodule(plant.where)
             cleanup.callback(module.register_forward_hook(_hook(spoil, of_gradient=of_gradient)).remove)
         elif plant.kind == "loss":
-            patch.setattr(stage.criterion, "loss", _then(stage.criterion.loss, spoil))
+            criterion = stage.head_loss.criterion
+            patch.setattr(criterion, "loss", _then(criterion.loss, spoil))
         elif plant.kind == "weight's gradient":
             cleanup.callback(weights[plant.where].register_hook(spoil).remove)
         elif session.job.topology.replica == 0:

@@ -14,7 +14,7 @@ from lib.ranks import on_ranks
 from torch import Tensor
 
 from acsgd.config.options import AdapterConfig, Config
-from acsgd.pp.split_backward import backward_inputs
+from acsgd.pp.passes import backward_inputs
 
 TinyModel = Callable[..., Path]
 QUANTIZED = {"forward": "fixpoint:bits=4", "backward": "fixpoint:bits=8"}

@@ -31,6 +31,7 @@ from acsgd.launch import Launch
 from acsgd.layers.composed import ComposedModel
 from acsgd.model_classes import MODEL_CLASSES
 from acsgd.optim import OPTIMIZERS
+from acsgd.pp.chunked_loss import HeadLoss
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.shards.load import LayerLoader, RandomWeights
 from acsgd.streams import open_streams
@@ -184,7 +185,7 @@ def make_stage(device: torch.device, logits_at_once: int) -> Stage:
     layers = [loader.load(index) for index in range(len(description.layers))]
     sync = SingleReplicaSync([weight for layer in layers for weight in layer.weights])
     composed = ComposedModel(model, description)
-    return Stage(composed, TASKS["lm"], layers, sync, seed=0, targets=64 * 64, logits_at_once=logits_at_once)
+    return Stage(composed, HeadLoss(TASKS["lm"], logits_at_once=logits_at_once), layers, sync, seed=0, targets=64 * 64)
 
 
 def test_a_loss_in_chunks_takes_less_memory() -> None:

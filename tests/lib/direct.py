@@ -21,6 +21,7 @@ from acsgd.launch import Launch
 from acsgd.layers.composed import ComposedModel
 from acsgd.layers.skeleton import fill_with_stand_ins
 from acsgd.model_classes import MODEL_CLASSES
+from acsgd.pp.chunked_loss import HeadLoss
 from acsgd.pp.stage import Stage
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
@@ -120,6 +121,7 @@ def build_stages(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     compiles: bool = False,
+    label_smoothing: float = 0.0,
     **options: Any,
 ) -> list[Stage]:
     """Return stages that hold the layers of each range, with new weights, in this process alone.
@@ -136,5 +138,6 @@ def build_stages(
         fill_with_stand_ins(model, description.blocks, device, dtype)
         sync = SingleReplicaSync([weight for layer in layers for weight in layer.weights])
         composed = ComposedModel(model, description, compiles=compiles)
-        stages.append(Stage(composed, TASKS[task], layers, sync, seed=0, **{"targets": SEQUENCE} | options))
+        head_loss = HeadLoss(TASKS[task], label_smoothing=label_smoothing)
+        stages.append(Stage(composed, head_loss, layers, sync, seed=0, **{"targets": SEQUENCE} | options))
     return stages

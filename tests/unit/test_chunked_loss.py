@@ -157,7 +157,7 @@ def test_a_loss_of_another_kind_is_computed_of_all_positions() -> None:
             return head(hidden).float().logsumexp(1).sum()
 
     (stage,) = build_stages(config_of("llama"), [range(8)])
-    stage.criterion = Pairs()
+    stage.head_loss.criterion = Pairs()
     with chunks_of(LENGTH):
         train(stage)
     assert TASKS["seq2seq"].sums_positions

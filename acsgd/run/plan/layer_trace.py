@@ -23,6 +23,7 @@ from acsgd.layers.description import BATCH, HIDDEN, Head, LayerSpec, ModelLayers
 from acsgd.layers.recorders import KnownValues, probe_batch
 from acsgd.layers.skeleton import experts_without_values, parameter_names, set_tied_parameter
 from acsgd.layers.trace import on_fake_tensors
+from acsgd.pp.chunked_loss import HeadLoss
 from acsgd.pp.recompute import KEEP_ALL, Recompute
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.shards.load import LoadedLayer
@@ -235,15 +236,13 @@ def trace_layers(
         loaded = [LoadedLayer(layers.layers[index], [], {}, {}) for index in runs]
         stage = Stage(
             composed,
-            task,
+            HeadLoss(task, label_smoothing=label_smoothing, logits_at_once=logits_at_once),
             loaded,
             SingleReplicaSync(add_weights(model, layers, loaded, dtype)),
             targets=1,
             seed=0,
-            label_smoothing=label_smoothing,
             recompute=recompute,
             first_trained=layers.first_trained,
-            logits_at_once=logits_at_once,
         )
         (_, first), (forward, backward) = composed.run_two(stage, batch, labels, sizes[BATCH])
         stage.graph_per_layer = splits_backward

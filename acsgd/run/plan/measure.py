@@ -15,6 +15,7 @@ from acsgd.config.options import Config
 from acsgd.dp.sync import SingleReplicaSync
 from acsgd.layers.description import BATCH
 from acsgd.layers.skeleton import move_buffers, parameter_names, set_tied_parameter
+from acsgd.pp.chunked_loss import HeadLoss
 from acsgd.pp.stage import Stage
 from acsgd.run.plan.layer_trace import RecordingModel, add_weights, alike
 from acsgd.run.plan.layout import sizes_of
@@ -87,15 +88,17 @@ def measure_layers(partition: Partition, seconds: float, now: Callable[[], float
     composed, recompute = RecordingModel(built, layers, clock), partition.plugins.recompute
     stage = Stage(
         composed,
-        model.task,
+        HeadLoss(
+            model.task,
+            label_smoothing=config.optim.label_smoothing,
+            logits_at_once=partition.streams.logits_at_once,
+        ),
         loaded,
         SingleReplicaSync(add_weights(built, layers, loaded, partition.shapes.dtype)),
         targets=1,
         seed=0,
-        label_smoothing=config.optim.label_smoothing,
         recompute=recompute._replace(layers=min(recompute.layers, 1)),  # or one layer would take the time of a group
         first_trained=layers.first_trained,
-        logits_at_once=partition.streams.logits_at_once,
     )
     batch, labels = _random_batch(partition)
     passes: list[tuple[dict[int, float], dict[int, float]]] = []

@@ -30,6 +30,7 @@ from acsgd.optim.base import Optimizer
 from acsgd.optim.fetch import FileParams, HostParams, LayerFetch, ParamSource
 from acsgd.optim.offload import GradientOffload, open_optimizer
 from acsgd.optim.ownership import OwnedWeights, Ownership
+from acsgd.pp.chunked_loss import HeadLoss
 from acsgd.pp.runtime import Pipeline
 from acsgd.pp.saved_activations import ActivationOffload
 from acsgd.pp.schedules.rows import RowRoute
@@ -321,17 +322,19 @@ def _open_stage(
     groups = [params.of([layer.spec for layer in layers[first : first + together]]) for first in starts]
     return Stage(
         composed,
-        job.model.task,
+        HeadLoss(
+            job.model.task,
+            label_smoothing=config.optim.label_smoothing,
+            logits_at_once=job.streams.logits_at_once,
+        ),
         layers,
         sync,
         targets=job.shapes.max_targets,
         seed=config.data.seed,
-        label_smoothing=config.optim.label_smoothing,
         recompute=job.plugins.recompute,
         splits_backward=job.programs.splits_backward,
         first_trained=job.model.description.first_trained,
         mask_per_sample=config.model.dropout_mask == "sample",
-        logits_at_once=job.streams.logits_at_once,
         offload=GradientOffload(job.streams) if config.optim.offload == "cpu" else None,
         fetch=LayerFetch(groups, params, sync.meter) if any(groups) else None,
         activations=ActivationOffload(job.streams) if job.offloads_activations else None,

@@ -1,4 +1,4 @@
-"""Backward of some layers in two parts: gradients of the inputs, then those of the weights."""
+"""Passes: what autograd records of the forward of a micro-batch, and its backward, in one part or in two."""
 
 from __future__ import annotations
 
@@ -10,6 +10,81 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+
+from acsgd.layers.composed import State
+
+
+class Graph(NamedTuple):
+    """What autograd has recorded of consecutive layers."""
+
+    inputs: State
+    """Leaves; those that require gradients get them."""
+    outputs: State
+
+    @property
+    def differentiable(self) -> list[Tensor]:
+        """Outputs that depend on leaves."""
+        return [x for x in self.outputs.values() if x.requires_grad]
+
+
+class Pass(NamedTuple):
+    """What the backward of a part of a micro-batch needs."""
+
+    rows: slice
+    """Rows of the part in the micro-batch."""
+    graphs: list[Graph]
+    """Of the first layers to the last ones."""
+
+    @property
+    def state(self) -> State:
+        """Inputs from the previous stage."""
+        return self.graphs[0].inputs
+
+    @property
+    def outputs(self) -> State:
+        """Inputs of the next stage, or the loss."""
+        return self.graphs[-1].outputs
+
+    def output_grads(self, grads: State | None, scale: float) -> list[Tensor]:
+        """Return the gradients of differentiable outputs among those of a micro-batch; None = of the loss, `scale`."""
+        return [
+            torch.full_like(output, scale) if grads is None else grads[name][self.rows]
+            for name, output in self.outputs.items()
+            if output.requires_grad
+        ]
+
+    def backward_inputs(self, grads: State | None, scale: float) -> list[Callable[[], None]]:
+        """Accumulate gradients of the inputs of all graphs. Returns what accumulates those of weights, first to last.
+
+        grads, scale: see `output_grads`.
+        """
+        outputs, output_grads = self.graphs[-1].differentiable, self.output_grads(grads, scale)
+        weight_parts: list[Callable[[], None]] = []
+        for index in reversed(range(len(self.graphs))):
+            leaves = {name: x for name, x in self.graphs[index].inputs.items() if x.requires_grad}
+            weight_parts.insert(0, backward_inputs([*leaves.values()], outputs, output_grads))
+            reached = {name: x.grad for name, x in leaves.items() if x.grad is not None}
+            if not index or not reached:
+                break
+            outputs, output_grads = [self.graphs[index - 1].outputs[name] for name in reached], [*reached.values()]
+        return weight_parts
+
+
+def take_gradients(state: State) -> State:
+    """Return the gradients of the floating-point tensors and clear them; zeros where a tensor had no effect."""
+    taken = {}
+    for name, x in state.items():
+        if x.is_floating_point():
+            taken[name], x.grad = torch.zeros_like(x) if x.grad is None else x.grad, None
+    return taken
+
+
+def join_parts(parts: Sequence[State]) -> State:
+    """Concatenate the rows of the parts of a micro-batch; sum losses."""
+    if len(parts) == 1:
+        return parts[0]
+    by_name = {name: [part[name] for part in parts] for name in parts[0]}
+    return {name: torch.cat(rows) if rows[0].dim() else torch.stack(rows).sum() for name, rows in by_name.items()}
 
 
 def backward_inputs(inputs: Sequence[Tensor], outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Callable[[], None]:
