@@ -13,7 +13,7 @@ from acsgd.io.data.batches import AHEAD
 from acsgd.notes import print_note
 from acsgd.run.report import MICROS, Report, StepField, StepSummary, by_rank, by_replica, in_grid, on_all, on_any
 from acsgd.run.session import Session
-from acsgd.run.setup.build import admit_observers
+from acsgd.run.setup.continued import admit_observers
 from acsgd.run.step.checkpointing import Checkpointing
 from acsgd.run.step.hooks import LoopState, StepHook
 from acsgd.run.step.run import STOP

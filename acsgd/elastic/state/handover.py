@@ -29,7 +29,8 @@ from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.run.plan.job import Job
 from acsgd.run.report import StepSummary
 from acsgd.run.session import Session
-from acsgd.run.setup.build import DeferredConstants, build_session, keep_caches, reconnect
+from acsgd.run.setup.build import DeferredConstants, build_session
+from acsgd.run.setup.continued import keep_caches, reconnect
 from acsgd.run.setup.resume import Start
 from acsgd.run.step.hooks import LoopState
 from acsgd.shards.load import BlankWeights, Constants

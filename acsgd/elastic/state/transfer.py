@@ -19,7 +19,7 @@ from torch import Tensor
 from acsgd.dp.resize import ReplicaPlace, carry_over
 from acsgd.groups import Groups
 from acsgd.run.session import Session
-from acsgd.run.setup.build import restart_syncs
+from acsgd.run.setup.continued import restart_syncs
 from acsgd.shards.layer_tensors import LayerTensors
 from acsgd.shards.load import Constants, LoadedLayer
 from acsgd.shards.weights import WeightState, part_of

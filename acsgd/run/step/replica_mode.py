@@ -13,7 +13,7 @@ from acsgd.run.plan.choose import ModePlanner
 from acsgd.run.plan.rates import LinkRate
 from acsgd.run.session import Session
 from acsgd.run.setup.auto import describe_link
-from acsgd.run.setup.build import change_mode
+from acsgd.run.setup.continued import change_mode
 from acsgd.run.setup.measured import links_of_replicas, probe_ring, replica_ring
 from acsgd.run.step.hooks import LoopState, StepHook
 from acsgd.run.step.link_codecs import PROBE_EVERY, PROBES
