@@ -80,7 +80,8 @@ def _write_model_files(loaded: LoadedModel, config: PreTrainedConfig, target: Pa
 def _merge(model: PreTrainedModel, source: Path) -> None:
     """Replace PEFT's layers by those that they adapt, merged, and by the modules that were trained as a whole.
 
-    Raises ValueError if a layer shares its weight with another one, which the adapter does not change.
+    Raises ValueError if PEFT cannot merge a layer, or a layer shares its weight with another one, which the adapter does
+    not change.
     """
     around: list[tuple[str, Any]] = [
         (path, module)
@@ -98,6 +99,11 @@ def _merge(model: PreTrainedModel, source: Path) -> None:
                     f"{source} changes {path}, but not {shared[-1]}, to which its weight is tied; a merged weight "
                     "would change both: use acsgd generate --adapter"
                 )
-            module.merge(safe_merge=True)
+            try:
+                module.merge(safe_merge=True)
+            except (RuntimeError, ValueError, NotImplementedError) as error:  # such as a bias where the layer has none
+                raise ValueError(
+                    f"{source}: PEFT cannot merge {path} ({error}); use acsgd generate --adapter"
+                ) from error
         model.set_submodule(path.removesuffix(TOKENS), inner)
     assert not [name for name, _ in model.named_parameters() if is_of_adapter(name)]

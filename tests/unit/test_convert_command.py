@@ -332,13 +332,23 @@ def test_an_adapter_without_one_of_two_resized_tables_is_refused(tiny_model: Tin
     assert f"error: {tmp_path / 'peft'} has 1500 rows of the embedding, but not of lm_head.weight, which" in printed
 
 
-def test_an_adapter_of_one_of_two_tied_tables_is_not_merged(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """PEFT merges it into both, which changes the head that the adapter left as it was."""
-    base = AutoModelForCausalLM.from_pretrained(tiny_model("gpt2"))
-    get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules=["wte"])).save_pretrained(tmp_path / "peft")
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        ("gpt2", {"target_modules": ["wte"]}, " changes transformer.wte, but not lm_head.weight, to which its"),
+        ("llama", {"target_modules": ["q_proj"], "lora_bias": True}, ": PEFT cannot merge model.layers.0.self_attn.q"),
+    ],
+)
+def test_an_adapter_that_no_weight_can_hold_is_not_merged(
+    family: str, options: dict[str, Any], reason: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """PEFT would merge that of one of two tied tables into both, which changes the other one."""
+    base = AutoModelForCausalLM.from_pretrained(tiny_model(family))
+    get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **options)).save_pretrained(tmp_path / "peft")
     code, printed = acsgd("convert", "merge", tmp_path / "peft", tmp_path / "merged")
     assert code == 2
-    assert f"error: {tmp_path / 'peft'} changes transformer.wte, but not lm_head.weight, to which its" in printed
+    assert f"error: {tmp_path / 'peft'}{reason}" in printed
+    assert "bug" not in printed
 
 
 @pytest.mark.parametrize(
