@@ -6,6 +6,7 @@ interface if it is of one link: [fe80::1%eth0]:29400. A name may have several ad
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import re
@@ -19,6 +20,8 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Hosts of a run on one machine."""
 EVERYWHERE = "::"
 """Host of the address of a socket that listens on all interfaces, of IPv4 and IPv6."""
+VIRTUAL = "127.88."
+"""Start of the virtual addresses of hosts in a mesh."""
 ANYWHERE = ("192.0.2.1:9", "[2001:db8::1]:9")
 """Addresses that no host has, to find the default routes."""
 
@@ -26,6 +29,11 @@ ANYWHERE = ("192.0.2.1:9", "[2001:db8::1]:9")
 def join_address(host: str, port: int | str) -> str:
     """Return a host and a port as one text."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_virtual(host: str) -> bool:
+    """Return whether a host is given by a virtual address."""
+    return host.startswith(VIRTUAL)
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -110,6 +118,16 @@ def resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[str,
     except UnicodeError:  # of a part that is empty or longer than 63 letters
         raise OSError(errno.EINVAL, "no name of a host", host) from None
     return [(family, address) for family, _, _, _, address in found]  # type: ignore[misc]  # IPv6 has four numbers
+
+
+def is_public(endpoints: Iterable[str]) -> bool:
+    """Return whether one of the endpoints has an address that is not private. Names that have none are not."""
+    for endpoint in endpoints:
+        with contextlib.suppress(OSError):
+            for _, address in resolve(*split_address(endpoint)):
+                if ipaddress.ip_address(address[0].partition("%")[0]).is_global:
+                    return True
+    return False
 
 
 def _can_bind(host: str, port: int) -> bool:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from acsgd.comm.addresses import is_public
+
 VERSION = importlib.metadata.version("acsgd")
 PREFIX = "acsgd1-"
 """Beginning of an invitation, with the version of its format."""
@@ -47,8 +49,6 @@ class Invitation:
     @property
     def has_mesh(self) -> bool:
         """Whether the run has a mesh."""
-        from acsgd.mesh.mesh import is_public  # imports cryptography
-
         return self.mesh == "true" or (self.mesh == "auto" and is_public(self.endpoints))
 
     @property

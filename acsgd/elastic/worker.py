@@ -67,7 +67,6 @@ from acsgd.io.files.fields import from_json
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.record import StepRecord
 from acsgd.launch import Launch
-from acsgd.mesh.mesh import publish
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.plan.model import RunModel
@@ -109,6 +108,8 @@ def _virtual_host(launch: Launch) -> VirtualHost | None:
     """Return where a process listens; None without a mesh."""
     if launch.mesh is None:
         return None
+    from acsgd.mesh.mesh import publish  # imports cryptography
+
     address, socket_path = launch.mesh
     return VirtualHost(address, partial(publish, Path(socket_path)))
 

@@ -23,8 +23,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from cryptography.x509.oid import NameOID
 
-NETWORK = "127.88."
-"""What virtual addresses begin with."""
+from acsgd.comm.addresses import VIRTUAL
+
 MIN_SECRET_BYTES = 16
 """A stranger who connects sees a signature by a key that follows from the secret, and may try secrets at leisure."""
 NEW_SECRET = "(umask 077; openssl rand -hex 24 > secret)"
@@ -33,11 +33,6 @@ _VALID = datetime.datetime(2020, 1, 1), datetime.datetime(2100, 1, 1)
 
 class StrangerError(ConnectionError):
     """The process at the other end has no certificate of this run, or not that of the expected host."""
-
-
-def is_virtual(host: str) -> bool:
-    """Return whether a host is given by a virtual address."""
-    return host.startswith(NETWORK)
 
 
 def check_secret(secret: bytes) -> bytes:
@@ -183,4 +178,4 @@ def _digest(key: Ed25519PublicKey) -> bytes:
 
 def _address_of(key: Ed25519PublicKey) -> str:
     digest = _digest(key)
-    return f"{NETWORK}{digest[0]}.{digest[1]}"
+    return f"{VIRTUAL}{digest[0]}.{digest[1]}"

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import os
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from acsgd.comm.addresses import listen, resolve, split_address
+from acsgd.comm.addresses import listen, split_address
 from acsgd.mesh.forwarder import Forwarder, is_taken
 from acsgd.mesh.identity import HostIdentity
 
@@ -207,13 +206,3 @@ def request(socket_path: Path, what: str, timeout_s: float | None) -> str:
     if answer.startswith(PROBLEM):
         raise ValueError(answer.removeprefix(PROBLEM))
     return answer
-
-
-def is_public(endpoints: Iterable[str]) -> bool:
-    """Return whether one of the endpoints has an address that is not private. Names that have none are not."""
-    for endpoint in endpoints:
-        with contextlib.suppress(OSError):
-            for _, address in resolve(*split_address(endpoint)):
-                if ipaddress.ip_address(address[0].partition("%")[0]).is_global:
-                    return True
-    return False

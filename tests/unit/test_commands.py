@@ -93,7 +93,7 @@ print(codes)
 """Runs commands, and ends with a sentence if one has imported a package."""
 OF_MODELS = ["transformers.modeling_utils", "torch._dynamo", "peft", "scipy", "datasets"]
 OF_TOKENIZERS = ["transformers", "tokenizers", *OF_MODELS[1:]]
-HEAVY = ["torch", *OF_TOKENIZERS]
+HEAVY = ["torch", "cryptography", *OF_TOKENIZERS]
 
 
 def run_without(packages: list[str], *lines: list[str], directory: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -125,6 +125,7 @@ MISTAKES = [
     ("data check rows.jsonl --model ./a", "--model=./a does not exist; give a directory or a Hugging Face id"),
     ("data dedup rows.jsonl -o rows.txt", "--output=rows.txt is not a file of JSON lines; write, for example"),
     ("data dedup rows.jsonl -o rows.jsonl", "--output=rows.jsonl exists already; give a file that does not"),
+    ("doctor run.toml --listen 0", "--listen=0 must be at least 1, at most 65535"),
 ]
 """Command line in a directory with a model and data, and the beginning of the message."""
 

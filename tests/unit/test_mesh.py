@@ -32,13 +32,14 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from lib.patience import stretched, wait_until
 
+from acsgd.comm.addresses import is_public
 from acsgd.comm.process_groups import VirtualHost
 from acsgd.commands.doctor.host import mesh_rule
 from acsgd.errors import ConnectError
 from acsgd.mesh import carrier, forwarder, identity, mesh, mirrors, peers, ports, rotation, tls, transport
 from acsgd.mesh.carrier import Carrier
 from acsgd.mesh.identity import HostIdentity, StrangerError, VerifiedHost, member_of, read_secret
-from acsgd.mesh.mesh import Mesh, MeshOptions, is_public, publish
+from acsgd.mesh.mesh import Mesh, MeshOptions, publish
 from acsgd.mesh.messages import Rotate, Rotated
 from acsgd.mesh.streams import CarriedEnd
 

@@ -19,11 +19,10 @@ from typing import Any, Literal
 import psutil
 from packaging.requirements import Requirement
 
-from acsgd.comm.addresses import find_interface
+from acsgd.comm.addresses import VIRTUAL, find_interface
 from acsgd.errors import explain
 from acsgd.host_memory import CGROUPS, host_memory
 from acsgd.io.files.atomic import missing_operations
-from acsgd.mesh.identity import NETWORK
 
 Level = Literal["ok", "warning", "error"]
 
@@ -255,7 +254,7 @@ def mesh_rule(user: int) -> str:
     """
     return (
         "add table inet acsgd; add chain inet acsgd output { type filter hook output priority 0; }; "
-        f"add rule inet acsgd output ip daddr {NETWORK}0.0/16 meta l4proto tcp meta skuid != {user} "
+        f"add rule inet acsgd output ip daddr {VIRTUAL}0.0/16 meta l4proto tcp meta skuid != {user} "
         "reject with tcp reset"
     )
 

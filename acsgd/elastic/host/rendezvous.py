@@ -28,6 +28,7 @@ from acsgd.comm.addresses import (
     LOOPBACK,
     find_address,
     find_interface,
+    is_public,
     join_address,
     listen,
     listen_everywhere,
@@ -41,7 +42,7 @@ from acsgd.errors import explain
 from acsgd.failures.report import REPORTED, print_error
 from acsgd.launch import is_restart_forbidden, publish_daemon, publish_mesh, run_secret
 from acsgd.mesh.identity import NEW_SECRET, read_secret
-from acsgd.mesh.mesh import DIRECTORY, SOCKET, Mesh, MeshOptions, is_public
+from acsgd.mesh.mesh import DIRECTORY, SOCKET, Mesh, MeshOptions
 from acsgd.notes import print_note
 
 START_ATTEMPTS = 10

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from acsgd.comm.addresses import LOOPBACK, split_address
+from acsgd.comm.addresses import LOOPBACK, is_virtual, split_address
 from acsgd.elastic.host.files import FileRequest, FileService, PartCodes
 from acsgd.elastic.membership.messages import (
     MAX_BYTES,
@@ -22,7 +22,6 @@ from acsgd.elastic.membership.messages import (
     unseal,
 )
 from acsgd.io.files.fields import from_json
-from acsgd.mesh.identity import is_virtual
 from acsgd.mesh.ports import is_own_connection
 
 log = logging.getLogger(__name__)

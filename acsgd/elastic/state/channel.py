@@ -22,8 +22,7 @@ from typing import NamedTuple
 import torch
 import zstandard
 
-from acsgd.comm.addresses import LOOPBACK, listen_everywhere, resolve
-from acsgd.mesh.identity import is_virtual
+from acsgd.comm.addresses import LOOPBACK, is_virtual, listen_everywhere, resolve
 
 _HEADER = struct.Struct("<Q?")
 _TOKEN_BYTES = 16
