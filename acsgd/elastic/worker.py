@@ -341,7 +341,7 @@ class ElasticWorker:
         """Return the metrics of a view, with its notes and those that are given. All ranks call it together."""
         job = begin.session.job
         metrics = self._metrics.of(job, self._state, disks.log)
-        of_metrics = share_metrics(job, groups, disks.log, metrics.file, is_current=self._view is not None)
+        of_metrics = share_metrics(job, groups, disks.log, metrics.file)
         for note in [*self._notes(job, inputs, begin), *notes, *of_metrics]:
             metrics.note(note)
         return metrics
@@ -377,7 +377,7 @@ class ElasticWorker:
         assert self._stopped_at is not None
         seconds, step, record = time.monotonic() - self._stopped_at, begun.start.progress.step, self._state.record
         last = record.fields() if record is not None and record.step == step else None
-        before = [asdict(host) for host in self._view.hosts] if self._view else None
+        before = (self._view.epoch, [asdict(host) for host in self._view.hosts]) if self._view else (0, None)
         mine = json.dumps((begun.received_bytes, needed_bytes, has_room, seconds, before, last))
         texts = groups.all_gather_text("setting up", mine, timeout_s=job.disk_timeout_s)
         reports = [json.loads(text) for text in texts]
@@ -387,9 +387,10 @@ class ElasticWorker:
             metrics.note(describe_snapshots(interval, snapshots.budget, most_bytes, have_room=all(have_room)))
         if last is None and self._state.is_open and (logged := next(filter(None, records), None)):
             self._state.record = StepRecord(**logged)  # which this rank logs once the step is closed
-        # the same lines on all hosts: as the first rank knows that has not just joined
-        first = next((rank for rank, hosts in enumerate(all_before) if hosts is not None), 0)
-        known = None if all_before[first] is None else [Host(**host) for host in all_before[first]]
+        # the same lines on all hosts: as the first rank knows that was not away
+        first = max(range(len(all_before)), key=lambda rank: int(all_before[rank][0]))
+        hosts = all_before[first][1]
+        known = None if hosts is None else [Host(**host) for host in hosts]
         for event in view_events(view, known, step, all_seconds[first], sum(moved)):
             metrics.event(event)
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import count
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import pytest
+from lib.records import RECORD
 
 from acsgd.config.options import CheckpointConfig, LogConfig, RunConfig
 from acsgd.elastic.membership.messages import Host, View
@@ -23,19 +27,23 @@ from acsgd.errors import RefusedError, RunError
 from acsgd.failures.processes import ProcessIdentity
 from acsgd.groups import Groups
 from acsgd.io.checkpoint import copies
-from acsgd.io.checkpoint.copies import Disks
+from acsgd.io.checkpoint.copies import Disks, FileTransfer
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.files.atomic import missing_operations, rename
+from acsgd.io.telemetry import json_lines
+from acsgd.io.telemetry.json_lines import JsonLinesSink
+from acsgd.io.telemetry.record import RunEvent
 from acsgd.optim.adamw import AdamW
 from acsgd.run.lock.lease import Lease
 from acsgd.run.plan.job import Job
 from acsgd.run.plan.limits import ParameterCount
 from acsgd.run.setup import directories
-from acsgd.run.setup.directories import RunDisks, check_room, find_run_disks, open_disks
+from acsgd.run.setup.directories import RunDisks, check_room, find_run_disks, open_disks, share_metrics
 from acsgd.shards.manifest import MANIFEST
 from acsgd.topology import Topology
 
 T = TypeVar("T")
+WAIT_S = 60.0
 
 
 class ThreadGroups:
@@ -50,13 +58,13 @@ class ThreadGroups:
     def of(self, rank: int) -> Groups:
         def all_gather_text(name: str, text: str, *, timeout_s: float) -> list[str]:
             self._texts[rank] = text
-            self._barrier.wait(timeout_s)
+            self._barrier.wait(min(timeout_s, WAIT_S))
             texts = [*self._texts]
-            self._barrier.wait(timeout_s)  # before one begins another exchange
+            self._barrier.wait(min(timeout_s, WAIT_S))  # before one begins another exchange
             return texts
 
         def wait_for_all(name: str, *, timeout_s: float) -> None:
-            self._barrier.wait(timeout_s)
+            self._barrier.wait(min(timeout_s, WAIT_S))
 
         texts = {"all_gather_text": all_gather_text, "wait_for_all": wait_for_all}
         return cast(Groups, SimpleNamespace(run_id=self.run_id, world=SimpleNamespace(rank=lambda: rank), **texts))
@@ -66,7 +74,7 @@ def job_of(rank: int, ranks: int, directory: Path) -> Job:
     config = SimpleNamespace(log=LogConfig(str(directory)), checkpoint=CheckpointConfig(), run=RunConfig())
     paths = SimpleNamespace(run=directory, checkpoints=CheckpointDirectory(directory / "checkpoints"))
     topology = Topology.of(rank, ranks, 1)
-    return cast(Job, SimpleNamespace(topology=topology, paths=paths, config=config, disk_timeout_s=60.0))
+    return cast(Job, SimpleNamespace(topology=topology, paths=paths, config=config, disk_timeout_s=WAIT_S))
 
 
 def on_ranks(of_ranks: list[Path], act: Callable[[Job, Groups], T]) -> list[T | RunError]:
@@ -125,6 +133,69 @@ def test_a_file_that_another_host_sees_late_is_waited_for(tmp_path: Path, monkey
     find = partial(find_run_disks, host="host")
     assert all(cast(RunDisks, found).log.is_shared for found in on_ranks([tmp_path, tmp_path], find))
     assert len(looked) > 6
+
+
+class FilesOfThreads:
+    """In place of `FileExchange`, between threads: copies what is at the same path on each disk."""
+
+    directories: dict[int, Path]
+    """By disk."""
+
+    def __init__(self, groups: Groups, disks: Disks) -> None:
+        self._groups = groups
+        self._disks = disks
+
+    def run(self, transfers: Sequence[FileTransfer], directory: Path) -> str:
+        for file, source, target in transfers:
+            if target == self._disks.of(self._groups.world.rank()):
+                shutil.copy(self.directories[source] / file.file, directory / file.file)
+        self._groups.wait_for_all("copying", timeout_s=WAIT_S)
+        return ""
+
+
+@pytest.mark.parametrize("seed", [*range(8), 13])
+def test_metrics_of_all_hosts_have_the_last_execution_of_each_step(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever hosts were away while the others repeated steps, with other losses, that these had written.
+
+    A host may have completed a step of which no other has all reports, before it ends, or is cut off and joins again.
+    The others return to a snapshot if a stage is lost. It also may have been a spare, while others trained.
+    """
+    monkeypatch.setattr(json_lines, "COMPARED_STEPS", 3)
+    monkeypatch.setattr(directories, "FileExchange", FilesOfThreads)
+    draw, executions, names = Random(seed), count(1), [tmp_path / name for name in "abcd"]
+    sinks: dict[Path, JsonLinesSink] = {}
+    members, losses, ahead = names, list[float](), 0
+    for directory in names:
+        directory.mkdir()
+    for view in range(1, 9):
+        free = [each for each in names if each != members[0] or not ahead]
+        hosts, trained = draw.sample(free, min(len(free), draw.choice((2, 3, 4)))), [*{*free} & {*members}]
+        members = [*hosts, *sorted(trained)[: not {*hosts} & {*trained}]]  # a majority of the hosts that have trained
+        del losses[len(losses) - min(len(losses), draw.choice((0, 0, 0, 1, 7))) :]
+        for directory in members:
+            if directory not in sinks or draw.random() < 0.5:  # its processes are new ones
+                sinks[directory] = JsonLinesSink(directory / "metrics.jsonl", resumed_at=len(losses), notify=print)
+        disks = Disks(tuple((rank,) for rank in range(len(members))), tuple("abcd"))
+        FilesOfThreads.directories = dict(enumerate(members))
+
+        def share(job: Job, groups: Groups, disks: Disks = disks) -> list[str]:
+            return share_metrics(job, groups, disks, sinks[job.paths.run])
+
+        assert on_ranks(members, share) == [[] for _ in members]
+        for directory in members:
+            sinks[directory].event(RunEvent("view", len(losses), "", {"view": view}))
+        for _ in range(draw.choice((0, 1, 2, 8))):
+            losses.append(next(executions))
+            for directory in members:
+                sinks[directory].log(RECORD._replace(step=len(losses), loss=losses[-1]))
+        if ahead := draw.randint(0, 1):
+            sinks[members[0]].log(RECORD._replace(step=len(losses) + 1, loss=next(executions)))
+        for directory in members[ahead:]:
+            lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+            steps = [(line["step"], line["loss"]) for line in lines if "step" in line]
+            assert steps == [*enumerate(losses, 1)], f"view {view}, {directory.name}"
 
 
 def view_of(disks: str, *, from_disk: bool = False) -> View:

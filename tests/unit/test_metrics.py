@@ -97,7 +97,7 @@ def test_after_a_kill_and_a_resume_each_step_appears_once_in_order(
     log_steps(tmp_path, "jsonl", 1, 5, resumed_at=0)
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(torn)
-    assert StepLines(tmp_path / "metrics.jsonl").last_step() in (5, 6)
+    assert StepLines(tmp_path / "metrics.jsonl").last().step in (5, 6)
     log_steps(tmp_path, "jsonl", resumed_at + 1, 8, resumed_at=resumed_at)
     kept = [(step, 0) for step in range(1, resumed_at + 1)]
     made_again = [(step, resumed_at) for step in range(resumed_at + 1, 9)]
@@ -149,9 +149,9 @@ def test_a_host_that_was_away_gets_the_lines_after_its_last_step(
     current, away, empty = (StepLines(tmp_path / name) for name in ("current", "away", "empty"))
     current.path.write_text("".join(f"{line}\n" for line in lines))
     away.path.write_text(f'{lines[0]}\n{lines[1]}\n{{"event": "y", "after_step": 2}}\n{{"ste')
-    assert [each.last_step() for each in (current, away, empty)] == [3, 2, 0]
+    assert [each.last() for each in (current, away, empty)] == [(0, 3), (0, 2), (0, 0)]
     for behind in (away, empty):
-        last = behind.last_step()
+        last = behind.last().step
         JsonLinesSink(behind.path, resumed_at=last, notify=print).replace_after(last, current.after(last))
         assert behind.path.read_bytes() == current.path.read_bytes()
 
@@ -171,7 +171,7 @@ def test_lines_that_a_full_disk_kept_back_are_not_doubled_by_those_of_another_ho
     monkeypatch.setattr(JsonLinesSink, "_write", refuse)
     for step in (2, 3):
         sink.log(RECORD._replace(step=step))
-    last = StepLines(full).last_step()
+    last = StepLines(full).last().step
     assert last == 1
     sink.replace_after(last, StepLines(current).after(last))  # while the disk is full, too
     monkeypatch.setattr(JsonLinesSink, "_write", write)

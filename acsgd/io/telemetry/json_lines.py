@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from acsgd.config.options import Config
 from acsgd.io.files.atomic import rename
@@ -19,6 +22,8 @@ METRICS = "metrics.jsonl"
 """Name of the file in the run directory."""
 LAST_BYTES = 1 << 16
 """Size of the end of the file in which the last step is looked for first."""
+COMPARED_STEPS = 100
+"""Number of steps of which two files are compared at once: as many lines at most are sent without need."""
 RANKS_PER_STEP = 8
 """Largest number of ranks whose numbers are in every line; those of more ranks are in every k-th, as few per step."""
 
@@ -26,9 +31,10 @@ RANKS_PER_STEP = 8
 class JsonLinesSink:
     """Writes metrics.jsonl: every step once, in order, written when `log` returns.
 
-    If training returns to an earlier step, the lines after it are dropped. If the last step is logged again, the events
-    after it are kept: a view may begin with the evaluation of a step whose line is there. A full disk does not end the
-    run: lines that cannot be written are kept and written later. If the file is removed, a new one begins.
+    If training returns to an earlier step, the lines after it are dropped, at the next step or event. If the last step
+    is logged again, the events after it are kept: a view may begin with the evaluation of a step whose line is there. A
+    full disk does not end the run: lines that cannot be written are kept and written later. If the file is removed, a
+    new one begins.
 
     resumed_at: completed steps of the checkpoint the run resumed from; 0 = a new run, whose file starts empty.
     notify: prints a sentence for the user.
@@ -62,6 +68,11 @@ class JsonLinesSink:
         pass
 
     def event(self, event: RunEvent) -> None:
+        if event.after_step < self._last_step:
+            with self._errors_reported():
+                self._begin_again_if_removed()
+                self._rewind(event.after_step)
+            self._last_step = event.after_step
         self._append(event.line())
 
     def close(self, *, failed: bool) -> None:
@@ -111,8 +122,8 @@ class JsonLinesSink:
     def _rewind(self, step: int) -> None:
         """Drop the lines after `step`, written and unwritten.
 
-        The event of the return to this step comes after them. It is written again behind the truncated part, so that a
-        full disk has room for it.
+        Events between them that follow an earlier step are written again behind the truncated part, so that a full disk
+        has room for them.
         """
         written = self._path.read_bytes()
         kept = list(_lines_until((written + self._unwritten).splitlines(), step))
@@ -127,27 +138,55 @@ class JsonLinesSink:
                 self._unwritten = self._unwritten[file.write(self._unwritten) :]
 
 
+class LastLines(NamedTuple):
+    """Where a metrics.jsonl ends. That of the newest view has the last execution of each step; of two, the longer."""
+
+    view: int
+    """Number of its newest view; 0 = it has none."""
+    step: int
+    """Its last step; 0 = it has none."""
+
+
 class StepLines:
     """The lines of a metrics.jsonl, by the steps that they follow. A file that is missing has none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def last_step(self) -> int:
-        """Return the step of the last line of a step; 0 if there is none."""
+    def last(self) -> LastLines:
+        """Return where the file ends."""
+        view = step = 0
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             for length in (min(size, LAST_BYTES), size):
                 file.seek(size - length)
-                for line in reversed(file.read().splitlines()):
-                    if (step := _step_of(line)) is not None:
-                        return step
-        return 0
+                lines = file.read().splitlines()[::-1]
+                step = next(filter(None, map(_step_of, lines)), 0)
+                view = next(filter(None, map(_view_of, lines)), 0)
+                if step and view:
+                    break
+        return LastLines(view, step)
 
     def after(self, step: int) -> bytes:
         """Return the lines that follow that of a step."""
         raw = self.path.read_bytes()
         return raw[_end_of(raw, step) :]
+
+    def digests(self) -> dict[str, str]:
+        """Return what identifies the executions of each span of COMPARED_STEPS steps, by the number of the span."""
+        digests = defaultdict[int, Any](partial(hashlib.blake2b, digest_size=8))
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+            for fields in map(_fields_of, file):
+                if isinstance(step := fields.get("step"), int):
+                    executed = json.dumps([step, fields.get("loss"), fields.get("grad_norm")])
+                    digests[(step - 1) // COMPARED_STEPS].update(executed.encode())
+        return {str(span): digest.hexdigest() for span, digest in digests.items()}
+
+
+def last_common_step(mine: Mapping[str, str], others: Mapping[str, str]) -> float:
+    """Return the last step up to which no span of two files differs; infinite if none does. Of `StepLines.digests`."""
+    differing = [int(span) for span in mine if others.get(span, mine[span]) != mine[span]]
+    return min(differing) * COMPARED_STEPS if differing else math.inf
 
 
 def _fields_of(line: bytes) -> dict[str, Any]:
@@ -164,15 +203,21 @@ def _step_of(line: bytes) -> int | None:
     return step if isinstance(step, int) else None
 
 
+def _view_of(line: bytes) -> int | None:
+    """Return the number of the view that a line of metrics.jsonl begins; None for others."""
+    view = _fields_of(line).get("view") if b'"view"' in line else None
+    return view if isinstance(view, int) else None
+
+
 def _end_of(raw: bytes, step: int) -> int:
-    """Return the length of the lines up to that of a step; 0 for step 0."""
-    end = 0
+    """Return the length of the lines up to the last one of a step that is not after `step`; 0 for step 0."""
+    end = length = 0
     for line in raw.splitlines(keepends=True):
-        if not step:
-            break
-        end += len(line)
-        if _step_of(line) == step:
-            break
+        length += len(line)
+        if (found := _step_of(line)) is not None:
+            if found > step:
+                break
+            end = length
     return end
 
 

@@ -29,7 +29,7 @@ from acsgd.io.checkpoint.copies import (
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.files.atomic import missing_operations, write_once
 from acsgd.io.files.checksum import new_file_checksum
-from acsgd.io.telemetry.json_lines import METRICS, JsonLinesSink, StepLines
+from acsgd.io.telemetry.json_lines import METRICS, JsonLinesSink, LastLines, StepLines, last_common_step
 from acsgd.io.telemetry.metrics import FILE
 from acsgd.run.plan.job import Job
 from acsgd.shards.manifest import StoredFile
@@ -234,48 +234,67 @@ def _describe_shared(job: Job, disks: Disks, before: RunDisks | None) -> list[st
     return [f"checkpoint.{name}={getattr(config, name)} has no effect{cause}" for name in unused]
 
 
-def share_metrics(
-    job: Job, groups: Groups, disks: Disks, sink: JsonLinesSink | None, *, is_current: bool = True
-) -> list[str]:
-    """Let all run directories have the lines of metrics.jsonl up to the last step; hosts that were away lack some.
+def share_metrics(job: Job, groups: Groups, disks: Disks, sink: JsonLinesSink | None) -> list[str]:
+    """Let all run directories have the same lines of metrics.jsonl up to the last step.
 
-    A collective call. sink: of a leader, which writes the file; is_current: whether this host was not away. Returns a
-    sentence for the user if that fails.
+    A host that was away lacks some, and may have those of steps that others have repeated without it. A collective
+    call. sink: of a leader, which writes the file. Returns a sentence for the user if that fails.
     """
-    directory, rank, timeout_s = job.paths.run, job.topology.rank, job.disk_timeout_s
+    directory, timeout_s = job.paths.run, job.disk_timeout_s
     if disks.is_shared or FILE not in job.config.log.to.split(","):
         return []
-    lines, here = StepLines(directory / METRICS), disks.of(rank)
+    lines, here = StepLines(directory / METRICS), disks.of(groups.world.rank())
     if sink is not None:
         sink.flush()  # what it still holds is replaced by the lines of another host
-    report = json.dumps((is_current, lines.last_step() if disks.is_leader(rank) else 0))
-    texts = groups.all_gather_text("comparing metrics", report, timeout_s=timeout_s)
-    reports = [json.loads(texts[ranks[0]]) for ranks in disks.members]
-    source = max(range(len(reports)), key=lambda disk: reports[disk])
-    behind = {disk: last for disk, (_, last) in enumerate(reports) if last < reports[source][1]}
-    tails = {disk: directory / f".{METRICS}.{disk}" for disk in behind}
+    source, kept = _compare_metrics(lines, groups, disks, timeout_s)
+    tails = {disk: directory / f".{METRICS}.{disk}" for disk in kept}
     files, problem = [], ""
-    if rank == disks.members[source][0]:
+    if groups.world.rank() == disks.members[source][0]:
         try:
-            for disk, last in behind.items():
-                tails[disk].write_bytes(raw := lines.after(last))
+            for disk, step in kept.items():
+                tails[disk].write_bytes(raw := lines.after(step))
                 files.append(asdict(StoredFile(tails[disk].name, len(raw), new_file_checksum(raw).hexdigest())))
         except OSError as error:
             problem = explain(error) or str(error)
     texts = groups.all_gather_text("listing missing metrics", json.dumps(files), timeout_s=timeout_s)
     stored = [StoredFile(**file) for file in json.loads(texts[disks.members[source][0]])]
-    transfers = [FileTransfer(file, source, disk) for file, disk in zip(stored, behind, strict=False)]
+    transfers = [FileTransfer(file, source, disk) for file, disk in zip(stored, kept, strict=False)]
     problem = FileExchange(groups, disks).run(transfers, directory) or problem
     if sink is not None:
         try:
             if here in [transfer.target for transfer in transfers] and not problem:
-                sink.replace_after(behind[here], tails[here].read_bytes())
+                sink.replace_after(kept[here], tails[here].read_bytes())
             for tail in tails.values():
                 tail.unlink(missing_ok=True)
         except OSError as error:
             problem = explain(error) or str(error)
     problems = groups.all_gather_text("completing metrics", problem, timeout_s=math.inf)
     return [f"{lines.path} lacks lines on some hosts: {problem}" for problem in problems if problem]
+
+
+def _compare_metrics(lines: StepLines, groups: Groups, disks: Disks, timeout_s: float) -> tuple[int, dict[int, int]]:
+    """Return the disk whose metrics.jsonl has the last execution of each step, and which lines other disks keep.
+
+    By disk, without those that need no lines: the step up to which it keeps them. Files whose newest view is the same
+    have no other lines, since all that were in a view have the same ones.
+    """
+    is_leader, leaders = disks.is_leader(groups.world.rank()), [ranks[0] for ranks in disks.members]
+    mine = json.dumps(lines.last() if is_leader else None)
+    texts = groups.all_gather_text("comparing metrics", mine, timeout_s=timeout_s)
+    ends = [LastLines(*json.loads(texts[rank])) for rank in leaders]
+    newest = max(ends)
+    source = ends.index(newest)
+    kept = {disk: end.step for disk, end in enumerate(ends) if end.step < newest.step}
+    away = [disk for disk, end in enumerate(ends) if end.view < newest.view or not newest.view]
+    if away:
+        mine = json.dumps(lines.digests() if is_leader else None)
+        texts = groups.all_gather_text("comparing steps", mine, timeout_s=timeout_s)
+        digests = [json.loads(texts[rank]) for rank in leaders]
+        for disk in away:
+            common = last_common_step(digests[disk], digests[source])
+            if common < math.inf or ends[disk].step != newest.step:
+                kept[disk] = int(min(common, ends[disk].step, newest.step))
+    return source, kept
 
 
 def describe_missing(job: Job) -> list[str]:
