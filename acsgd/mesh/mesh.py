@@ -8,13 +8,16 @@ import os
 import socket
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from acsgd.comm.addresses import listen, split_address
 from acsgd.mesh.forwarder import Forwarder, is_taken
 from acsgd.mesh.identity import HostIdentity
+
+T = TypeVar("T")
 
 END_S = 5.0
 """Time for the thread to start or to end, seconds."""
@@ -79,7 +82,7 @@ class Mesh:
         self._ended: asyncio.Event
         self.forwarder: Forwarder
         self._has_started = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="acsgd mesh", daemon=True)
+        self._thread = threading.Thread(target=lambda: run_in_loop(self._main()), name="acsgd mesh", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
@@ -100,14 +103,6 @@ class Mesh:
         """Return whether this host is at an endpoint before another one."""
         announced, endpoints = self._options.announced, self._options.endpoints
         return announced in endpoints and endpoint not in endpoints[: endpoints.index(announced) + 1]
-
-    def _run(self) -> None:
-        with contextlib.suppress(ImportError):
-            import uvloop
-
-            uvloop.run(self._main())
-            return
-        asyncio.run(self._main())
 
     async def _main(self) -> None:
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
@@ -149,6 +144,16 @@ class Mesh:
         self._by_endpoint[endpoint] = daemon
         found = [self._by_endpoint[each] for each in self._options.endpoints if each in self._by_endpoint]
         self.daemons[:] = dict.fromkeys(found)
+
+
+def run_in_loop(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in the event loop of uvloop where it is installed, else in that of asyncio; return its result."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    result: T = uvloop.run(main)
+    return result
 
 
 def _draw_identity(options: MeshOptions) -> HostIdentity:

@@ -26,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -39,7 +39,7 @@ from acsgd.errors import ConnectError
 from acsgd.mesh import carrier, forwarder, identity, mesh, mirrors, peers, ports, rotation, tls, transport
 from acsgd.mesh.carrier import Carrier
 from acsgd.mesh.identity import HostIdentity, StrangerError, VerifiedHost, member_of, read_secret
-from acsgd.mesh.mesh import Mesh, MeshOptions, publish
+from acsgd.mesh.mesh import Mesh, MeshOptions, publish, run_in_loop
 from acsgd.mesh.messages import Rotate, Rotated
 from acsgd.mesh.streams import CarriedEnd
 
@@ -277,6 +277,7 @@ def test_a_host_whose_name_leads_to_another_address_is_found_there(
 ) -> None:
     places, look_up = {"home.example": "127.0.0.9"}, socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **how: look_up(places.get(host, host), *rest, **how))
+    monkeypatch.setitem(sys.modules, "uvloop", None)  # which looks up names without this function
     monkeypatch.setattr(forwarder, "REDIAL_S", 0.05)
     one = start()
     other = start((f"home.example:{one.port}",))
@@ -721,9 +722,9 @@ async def linked(
 def records_of(sender: transport.TlsTransport, data: bytes) -> bytes:
     """Return what a connection sends for data that are written at once, in place of sending it."""
     sent = list[bytes]()
-    send, sender._transport.write = sender._transport.write, sent.append  # type: ignore[method-assign]
+    connection, sender._transport = sender._transport, cast(Any, SimpleNamespace(write=sent.append))
     sender.write(data)
-    sender._transport.write = send  # type: ignore[method-assign]
+    sender._transport = connection
     return b"".join(sent)
 
 
@@ -735,7 +736,7 @@ def test_the_length_of_a_record_promises_what_was_written_with_it_and_no_more(si
         sender, _ = await linked(asyncio.Protocol())
         return records_of(sender, bytes(size))
 
-    stream, records, promised = asyncio.run(write()), transport.Records(), list[int]()
+    stream, records, promised = run_in_loop(write()), transport.Records(), list[int]()
     for at in range(0, len(stream), 50):
         records.count(stream[at : at + 50])
         promised.append(records.missing + records.following)
@@ -770,7 +771,7 @@ def test_packets_of_what_was_written_at_once_wake_the_receiver_a_few_times(
         assert received.data == data
         assert len(woken) <= most
 
-    asyncio.run(send_packets())
+    run_in_loop(send_packets())
 
 
 def test_what_was_written_arrives_although_the_end_that_closes_has_not_read_all() -> None:
@@ -789,7 +790,7 @@ def test_what_was_written_arrives_although_the_end_that_closes_has_not_read_all(
         await asyncio.wait_for(received.ended.wait(), WAIT_S)
         assert received.data == data
 
-    asyncio.run(close())
+    run_in_loop(close())
 
 
 @pytest.mark.parametrize("cut", [None, 0, 20], ids=["closed", "cut between records", "cut in a record"])
@@ -813,7 +814,7 @@ def test_a_connection_that_is_cut_on_the_path_is_reset_for_the_program_and_has_n
                 await reader.read()
         writer.close()
 
-    asyncio.run(asyncio.wait_for(carry(), WAIT_S))
+    run_in_loop(asyncio.wait_for(carry(), WAIT_S))
 
 
 def test_what_a_host_ends_before_all_has_arrived_is_lost_with_an_error_on_the_other_host() -> None:
@@ -829,7 +830,7 @@ def test_what_a_host_ends_before_all_has_arrived_is_lost_with_an_error_on_the_ot
             await received.ended.wait()
         assert isinstance(received.error, ConnectionResetError)
 
-    asyncio.run(asyncio.wait_for(abort(), WAIT_S))
+    run_in_loop(asyncio.wait_for(abort(), WAIT_S))
 
 
 # Another secret.
@@ -853,7 +854,7 @@ def test_what_a_connection_has_proved_ends_with_it_or_with_the_secret() -> None:
                 assert other.secret_of(writer.transport) is None
                 writer.transport.abort()
 
-    asyncio.run(connected())
+    run_in_loop(connected())
 
 
 def three(start: Callable[..., Host], **kwargs: object) -> list[Host]:
@@ -1191,7 +1192,7 @@ def test_a_connection_that_a_router_has_forgotten_ends_once_its_host_is_back(
         carried._carried.update(ends)
         await carried.end_stuck("127.88.1.1", 0.5)
 
-    asyncio.run(end_stuck())
+    run_in_loop(end_stuck())
     assert aborted == (["127.88.1.1"] if is_ended else [])
 
 
