@@ -238,6 +238,11 @@ class MergeCommand:
             _create(self.target, lambda path: merge_peft(self.source, self.model, path))
             print(describe_shards(self.target))
             return
+        if not os.path.lexists(self.source):
+            raise ValueError(
+                f"{self.source} {missing(self.source)}; give a checkpoint, a run directory or an adapter directory of "
+                "PEFT"
+            )
         source = _checkpoint(self.source)
         if self.model is not None:
             raise ValueError(f"--model is for adapter directories of PEFT, but {source} holds its base; remove --model")

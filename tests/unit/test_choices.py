@@ -94,7 +94,7 @@ WRONG: list[tuple[dict[str, dict[str, Any]], float, str]] = [
         2,
         "model.offload=cpu has no effect: the device is the CPU, whose memory holds the weights anyway; give --model.",
     ),
-    ({"data": {"sources": "demo,demo"}}, 2, "data.sources=demo,demo lists a source more than once, and its records"),
+    ({"data": {"sources": "demo,demo"}}, 2, "data.sources=demo,demo lists a source, or a file of it, more"),
     ({"adapter": {"spec": "lora:r=64"}}, 2, "of rank 64 have more parameters than 8 of the 8 matrices"),
     (
         {"adapter": {"spec": "lora:r=16,targets=c_attn+c_fc"}, "model": {"name": {"n_inner": 16}}},

@@ -115,7 +115,7 @@ MISTAKES = [
     ("convert to-hf model new", "model is not a checkpoint or layer-shard directory: it has no manifest.json; it is a"),
     ("convert to-legacy a new", "a does not exist; give a checkpoint or a layer-shard directory"),
     ("convert to-peft a new", "a does not exist; give a checkpoint or a layer-shard directory"),
-    ("convert merge a new", "a does not exist; give a checkpoint or a layer-shard directory"),
+    ("convert merge a new", "a does not exist; give a checkpoint, a run directory or an adapter directory of PEFT"),
     ("convert from-legacy a new", "a does not exist; give a directory with pytorch_*.pt or prank_*.pt files"),
     ("generate ./a --prompt b", "model=./a does not exist; give a directory or a Hugging Face id"),
     ("eval a", "a does not exist; give a run or a checkpoint or, for a Hugging Face id, --data"),

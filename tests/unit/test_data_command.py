@@ -121,6 +121,16 @@ def test_check_counts_everything(run: Run, tmp_path: Path, monkeypatch: pytest.M
     assert int(longest) < int(total.replace(",", "")) < int(longest) + 20
 
 
+def test_check_names_records_that_repeat_those_of_an_earlier_source(run: Run, tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", {"text": "one"}, {"text": "two"})
+    test = write(tmp_path / "test.jsonl", {"text": "new"}, {"text": "two", "id": 3})
+    code, out, _ = run("check", f"{train},{test}")
+    assert code == 0
+    assert "repeated: 0\n" in out
+    assert f"repeated: 1\n  {test}, line 2 repeats {train}, line 2\n" in out
+    assert run("check", write(tmp_path / "blank.jsonl", "", " "))[0] == 1
+
+
 def test_check_names_chats_with_special_tokens(run: Run, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     shutil.copytree(tiny_model("gpt2"), tmp_path / "chat")
     (tmp_path / "chat" / "chat_template.jinja").write_text(

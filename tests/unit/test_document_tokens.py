@@ -27,7 +27,7 @@ from transformers import (
 from acsgd.commands.generation.adapter import PEFTAdapter
 from acsgd.commands.generation.model import load
 from acsgd.commands.generation.options import GenerateOptions
-from acsgd.commands.generation.prompts import PromptEncoder
+from acsgd.commands.generation.prompts import PromptEncoder, PromptIds
 from acsgd.commands.generation.records import PromptReader, read_records
 from acsgd.commands.recorded import RecordedModel
 from acsgd.config.options import AdapterConfig, DataConfig
@@ -345,7 +345,7 @@ def test_generation_begins_and_stops_where_documents_of_known_tokenizers_do(name
 
     def check(example: Example, prompt: Example, end: int) -> None:
         found = documents.encode([example], documents.tokenize([example]))
-        start = encoder.encode(prompt)
+        start = encoder.encode(prompt).ids
         assert not found.refused
         assert found.tokens[: len(start)].tolist() == start
         assert np.flatnonzero(~found.targets[: np.flatnonzero(found.targets)[-1]])[-1] == len(start) - 1
@@ -370,11 +370,17 @@ def test_generation_begins_and_stops_where_documents_of_known_tokenizers_do(name
             continue
         limited = dataclasses.replace(reading, max_prompt=2)
         prompt = PromptReader(limited, tokenizer, field=None, is_chat=False).of_record(asked)
-        assert encoder.cuts(prompt) == (len(encoder.encode(prompt)) == len(before) + 2)
+        whole, cut = (encoder.encode(each) for each in (prompt._replace(max_prompt=0), prompt))
+        is_cut = len(whole.ids) > len(before) + 2
+        assert cut == (PromptIds(whole.ids[: len(before) + 2], "data.max_prompt") if is_cut else whole)
         check(example._replace(max_prompt=2), prompt, tokenizer.eos_token_id)
         [tokens] = PairEncoder(tokenizer, 512, "truncate").tokenize([example._replace(max_prompt=2)])
         assert isinstance(tokens, ExampleTokens)
-        assert of_pairs.encode(prompt) == tokens.parts[0]
+        assert of_pairs.encode(prompt).ids == tokens.parts[0]
+        of_run = dataclasses.replace(of_pairs, sequence=3)
+        [row] = PairEncoder(tokenizer, 3, "truncate").tokenize([example])
+        assert isinstance(row, ExampleTokens)
+        assert of_run.encode(prompt._replace(max_prompt=0)).ids == row.parts[0]
 
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     documents, finder = DocumentEncoder(tokenizer), EndFinder(tokenizer)
@@ -391,4 +397,4 @@ def test_generation_begins_and_stops_where_documents_of_known_tokenizers_do(name
             check(example, prompt, tokenizer.convert_tokens_to_ids(ends[0].replace("</s>", tokenizer.eos_token)))
             [tokens] = pairs.tokenize([example])
             assert isinstance(tokens, ExampleTokens)
-            assert of_pairs.encode(prompt) == tokens.parts[0]
+            assert of_pairs.encode(prompt).ids == tokens.parts[0]

@@ -200,7 +200,7 @@ def test_documents_begin_with_the_tokens_of_the_prompt_in_generation(
             num_refused += 1
             continue
         try:
-            start = encoder.encode(Example((TextSegment(prompt, is_target=False),)))
+            start = encoder.encode(Example((TextSegment(prompt, is_target=False),))).ids
         except ValueError:  # a blank, which is left to the answer
             start = []
         assert found.tokens[: len(start)].tolist() == start

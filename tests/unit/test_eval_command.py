@@ -106,6 +106,8 @@ def test_it_evaluates_what_the_run_has_evaluated_as_the_run_did_to_the_last_bit(
         printed = capsys.readouterr().err
         assert 'as in the run: data.format="io", data.fields="input=q,output=a", data.targets="all", ' in printed
         assert 'data.input_format="Q: __input__ A:", ' in printed
+        warning = f"warning: {source} reads {source}, which is in data.sources of the run: it has trained on this text"
+        assert (warning in printed) == (held_out == "sources")
     other = evaluate(run, "--data", source, "--input-format", "__input__", "--cache", tmp_path / "runs" / "cache")
     assert other["metrics"] != {"eval_loss": last["eval_loss"]}
 
@@ -406,7 +408,7 @@ def test_a_chat_is_continued_at_its_last_answer(tiny_model: TinyModel, tmp_path:
     generator = open_generator(str(model), Decoding(), dtype=None, device="cpu")
     data = DataConfig(sources=str(tmp_path / "chat.jsonl"), sequence=1, batch=1)
     [question] = read_questions(data, generator)
-    assert question.prompt == tokenizer.apply_chat_template(
+    assert question.prompt.ids == tokenizer.apply_chat_template(
         messages[:-1], add_generation_prompt=True, return_dict=False
     )
     assert question.answer == "d"

@@ -290,6 +290,13 @@ BAD: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ({"prompt": "a", "completion": "b", "kto_tag": False}, {}, 'has "kto_tag": false, which says that its answer'),
     ({"messages": CHAT, "train": False}, {}, 'has "train": false, which says that its answer is not learned; remove'),
     ({"messages": CHAT, "loss": 0}, {}, 'has "loss": 0, which says that its answer is not learned; remove it or the'),
+    (
+        {"prompt": "a", "completion": "b", "train": "False"},
+        {},
+        'has "train": false, which says that its answer is not ',
+    ),
+    ({"text": "a", "weight": 0}, {}, 'has "weight": 0, which says that it is not learned; remove it or the record or'),
+    ({"text": "a", "weight": "0.5"}, {}, 'has "weight": 0.5, which says how much it is learned; remove it or the'),
     ({"prompt": "a", "completion": "b", "history": [["c"]]}, {}, 'has no list of pairs under "history"; write'),
 ]
 """Record, options, and the message."""

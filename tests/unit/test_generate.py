@@ -159,18 +159,30 @@ def test_a_model_that_padding_changes_gets_one_prompt_at_a_time(
 def test_an_encoder_decoder_generates_the_text_of_transformers(
     model_type: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    """Relative positions, and learned ones, which count padding: prompts of a batch are padded on the right."""
+    """Relative positions, and learned ones, which count padding: prompts of a batch are padded on the right.
+
+    A run has truncated what is longer than its rows.
+    """
     ids = {"pad_token_id": 0, "eos_token_id": 0, "decoder_start_token_id": 0, "forced_eos_token_id": None}
     config = small_config(model_type, vocab_size=512, **ids)
     save_model(config, tmp_path / "model", tokenizer, AutoModelForSeq2SeqLM)
     whole = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model")
-    inputs = [tokenizer(text, return_tensors="pt") for text in TEXTS]
-    found = [whole.generate(**each, max_new_tokens=12, do_sample=False) for each in inputs]
-    expected = [tokenizer.decode(ids[0], skip_special_tokens=True) for ids in found]
+
+    def generated(**options: Any) -> list[str]:
+        inputs = [tokenizer(text, return_tensors="pt", **options) for text in TEXTS]
+        found = [whole.generate(**each, max_new_tokens=12, do_sample=False) for each in inputs]
+        return [tokenizer.decode(ids[0], skip_special_tokens=True) for ids in found]
+
+    expected = generated()
     assert acsgd("convert", "from-hf", tmp_path / "model", tmp_path / "shards", "--task", "seq2seq")[0] == 0
     for source in ("model", "shards"):
         assert texts_of(generate_file(tmp_path / source, tmp_path, source, "--batch", 4)) == expected
     assert len(set(expected)) > 1, "a test that can fail"
+    options = {"model.task": "seq2seq", "data.sequence": 3, "data.long": "auto"}
+    (tmp_path / "model" / "run_options.json").write_text(json.dumps(options))
+    cut = generated(truncation=True, max_length=3)
+    assert texts_of(generate_file(tmp_path / "model", tmp_path, "cut", "--batch", 4)) == cut
+    assert cut != expected or model_type == "bart", "a test that can fail"
 
 
 def test_beam_search_is_that_of_transformers(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -249,6 +249,12 @@ def test_options_of_a_run_select_its_held_out_data(tiny_model: Callable[..., Pat
     assert warning.startswith(
         f"warning: data.eval_sources: {tmp_path / 'a.txt'} has the text of a source in data.sources"
     )
+    (tmp_path / "b.txt").write_text("other words\n" * 200)
+    *_, notes, _ = opened(0, f"--data.sources {tmp_path}/*.txt --data.eval_sources {tmp_path / 'b.txt'}")
+    assert (
+        f"warning: data.eval_sources: {tmp_path / 'b.txt'} reads {tmp_path / 'b.txt'}, which is in data.sources"
+        in (notes[-1])
+    )
 
 
 def test_a_start_opens_each_source_once(

@@ -349,6 +349,9 @@ def test_prompts_and_target_sequences_have_limits_of_their_own(
     assert [ids[kept].tolist() for ids, kept in zip(found["input_ids"], mask, strict=True)] == prompts
     assert [each[each != IGNORED].tolist() for each in labels] == targets
     assert f"longer than data.max_prompt=5 or data.max_answer=3 and truncated: {len(SENTENCES)}" in reader.notes[-2]
+    virtual = open_data(job_of(directory, path, "seq2seq", "--adapter.spec", "prompt_tuning:tokens=3")).reader
+    rows = [virtual.rows.rows[0].read(index) for index in range(len(SENTENCES))]
+    assert max(row["attention_mask"].sum() for row in rows) == T - 3
     with pytest.raises(ValueError, match=r"data\.max_prompt=5 is too short for the example that begins with: One"):
         open_data(job_of(directory, path, "seq2seq", "--data.max_prompt", "5", "--data.long", "error"))
 

@@ -107,6 +107,7 @@ UNREADABLE: dict[str, tuple[bytes, str]] = {
         ", line 1 has one column, 'input;output': they are separated by ';'",
     ),
     "a.csv": (b"text,text\n1,2\n", ", line 1 must name the columns, each once, but has: text, text; write a header"),
+    "utf16.csv": ("text\na\n".encode("utf-16"), ", line 1 is not UTF-8 (byte 0xff): "),
     "b.csv": (b"a,,b\n1,2,3\n", ", line 1 must name the columns, each once"),
     "blank.csv": (b"\n\n", ", line 1 must name the columns, each once, but has: nothing"),
     "a.parquet": (b"PAR1 nothing", " is not valid Parquet ("),

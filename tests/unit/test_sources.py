@@ -28,7 +28,7 @@ from acsgd.io.data.sources import text as pieces
 from acsgd.io.data.sources.address import FsspecFiles
 from acsgd.io.data.sources.base import OnError, ReadOptions, RecordCounts, Source
 from acsgd.io.data.sources.remote import ConnectionLostError
-from acsgd.io.data.sources.sources import SOURCES, parse_sources
+from acsgd.io.data.sources.sources import SOURCES, describe_shared, parse_sources
 
 LINES = '{"text": "one\\ntwo"}\n\n  \n{"meta": 1, "text": "zwölf"}\r\n{"text": ""}'
 TABLE = ["one\ntwo", "zwölf", ""]
@@ -530,6 +530,33 @@ def test_copies_of_a_file_on_several_hosts_have_one_fingerprint(tmp_path: Path) 
     assert only(f"file://{path}").fingerprint == former
     path.write_text(LINES[::-1])
     assert only(f"file://{path}").fingerprint != former
+
+
+@pytest.mark.parametrize(
+    ("source", "shared"),
+    [
+        ("data/a.jsonl", "reads data/a.jsonl, which is in data.sources"),
+        ("stream:data/a.jsonl", "reads data/a.jsonl, which is in data.sources"),
+        ("link.jsonl", "reads link.jsonl, which is in data.sources"),
+        ("*.jsonl", "reads copy.jsonl, which is equal to data/a.jsonl of data.sources"),
+        ("cot:data/c.json", "reads data/c.json, which is in data.sources"),
+        ("other.jsonl", ""),
+        ("demo", ""),
+    ],
+)
+def test_files_that_two_sources_share_are_found(
+    source: str, shared: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data/a.jsonl", '{"text": "one"}\n')
+    write(tmp_path / "data/c.json", '{"s": "one two"}')
+    write(tmp_path / "copy.jsonl", '{"text": "one"}\n')
+    write(tmp_path / "other.jsonl", '{"text": "two"}\n')  # of the same size
+    (tmp_path / "link.jsonl").symlink_to("data/a.jsonl")
+    trained = [each.source for each in parse_sources("demo,data")]
+    [found] = parse_sources(source, key="data.eval_sources")
+    assert describe_shared(found.source, trained) == shared
 
 
 def test_no_message_holds_the_password_of_an_address() -> None:

@@ -67,7 +67,7 @@ class SourceReport:
     @property
     def is_valid(self) -> bool:
         """Whether no record is malformed or empty, or has a label that the model cannot learn, and some are learned."""
-        is_learned = self.findings[NOTHING].count < self.documents or not self.documents
+        is_learned = self.findings[NOTHING].count < self.documents
         return is_learned and not any(self.findings[name].count for name in self._invalid)
 
     def add_bad(self, record: BadRecord) -> None:
@@ -109,13 +109,12 @@ def check(data: DataConfig, model: ModelConfig, sequence: int | None, typed: Cal
     spec = RowSpec.of(unused_run(data, model), task, config, tokenizer, ())
     context = RowContext(spec, config, tokenizer, model.name, Path())
     console = Console(soft_wrap=True, highlight=False)
-    reports = []
+    reports, seen = [], dict[bytes, str]()
     for source in sources:
         labels = task.labels(config)
         counts = None if labels is None else LabelCounts(labels)
-        reports.append(
-            _examine(source, tokenizer, task.encoder(context), SourceReport(source.name, task, sequence, counts))
-        )
+        report = SourceReport(source.name, task, sequence, counts)
+        reports.append(_examine(source, tokenizer, task.encoder(context), report, seen))
     for report in reports:
         _print(report, console)
     for sentence in describe_unused(data, {report.counts.format for report in reports} - {""}):
@@ -124,10 +123,10 @@ def check(data: DataConfig, model: ModelConfig, sequence: int | None, typed: Cal
 
 
 def _examine(
-    source: Source, tokenizer: PreTrainedTokenizerBase, encoder: Encoder, report: SourceReport
+    source: Source, tokenizer: PreTrainedTokenizerBase, encoder: Encoder, report: SourceReport, seen: dict[bytes, str]
 ) -> SourceReport:
-    """Read and tokenize a source; return the report, which is completed."""
-    started, texts = time.monotonic(), _Texts(report)
+    """Read and tokenize a source; return the report, which is completed. seen: see `_Texts`."""
+    started, texts = time.monotonic(), _Texts(report, seen)
     pending = 0  # tokens of a document whose end was not read yet
     first: int | None = None  # place of its first target token
 
@@ -157,11 +156,14 @@ def _examine(
 
 
 class _Texts:
-    """Texts of documents, of which those that are empty or repeated are reported."""
+    """Texts of documents, of which those that are empty or repeated are reported.
 
-    def __init__(self, report: SourceReport) -> None:
+    seen: places of the first documents by hash, those of earlier sources, too; updated in place.
+    """
+
+    def __init__(self, report: SourceReport, seen: dict[bytes, str]) -> None:
         self._findings = report.findings
-        self._seen: dict[bytes, str] = {}
+        self._seen = seen
         self._hash, self._is_empty = xxhash.xxh3_128(), True
 
     def add(self, part: RecordPart) -> None:

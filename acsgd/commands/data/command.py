@@ -119,7 +119,7 @@ class Check(DataOptions):
     """Check all records: tokens, lengths, labels, and the records that are malformed, empty, repeated or too long.
 
     Exits with 1 if records are malformed or empty, or have labels that the model cannot learn, or if nothing is learned
-    of any record.
+    of any record, or there is none.
     """
 
     sequence: Annotated[int, Range(1, 2**24)] | None = None

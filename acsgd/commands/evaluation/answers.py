@@ -12,6 +12,7 @@ from acsgd.commands.evaluation.options import DTYPES, EvalOptions
 from acsgd.commands.evaluation.report import EvaluationReport
 from acsgd.commands.generation.command import batches, open_generator
 from acsgd.commands.generation.decode import Generator, Ids
+from acsgd.commands.generation.prompts import PromptIds, describe_cuts
 from acsgd.commands.recorded import RecordedModel
 from acsgd.config.options import DataConfig
 from acsgd.io.data.formats.base import Example, FormatError, TextSegment
@@ -29,7 +30,7 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 class Question(NamedTuple):
     """The prompt of an example, and its answer."""
 
-    prompt: Ids
+    prompt: PromptIds
     answer: str
 
 
@@ -47,7 +48,7 @@ def evaluate_answers(
     dtype = DTYPES[options.dtype] if options.dtype else None
     generator = open_generator(model.name, options.decoding, dtype=dtype, device=options.device)
     questions = read_questions(data, generator, places)
-    answers = generate_answers(generator, [question.prompt for question in questions])
+    answers = generate_answers(generator, [question.prompt.ids for question in questions])
     scores = compare(answers, [question.answer for question in questions])
     task = "seq2seq" if generator.prompts.is_encoder_decoder else "lm"
     evaluated = data.sources if places is None else f"{data.sources}, what data.eval_fraction has held out of it"
@@ -61,7 +62,7 @@ def read_questions(data: DataConfig, generator: Generator, places: Collection[st
     """
     tokenizer, questions = generator.loaded.tokenizer, []
     for source, _ in parse_sources(data.sources, key="--data", options=read_options(data)):
-        counts, cut = RecordCounts(), 0
+        counts, known = RecordCounts(), len(questions)
         for where, example in read_each(source, tokenizer, counts):
             if places is not None and where not in places:
                 continue
@@ -70,11 +71,10 @@ def read_questions(data: DataConfig, generator: Generator, places: Collection[st
                 continue
             try:
                 questions.append(_question(example, generator))
-                cut += generator.prompts.cuts(_prompt_of(example))
             except FormatError as error:
                 stop_or_skip(BadRecord(where, error.reason, error.remedy), source, counts)
-        truncated = f"longer than data.max_prompt of the run and truncated, as in training: {cut:,}" if cut else None
-        for note in (counts.unread_summary(), counts.summary(), truncated):
+        truncated = describe_cuts(question.prompt.cut_by for question in questions[known:])
+        for note in (counts.unread_summary(), counts.summary(), *truncated):
             if note:
                 print_note(f"--data: {source.name}: {note}")
     if not questions:
@@ -84,14 +84,14 @@ def read_questions(data: DataConfig, generator: Generator, places: Collection[st
 
 def _question(example: Example, generator: Generator) -> Question:
     prompts, (_, answer) = generator.prompts, prompt_and_answer(example)
-    ids = prompts.encode(_prompt_of(example))
+    encoded = prompts.encode(_prompt_of(example))
     # as the generated text is: without special tokens, which chat templates write
     tokens = generator.loaded.tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"]
     if not (expected := prompts.decode(tokens)).strip():
         raise FormatError(
             f"has an answer that is empty without special tokens ({excerpt(answer)})", "remove the record"
         )
-    return Question(ids, expected)
+    return Question(encoded, expected)
 
 
 def _prompt_of(example: Example) -> Example:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from acsgd.commands.evaluation.answers import evaluate_answers
-from acsgd.commands.evaluation.job import config_of, data_of, find_evaluated
+from acsgd.commands.evaluation.job import config_of, data_of, describe_trained, find_evaluated
 from acsgd.commands.evaluation.options import DTYPES, EvalOptions
 from acsgd.commands.evaluation.report import EvaluationReport
 from acsgd.commands.recorded import RecordedModel
@@ -108,8 +108,8 @@ def _run_alone(options: EvalOptions, launch: Launch) -> None:
             sys.exit(code)
         return
     data = data_of(options, model)
-    if data.note:
-        print_note(data.note)
+    for note in (*filter(None, [data.note]), *describe_trained(model, data.values)):
+        print_note(note)
     places = None
     if "eval_fraction" in data.values:  # of the rows, as the run made them, whatever the options say on prompts
         as_recorded = EvalOptions(options.model, dtype=options.dtype, device=options.device, cache=options.cache)
@@ -128,8 +128,10 @@ def evaluate(
     """Return the metrics of a model on the data, equal on all ranks. Arguments: see `acsgd.main.run`."""
     model, is_main = find_evaluated(options), launch.rank == 0
     config = config_of(options, model, launch.world_size)
-    if is_main and (note := data_of(options, model).note):
-        print_note(note)
+    if is_main:
+        data = data_of(options, model)
+        for note in (*filter(None, [data.note]), *describe_trained(model, data.values)):
+            print_note(note)
     job = prepare(config, launch, trains=False)
     _check_head(job.model)
     config = job.config

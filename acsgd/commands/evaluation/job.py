@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ from acsgd.config.options import (
 from acsgd.errors import missing
 from acsgd.io.checkpoint.directory import newest_checkpoint
 from acsgd.io.data.row_spec import RowStage, data_options
+from acsgd.io.data.sources.sources import describe_shared, parse_sources
 from acsgd.io.files.cache import open_cached
 from acsgd.run.initial_weights import CachedModel
 from acsgd.shards.hub import check_adapter, find_model
@@ -107,6 +109,21 @@ def data_of(options: EvalOptions, model: RecordedModel) -> EvaluationOptions:
         values, limits = model.for_sources(given, values, options.data.count(",") + 1, "--data")
     notes = [note for note in (model.describe(given, values), limits) if note]
     return EvaluationOptions(values, "; ".join(notes) or None)
+
+
+def describe_trained(model: RecordedModel, data: Mapping[str, Any]) -> list[str]:
+    """Return a sentence on each evaluated source with files that the run that saved the model has trained on.
+
+    data: `EvaluationOptions.values`.
+    """
+    trained = model.options.get("data.sources")
+    if trained is None or "eval_fraction" in data:
+        return []
+    with contextlib.suppress(ValueError, OSError):  # files that were moved since
+        known = [source for source, _ in parse_sources(trained)]
+        found = ((source.name, describe_shared(source, known)) for source, _ in parse_sources(data["sources"]))
+        return [f"warning: {name} {shared} of the run: it has trained on this text" for name, shared in found if shared]
+    return []
 
 
 def _changed_rows(options: EvalOptions, model: RecordedModel, data: Mapping[str, Any]) -> list[str]:

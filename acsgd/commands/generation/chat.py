@@ -48,7 +48,7 @@ class Chat:
         if prompts.has_chat_template:
             messages, ids = self._newest([*messages, {"role": USER, "content": line}])
         else:
-            ids = prompts.encode(self._reader.of_text(line))
+            ids = prompts.encode(self._reader.of_text(line)).ids
         with _interrupts() as is_interrupted:
             text = self._generator.stream(ids, index=self._turn, is_stopped=is_interrupted)
         self._turn += 1
@@ -62,12 +62,12 @@ class Chat:
             wanted = min(wanted, prompts.max_positions // 4)
         while len(messages) > 1:
             with contextlib.suppress(ValueError):  # too long
-                ids = prompts.encode(self._reader.of_messages(messages))
+                ids = prompts.encode(self._reader.of_messages(messages)).ids
                 if prompts.max_new_tokens(len(ids)) >= wanted:
                     return messages, ids
             messages = messages[2:]
             print_note("the conversation is too long for the model: its oldest message and reply are left out")
-        return messages, prompts.encode(self._reader.of_messages(messages))
+        return messages, prompts.encode(self._reader.of_messages(messages)).ids
 
 
 def _lines() -> Iterator[str]:

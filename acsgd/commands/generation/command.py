@@ -19,7 +19,7 @@ from acsgd.commands.generation.chat import Chat
 from acsgd.commands.generation.decode import Generator, Ids
 from acsgd.commands.generation.model import load
 from acsgd.commands.generation.options import Decoding, GenerateOptions
-from acsgd.commands.generation.prompts import PromptEncoder
+from acsgd.commands.generation.prompts import PromptEncoder, describe_cuts
 from acsgd.commands.generation.ranks import SINGLE_PROCESS, Ranks, StageRanks
 from acsgd.commands.generation.records import (
     FIELDS,
@@ -94,10 +94,11 @@ def generate(
             _generate_file(generator, options.out, records, reader, on_start)
         elif options.prompt is not None:
             prompt = reader.of_text(options.prompt)
-            ids = generator.prompts.encode(prompt)
-            _report_cut(generator, [prompt])
+            encoded = generator.prompts.encode(prompt)
+            for note in describe_cuts([encoded.cut_by]):
+                ranks.note(note)
             on_start()
-            [_] = ranks.map(lambda ids: generator.stream(ids, index=0), [ids])
+            [_] = ranks.map(lambda ids: generator.stream(ids, index=0), [encoded.ids])
         else:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             Chat(generator, reader).run()
@@ -181,10 +182,9 @@ def _generate_file(
     """Write each record with the text after its prompt to `out`, on the main rank; resume if the file exists."""
     ranks = generator.ranks
     prompts = [reader.of_record(record) for record in records]
-    limits, digest = _check_prompts(generator, records, prompts)
-    for note in reader.notes():
+    limits, digest, cuts = _check_prompts(generator, records, prompts)
+    for note in (*reader.notes(), *cuts):
         ranks.note(note)
-    _report_cut(generator, prompts)
     if generator.decoding.batch > 1 and not _pads_exactly(generator):
         ranks.note("padding changes the results of this model: prompts are run one at a time, as with --batch 1")
         decoding = dataclasses.replace(generator.decoding, batch=1)
@@ -254,27 +254,22 @@ def _pads_exactly(generator: Generator) -> bool:
 
 def _check_prompts(
     generator: Generator, records: Sequence[PromptRecord], prompts: Sequence[Example]
-) -> tuple[list[int], str]:
-    """Return the maximum number of new tokens of each record, and a checksum of all prompts.
+) -> tuple[list[int], str, list[str]]:
+    """Return the maximum number of new tokens of each record, a checksum of all prompts, and notes on truncated ones.
 
     Raises ValueError with the place of the first prompt that the model cannot take.
     """
-    limits, digest, is_main = list[int](), xxh3_64(), generator.ranks.is_main
+    limits, digest, is_main, cut_by = list[int](), xxh3_64(), generator.ranks.is_main, list[str]()
     with report_if_slow(print_note, lambda: f"checked {len(limits)} of {len(records)} prompts", enabled=is_main):
         for record, prompt in zip(records, prompts, strict=True):
             try:
-                ids = generator.prompts.encode(prompt)
+                encoded = generator.prompts.encode(prompt)
             except ValueError as error:
                 raise ValueError(f"{record.where}: {error}") from None
-            limits.append(generator.limit(ids))
-            digest.update(repr(ids).encode())
-    return limits, digest.hexdigest()
-
-
-def _report_cut(generator: Generator, prompts: Sequence[Example]) -> None:
-    """Print the number of prompts that are longer than the run's may be."""
-    if number := sum(map(generator.prompts.cuts, prompts)):
-        generator.ranks.note(f"longer than data.max_prompt of the run and truncated, as in training: {number:,}")
+            limits.append(generator.limit(encoded.ids))
+            digest.update(repr(encoded.ids).encode())
+            cut_by.append(encoded.cut_by)
+    return limits, digest.hexdigest(), describe_cuts(cut_by)
 
 
 def batches(limits: Sequence[int], size: int) -> Iterator[range]:
@@ -292,7 +287,7 @@ def batches(limits: Sequence[int], size: int) -> Iterator[range]:
 
 def _generate_batch(generator: Generator, prompts: Sequence[Example], batch: range) -> list[str]:
     """Return the texts of a batch."""
-    ids: list[Ids] = [generator.prompts.encode(prompts[index]) for index in batch]
+    ids: list[Ids] = [generator.prompts.encode(prompts[index]).ids for index in batch]
     return generator.generate(ids, index=batch.start)
 
 

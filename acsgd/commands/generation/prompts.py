@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from acsgd.commands.generation.model import LoadedModel
+from acsgd.commands.recorded import RecordedModel
 from acsgd.io.data.formats.base import Example
 from acsgd.io.data.tokens.text_tokens import PlainSpecials, plain_prompt_tokens, prompt_tokens
 from acsgd.shards.generation import ends_of
 from acsgd.shards.tokenizer import SpecialTokens, name_tokens
+
+
+class PromptIds(NamedTuple):
+    """Ids of a prompt."""
+
+    ids: list[int]
+    cut_by: str = ""
+    """Option of the run whose limit the prompt exceeds, so that it has lost its end; empty if there is none."""
+
+
+def describe_cuts(cut_by: Iterable[str]) -> list[str]:
+    """Return a clause on each option of the run by which prompts are truncated. cut_by: of each prompt."""
+    counts = Counter(filter(None, cut_by))
+    return [f"longer than {name} of the run and truncated, as in training: {n:,}" for name, n in counts.items()]
 
 
 @dataclass(frozen=True)
@@ -31,6 +49,8 @@ class PromptEncoder:
     max_positions: int | None
     """Maximum number of tokens of the model. None = any number."""
     is_encoder_decoder: bool
+    sequence: int = 0
+    """Maximum number of tokens of a prompt of an encoder in the run, which has truncated longer ones; 0 = no limit."""
 
     @classmethod
     def of(cls, loaded: LoadedModel) -> PromptEncoder:
@@ -50,6 +70,7 @@ class PromptEncoder:
             padding=padding,
             max_positions=None if positions is None else positions - virtual,
             is_encoder_decoder=model.config.is_encoder_decoder,
+            sequence=_sequence_of(loaded, virtual) if model.config.is_encoder_decoder else 0,
         )
 
     @property
@@ -57,7 +78,7 @@ class PromptEncoder:
         """Whether the tokenizer has a chat template."""
         return bool(self.tokenizer.chat_template)
 
-    def encode(self, prompt: Example) -> list[int]:
+    def encode(self, prompt: Example) -> PromptIds:
         """Return the ids of a prompt, with which the texts of a training run that continue it begin.
 
         Raises ValueError, a clause without the place of the prompt, if it is empty or too long for the model.
@@ -66,7 +87,7 @@ class PromptEncoder:
             prompt.text.encode()
         except UnicodeEncodeError:
             raise ValueError("the prompt is not valid UTF-8; correct it") from None
-        ids = self._within_limit(prompt)
+        ids, cut_by = self._within_limit(prompt)
         if not (self.is_encoder_decoder or prompt.has_special_tokens):
             ids = [*self.before, *ids]
         if not ids:
@@ -76,19 +97,17 @@ class PromptEncoder:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens, the model takes at most {longest} and a new one; shorten the prompt"
             )
-        return ids
+        return PromptIds(ids, cut_by)
 
-    def cuts(self, prompt: Example) -> bool:
-        """Return whether a prompt is longer than those of the run may be, and loses its end."""
-        return 0 < prompt.max_prompt < len(self._text_ids(prompt))
-
-    def _within_limit(self, prompt: Example) -> list[int]:
-        ids, limit = self._text_ids(prompt), prompt.max_prompt
+    def _within_limit(self, prompt: Example) -> PromptIds:
+        limits = {"data.max_prompt": prompt.max_prompt, "data.sequence": self.sequence}
+        name, limit = min(limits.items(), key=lambda each: each[1] or math.inf)
+        ids = self._text_ids(prompt)
         if not 0 < limit < len(ids):
-            return ids
+            return PromptIds(ids)
         if self.is_encoder_decoder:  # keeps the token after it
             ids = self.tokenizer(prompt.text, verbose=False, truncation=True, max_length=limit)["input_ids"]
-        return ids[:limit]
+        return PromptIds(ids[:limit], name)
 
     def _text_ids(self, prompt: Example) -> list[int]:
         if self.is_encoder_decoder:
@@ -134,3 +153,10 @@ class PromptEncoder:
 
     def _names(self, ids: Sequence[int]) -> str:
         return name_tokens(self.tokenizer, ids)
+
+
+def _sequence_of(loaded: LoadedModel, virtual_tokens: int) -> int:
+    """Return the maximum number of tokens to which the run that saved a model has truncated texts; 0 if it has not."""
+    recorded = RecordedModel.of(str(loaded.tokenizer_directory)).options
+    is_truncated = recorded.get("data.long", "auto") in ("auto", "truncate")
+    return recorded.get("data.sequence", virtual_tokens) - virtual_tokens if is_truncated else 0

@@ -214,7 +214,7 @@ class RowSpec:
             end=document.end if document else None,
             labels=labels.key if labels else "",
             has_types=has_types,
-            truncation=None if document else (data.sequence, "truncate" if long == "split" else long),
+            truncation=None if document else (data.sequence - virtual_tokens, "truncate" if long == "split" else long),
             sequence=data.sequence,
             virtual_tokens=virtual_tokens,
             rows=rows,

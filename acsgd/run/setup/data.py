@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from acsgd.config.options import EPOCHS, Config, OptimConfig, in_steps
@@ -16,7 +16,7 @@ from acsgd.io.data.rows.documents import ConcatRows, DocumentRows
 from acsgd.io.data.rows.labelled import PairRows
 from acsgd.io.data.sampler import Sampler, block_counts
 from acsgd.io.data.sources.base import RecordCounts
-from acsgd.io.data.sources.sources import WeightedSource
+from acsgd.io.data.sources.sources import WeightedSource, describe_shared
 from acsgd.io.data.tokens.pipeline import encode_source
 from acsgd.io.files.cache import TIMEOUT_S
 from acsgd.run.plan.job import Job
@@ -25,6 +25,7 @@ from acsgd.run.setup.rows import RowMaker, no_targets
 
 ROWS = "properties of the rows"
 """Name of the text that rank 0 publishes."""
+OF_TRAINED_TEXT = "held-out losses are those of text that is trained on"
 STREAMS = "streams"
 """Directory in log.dir with the segments of streamed sources."""
 
@@ -64,7 +65,7 @@ def open_data(job: Job, groups: Groups | None = None) -> Data:
     held = held_out(training, separate, fraction, replicas=topology.replicas, replica=topology.replica, unit=unit)
     steps = _steps(config.optim, sampler)
     notes = (*_describe_steps(config, sampler, steps), *_describe_epochs(job.sources, sampler, steps))
-    notes += (*_describe_trained(job.eval_sources, separate.rows, training.rows),)
+    notes += (*_describe_trained(job, separate.rows, training.rows),)
     return Data(BatchReader(training, sampler, job.micro_ids), held, steps, notes, maker.spec)
 
 
@@ -147,15 +148,13 @@ def _describe_epochs(sources: Sequence[WeightedSource], sampler: Sampler, steps:
     ]
 
 
-def _describe_trained(sources: Sequence[WeightedSource], rows: Sequence[Rows], training: Sequence[Rows]) -> list[str]:
-    """Return a sentence on each evaluation source with the rows of a source of training."""
-    trained = [each.fingerprint() for each in training]
-    return [
-        f"warning: data.eval_sources: {source.name} has the text of a source in data.sources: held-out losses are "
-        "those of text that is trained on"
-        for (source, _), each in zip(sources, rows, strict=True)
-        if each.fingerprint() in trained
-    ]
+def _describe_trained(job: Job, rows: Sequence[Rows], training: Sequence[Rows]) -> Iterator[str]:
+    """Yield a sentence on each evaluation source with the rows, or with files, of a source of training."""
+    trained, sources = [each.fingerprint() for each in training], [source for source, _ in job.sources]
+    for (source, _), each in zip(job.eval_sources, rows, strict=True):
+        is_same = each.fingerprint() in trained
+        if shared := "has the text of a source in data.sources" if is_same else describe_shared(source, sources):
+            yield f"warning: data.eval_sources: {source.name} {shared}: {OF_TRAINED_TEXT}"
 
 
 def _open_or_receive_rows(

@@ -50,28 +50,48 @@ def check_learnable(fields: Mapping[str, Any], options: ReadOptions) -> None:
     """
     if options.format != "auto":
         return
-    weight = fields.get(WEIGHT)
     problems = [
         f'"{name}": false, which says that its answer is one to avoid'
         for name in UNDESIRABLE
-        if fields.get(name) is False
-    ]
-    problems += [
-        f'"{name}": {json.dumps(flag, default=str)}, which says that its answer is not learned'
-        for name in FLAGS
-        if (flag := fields.get(name)) == 0
+        if _typed(fields.get(name)) is False
     ]
     problems += [
         f'"{name}", which are not read, and may be what its text is about'
         for name in MEDIA
         if has_value(fields.get(name))
     ]
+    _refuse([*_weights(fields, "its answer"), *problems])
+
+
+def check_weight(fields: Mapping[str, Any], options: ReadOptions) -> None:
+    """Raise FormatError if a text has a flag or a weight, unless its format is given: all texts are learned equally."""
+    if options.format == "auto":
+        _refuse([*_weights(fields, "it")])
+
+
+def _weights(fields: Mapping[str, Any], what: str) -> Iterator[str]:
+    """Yield the fields of a record that say that it is not learned, or how much. what: that is learned."""
+    for name in FLAGS:
+        if (flag := _typed(fields.get(name))) == 0:
+            yield f'"{name}": {json.dumps(flag, default=str)}, which says that {what} is not learned'
+    weight = _typed(fields.get(WEIGHT))
     if isinstance(weight, int | float) and weight != 1 and not is_null(weight):
-        problems.append(f'"{WEIGHT}": {json.dumps(weight)}, which says how much it is learned')
+        yield f'"{WEIGHT}": {json.dumps(weight)}, which says how much it is learned'
+
+
+def _refuse(problems: Sequence[str]) -> None:
     if problems:
         raise FormatError(
             f"has {problems[0]}", "remove it or the record or, if it says something else, give --data.format"
         )
+
+
+def _typed(value: Any) -> Any:
+    """Return the number or flag that a text is, as in tables without types; other values themselves."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return json.loads(value.lower())
+    return value
 
 
 def messages_in(value: Any) -> list[Any] | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from acsgd.io.data.formats.base import Example, Format, TextSegment, string_of
+from acsgd.io.data.formats.messages import check_weight
 from acsgd.io.data.sources.base import TEXT, SourceRecord
 
 
@@ -16,6 +17,7 @@ class Text(Format):
 
     def example(self, record: SourceRecord) -> Example:
         """Return the text as one segment."""
+        check_weight(record.fields, self.options)
         return Example((TextSegment(string_of(record.fields, TEXT)),), record.ends_document)
 
     def prompt(self, fields: Mapping[str, Any]) -> Example:

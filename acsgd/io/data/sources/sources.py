@@ -15,20 +15,22 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from glob import has_magic
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from acsgd.config.options import DataConfig
 from acsgd.config.spec import suggest
 from acsgd.io.data.sources.address import FsspecFiles
 from acsgd.io.data.sources.base import TEXT, NamedSource, ReadOptions, RecordCounts, Source, SourceRecord
-from acsgd.io.data.sources.files import READERS, Files, readable_endings, reader_of, refuse_missing
+from acsgd.io.data.sources.files import READERS, Files, readable_endings, reader_of, refuse_missing, version_of
 from acsgd.io.data.sources.glue import Glue
 from acsgd.io.data.sources.hub import HubDataset
 from acsgd.io.data.sources.natural_instructions import NaturalInstructions
-from acsgd.io.data.sources.sets import ChainOfThought
+from acsgd.io.data.sources.sets import ChainOfThought, LocalSet
 from acsgd.io.data.sources.split_files import Arxiv21, Pile, PromptPool
-from acsgd.io.data.sources.streamed import Streamed
+from acsgd.io.data.sources.streamed import PREFIX, Streamed
 from acsgd.io.data.sources.url import Url
 from acsgd.io.data.sources.wikitext import WikiText
 from acsgd.io.files.remote import PASSWORD
@@ -110,6 +112,32 @@ def parse_sources(
     weights = [1.0 if part.weight is None else part.weight for part in parts]
     total = math.fsum(weights)
     return tuple(WeightedSource(part.source, weight / total) for part, weight in zip(parts, weights, strict=True))
+
+
+def describe_shared(source: Source, others: Sequence[Source]) -> str:
+    """Return a predicate that names a file of a source that others have, too, or a copy of it; "" if there is none.
+
+    Sources without local files have none. Raises OSError if a file cannot be read.
+    """
+    by_size = dict[int, list[Path]]()
+    for path in (path for other in others for path in _local_files(other)):
+        by_size.setdefault(path.stat().st_size, []).append(path)
+    version = cache(version_of)
+    for path in _local_files(source):
+        for other in by_size.get(path.stat().st_size, ()):
+            if path.samefile(other):
+                return f"reads {path}, which is in {others[0].key}"
+            if version(path) == version(other):
+                return f"reads {path}, which is equal to {other} of {others[0].key}"
+    return ""
+
+
+def _local_files(source: Source) -> Sequence[Path]:
+    if isinstance(source, Streamed) and _kind(name := source.name.removeprefix(PREFIX)) is Files:
+        source = Files(name, source.key)
+    if isinstance(source, Files):
+        return [Path(name).expanduser() for name in source.names()]
+    return source.files() if isinstance(source, LocalSet) else ()
 
 
 def files_of(data: DataConfig) -> list[str]:

@@ -94,6 +94,8 @@ def _header(rows: Iterator[tuple[int, list[str] | str]], name: str, key: str, de
     A first column without a name is the index that pandas writes, and called as pandas calls it.
     """
     _, header = next(rows, (1, []))
+    if isinstance(header, list) and (error := not_utf8(delimiter.join(header))):
+        raise ValueError(f"{key}: {name}, line 1 {'; '.join(error)}")
     if isinstance(header, list) and len(header) > 1 and not header[0]:
         header = ["Unnamed: 0", *header[1:]]
     if isinstance(header, str) or not header or not all(header) or max(Counter(header).values()) > 1:
