@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from acsgd.codecs.base import ALIGNMENT, Codec, Field, Wire, check_finite, pack, unpack, wire_bytes
 from acsgd.codecs.bits import block_size, positions_of_ones
@@ -76,6 +77,8 @@ class TopK:
     def encode_kept(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return `encode`'s message, and the ascending positions of the kept elements, int64[k]."""
         n, x = len(x), x.detach()
+        if isinstance(x, FakeTensor):  # of a plan of memory, which needs the sizes alone
+            return x.new_empty(self.max_bytes(n), dtype=torch.uint8), x.new_empty(self.kept(n), dtype=torch.int64)
         positions, values = self._largest(x)
         fields = self._value_codec(n).encode(values)
         check_finite(fields, x)  # NaN and infinity are always among the largest
@@ -98,7 +101,10 @@ class TopK:
         a message is added and verified by dp/peers.py.
         """
         fields, remainders, quotients = self._fields(message, n)
-        positions = decode_positions(remainders, quotients, self.kept(n), n, self._rice(n))
+        if isinstance(message, FakeTensor):
+            positions = message.new_empty(self.kept(n), dtype=torch.int64)
+        else:
+            positions = decode_positions(remainders, quotients, self.kept(n), n, self._rice(n))
         return positions, self._values(fields, n)
 
     def decode_values(self, message: Tensor, n: int) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 CALIBRATED_S = 30.0
-"""Time for which layers are run to measure them, seconds; a tenth of it in each direction of a link."""
+"""Time for which layers are run to measure them, seconds; a fifth of it for messages."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,8 @@ class PlanCommand:
     device: str | None = None
     """GPU of each process, "RTX 4090", whose usual rates predict the time of a step. Default: measured rates."""
     calibrate: bool = False
-    """Measure this machine first: layers of the model with random weights, its memory, and TCP between two processes,
-    for a minute. The measured rates are kept."""
+    """Measure this machine first: layers of the model with random weights, its memory, and messages between two
+    processes, for a minute. The measured rates are kept."""
     rates: Path | None = None
     """File of measured rates. Default: rates.json in the run directory."""
     json: bool = False
@@ -175,6 +174,7 @@ class PlanCommand:
 def measure_here(config: Config) -> Rates:
     """Measure this machine with the layers of a run. Raises ValueError if its memory is too small for that."""
     from acsgd.run.plan.measure import measure_rates
+    from acsgd.run.plan.measure_messages import measure_messages
     from acsgd.run.plan.model import describe_run_model
     from acsgd.run.plan.planner import RunPlanner
     from acsgd.streams import open_streams
@@ -182,22 +182,8 @@ def measure_here(config: Config) -> Rates:
     streams = open_streams(config.run.device, local_rank=0)
     planner = RunPlanner(config, config.pp.stages, describe_run_model(config), on_gpu=bool(streams.gpu))
     rates = measure_rates(replace(planner.partition(config), streams=streams), CALIBRATED_S)
-    return replace(rates, link=measure_link(CALIBRATED_S / 10))
-
-
-def measure_link(seconds: float) -> LinkRate | None:
-    """Measure TCP between two processes of this host. seconds: of data in each direction. None = nothing arrived."""
-    from acsgd.commands.doctor.links import Doctor, measure
-    from acsgd.run.plan.rates import LinkRate
-
-    secret = secrets.token_bytes()
-    doctor = Doctor(0, secret, {})
-    try:
-        found = measure(f"127.0.0.1:{doctor.port}", secret, seconds)
-    finally:
-        doctor.close()
-    bits = [rate for rate in (found.sent, found.received) if rate is not None]
-    return LinkRate(min(bits) / 8, found.delay_s / 2) if bits else None
+    messages = measure_messages(CALIBRATED_S / 20)
+    return replace(rates, link=messages.link, messages=messages.times)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ Each rank is a process of one thread in a network namespace (netlab.py). Models 
 time     A round measures the layers as `--calibrate` does, in all ranks at once and by CPU time, and then runs steps.
          Times are medians, as is the ratio within a round, with its range in brackets. CPU is that of the training
          thread of the busiest rank; on a loaded machine, step times tell nothing. Links without a limit have the rate
-         that `--calibrate` measures between two processes.
+         that `--calibrate` measures between two processes, as is the CPU time of messages.
 memory   By how much the resident memory of a rank is larger at the peak of its second step than before the run. Each
          rank is a process of its own whose allocator returns each tensor of more than 64 kB to the kernel at once.
 """
@@ -38,7 +38,6 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from transformers.utils import logging as transformers_logging
 
-from acsgd.commands.plan import measure_link
 from acsgd.config.options import Config
 from acsgd.config.run_file import parse
 from acsgd.groups import Groups, connect
@@ -48,6 +47,7 @@ from acsgd.layers.batch import Batch
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job, prepare
 from acsgd.run.plan.measure import measure_layers, memory_rate
+from acsgd.run.plan.measure_messages import MeasuredMessages, measure_messages
 from acsgd.run.plan.model import describe_run_model
 from acsgd.run.plan.planner import RunPlanner
 from acsgd.run.plan.rates import LayerTimes, LinkRate, Rates
@@ -280,8 +280,8 @@ def running(run: Run, setting: Setting) -> Iterator[list[Connection]]:
             yield pipes
 
 
-def measure(name: str, directory: Path, options: argparse.Namespace, link: LinkRate | None) -> Result:
-    """Plan a run and run it. link: between processes of this machine."""
+def measure(name: str, directory: Path, options: argparse.Namespace, messages: MeasuredMessages) -> Result:
+    """Plan a run and run it. messages: between processes of this machine, whose cores the hosts share."""
     run, config = RUNS[name], config_of(directory, name)
     planner = RunPlanner(config, run.world, describe_run_model(config), on_gpu=False, sequences=BATCH)
     planned = [each.total for each in planner.memory(config)]
@@ -290,8 +290,9 @@ def measure(name: str, directory: Path, options: argparse.Namespace, link: LinkR
     with running(run, Setting(config, run.world, counts_memory=False)) as pipes:
         request_all(pipes, (0, 2))
         for _ in range(options.rounds):
-            rates = slowest(request_all(pipes, (options.seconds, 0)))
-            step = planner.step(config, planner.step_planner(rates, run.link or link))
+            times = replace(messages.times, cores=messages.times.cores / run.world)
+            rates = replace(slowest(request_all(pipes, (options.seconds, 0))), messages=times)
+            step = planner.step(config, planner.step_planner(rates, run.link or messages.link))
             result.predicted.append(Cost(step.total_s, step.compute_s + step.update_s))
             by_step = [*zip(*request_all(pipes, (0, options.steps)), strict=True)]
             wall_s, cpu_s = ([max(rank[kind] for rank in ranks) for ranks in by_step] for kind in (0, 1))
@@ -381,10 +382,11 @@ def main() -> None:
         sys.exit(f"benchmarks/models/planned.py: {error}")
     transformers_logging.disable_progress_bar()
     results: list[Result] = []
-    link = measure_link(options.seconds)
+    torch.set_num_threads(1)
+    messages = measure_messages(options.seconds)
     with tempfile.TemporaryDirectory() as directory:
         for name in options.runs:
-            results.append(measure(name, Path(directory), options, link))
+            results.append(measure(name, Path(directory), options, messages))
             console.print(table(results[-1:]))
             found = {**about("two CPU cores"), "load": os.getloadavg()[1], "runs": [asdict(each) for each in results]}
             options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -22,15 +22,17 @@ from acsgd.pp.schedules.simulate import Cost
 from acsgd.run.plan import step_time
 from acsgd.run.plan.layer_trace import RecordingModel
 from acsgd.run.plan.measure import measure_layers
+from acsgd.run.plan.measure_messages import MeasuredMessages, measure_messages
 from acsgd.run.plan.model import describe_run_model
 from acsgd.run.plan.planner import RunPlanner
-from acsgd.run.plan.rates import VERSION, LayerTimes, LinkRate, Rates, parse_link, rates_of_gpu
+from acsgd.run.plan.rates import VERSION, LayerTimes, LinkRate, MessageTimes, Rates, parse_link, rates_of_gpu
 from acsgd.run.plan.step_time import SPLIT, PlannedStep
 from tests.lib.training import make_config
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 192}
 RATES = Rates("test", False, "fp32", operations_per_s=1e9, bytes_per_s=math.inf)
 SLOW = LinkRate(1e6, 0.25)
+MESSAGES = MessageTimes(end_s=0.5, end_byte_s=0.0, sum_byte_s=1e-6, part_byte_s=3e-6, cores=2)
 
 
 def planned(config: Config, world: int, rates: Rates = RATES, link: LinkRate | None = None) -> PlannedStep:
@@ -101,6 +103,39 @@ def test_a_pipeline_idles_and_waits_for_messages(config: Config) -> None:
     assert linked.total_s == parts
 
 
+def test_messages_take_the_time_of_the_thread_that_computes(config: Config) -> None:
+    staged = replace(config, pp=replace(config.pp, stages=2, layers=(1, 1)))
+    rates = replace(with_times(staged, [0.5] * 4, [1.0] * 4), messages=MESSAGES)
+    assert planned(staged, 2, rates).compute_s == 18 + 6 * 2 * 0.5
+    on_gpu = replace(rates, on_gpu=True, layers=None, operations_per_s=1e6)
+    assert planned(staged, 2, on_gpu) == planned(staged, 2, replace(on_gpu, messages=None)), "the host runs ahead"
+
+
+@pytest.mark.parametrize(("shard", "byte_s"), [("none", 1e-6), ("optimizer", 3e-6)])
+def test_sums_take_the_time_of_cores_that_compute(shard: Any, byte_s: float, config: Config) -> None:
+    changed = replace(config, dp=replace(config.dp, shard=shard, mode="allreduce:bucket_mb=0.1"))
+    rates = replace(RATES, operations_per_s=1e3, messages=MESSAGES)
+    planner = RunPlanner(changed, 2, describe_run_model(changed), on_gpu=False, per_host=2)
+    shared = planner.step(changed, planner.step_planner(rates, None))
+    [load] = shared.links
+    assert shared.replicas_s == pytest.approx(load.nbytes * byte_s)
+    assert load.busy_s == pytest.approx(load.nbytes * byte_s), "the sum takes longer than the link"
+    assert planned(changed, 2, rates).replicas_s < shared.replicas_s, "each process has a core for them"
+
+
+def test_offloaded_activations_take_the_time_that_computation_does_not_hide(config: Config) -> None:
+    saving = replace(config, model=replace(config.model, offload_activations=True))
+    planner = RunPlanner(saving, 1, describe_run_model(saving), on_gpu=True)
+    rates = replace(RATES, on_gpu=True, operations_per_s=1e15)
+    rate, nbytes = 1e6, sum(each.kept for each in planner._trace(saving, planner.partition(saving)).layers)
+    plain, slow, fast = (
+        planner.step(each, planner.step_planner(replace(rates, host_bytes_per_s=bytes_per_s), None))
+        for each, bytes_per_s in ((config, rate), (saving, rate), (saving, 1e15))
+    )
+    assert slow.update_s - plain.update_s == pytest.approx(6 * 2 * nbytes / rate - slow.compute_s)
+    assert fast.update_s == pytest.approx(plain.update_s, abs=1e-6)
+
+
 def test_replicas_exchange_what_backward_does_not_hide(config: Config) -> None:
     config = replace(config, data=replace(config.data, batch=8))
     trained = describe_run_model(config).parameters.trained
@@ -124,7 +159,7 @@ def test_replicas_exchange_what_backward_does_not_hide(config: Config) -> None:
             assert busy_s == pytest.approx(expected / SLOW.bytes_per_s + gathers * SLOW.delay_s)
     rates = replace(RATES, bytes_per_s=1e9)
     modes = (replace(config, dp=replace(config.dp, mode=mode)) for mode in ("allreduce", "cocktail_grad:topk=0.2"))
-    plain, compressed = (planned(changed, 4, rates, SLOW).update_s for changed in modes)
+    plain, compressed = (planned(changed, 4, rates, LinkRate(math.inf)).replicas_s for changed in modes)
     assert compressed - plain == pytest.approx(18 * 28 * trained / 1e9), "cocktail_grad computes, too"
     assert [measured_work(mode) for mode in ("cocktail_grad:topk=0.2", "diloco:inner=9", "allreduce")] == [18, 0.3, 0]
     in_buckets = replace(config, dp=replace(config.dp, mode="allreduce:bucket_mb=0.1"))
@@ -176,6 +211,8 @@ def test_measured_rates_are_kept_in_the_run_directory(
     config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "CALIBRATED_S", 0.2)
+    of_messages = MeasuredMessages(LinkRate(1e9), MESSAGES)
+    monkeypatch.setattr("acsgd.run.plan.measure_messages.measure_messages", lambda seconds: of_messages)
     (path := tmp_path / "run.toml").write_text(to_toml(config))
     code, text, _ = run_plan(capsys, path, "--run.device", "cpu", "--calibrate")
     assert code == 0
@@ -185,7 +222,8 @@ def test_measured_rates_are_kept_in_the_run_directory(
     assert rates.layers is not None
     assert len(rates.layers.forward_s) == 4
     assert min(*rates.layers.forward_s, *rates.layers.backward_s) > 0
-    assert rates.link is not None
+    assert MeasuredMessages(rates.link, rates.messages) == of_messages
+    assert rates.host_bytes_per_s != Rates("", False, "fp32", 1.0, 1.0).host_bytes_per_s
     _, text, _ = run_plan(capsys, path, "--run.device", "cpu", "--json")
     assert json.loads(text)["step"]["compute_s"] == pytest.approx(
         6 * (sum(rates.layers.forward_s) + sum(rates.layers.backward_s))
@@ -209,6 +247,15 @@ def test_measured_rates_are_kept_in_the_run_directory(
     assert "was written by another version; measuring this machine again" in text.replace("\n", " ")
     assert "measured with 4 threads, but torchrun gives each of several processes" in text.replace("\n", " ")
     assert Rates.read(other) == rates
+
+
+@pytest.mark.soak
+def test_messages_are_measured_between_two_processes() -> None:
+    link, times = measure_messages(0.1)
+    assert link.delay_s < 0.1
+    assert link.bytes_per_s > 1e7
+    assert 1e-5 < times.end_s < 0.1
+    assert 0 < times.sum_byte_s < times.part_byte_s < 1e-6
 
 
 def test_links_and_devices_are_named() -> None:

@@ -93,7 +93,8 @@ class AbsentPeers(Peers):
         return AsyncResult(done, self.waits)
 
     def exchange(self, outgoing: Mapping[int, Tensor], longest: Mapping[int, int], meter: Meter) -> dict[int, Tensor]:
-        meter.sent_bytes += sum(message.nbytes for message in outgoing.values())
+        framed = [message.clone() for message in outgoing.values()]  # with a header each, all at once
+        meter.sent_bytes += sum(message.nbytes for message in framed)
         return {peer: torch.empty(nbytes, dtype=torch.uint8) for peer, nbytes in longest.items()}
 
 

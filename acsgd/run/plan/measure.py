@@ -62,7 +62,15 @@ def measure_rates(partition: Partition, seconds: float) -> Rates:
     built = model.build(partition.shapes.dtype)
     operations_per_s = sum(map(sum, layer_operations(partition, costs, built))) / total
     name = "a GPU of this host" if streams.gpu else "the CPU of this host"
-    return Rates(name, bool(streams.gpu), config.model.dtype, operations_per_s, memory_rate(streams), layers=times)
+    return Rates(
+        name,
+        bool(streams.gpu),
+        config.model.dtype,
+        operations_per_s,
+        memory_rate(streams),
+        copy_rate(streams),
+        layers=times,
+    )
 
 
 def layers_key(config: Config, model: RunModel) -> str:
@@ -153,13 +161,20 @@ def _random_batch(partition: Partition) -> tuple[dict[str, Tensor], Tensor]:
 def memory_rate(streams: Streams, now: Callable[[], float] = time.perf_counter) -> float:
     """Return the bytes per second that operations on single elements read and write. now: see `measure_layers`."""
     x, y = (torch.ones(COPIED_BYTES // 4, device=streams.device) for _ in range(2))
-    times: Sequence[float] = [_time_of_copy(x, y, streams, now) for _ in range(COPIES + 1)]
-    return 3 * x.nbytes / median(times[1:])
+    return 3 * x.nbytes / _time_of(lambda: x.add_(y), streams, now)
 
 
-def _time_of_copy(x: Tensor, y: Tensor, streams: Streams, now: Callable[[], float]) -> float:
-    streams.record_event().synchronize()
-    began = now()
-    x.add_(y)
-    streams.record_event().synchronize()
-    return now() - began
+def copy_rate(streams: Streams) -> float:
+    """Return the bytes per second that are copied from host memory to the device."""
+    host, x = streams.host_buffer(COPIED_BYTES).zero_(), torch.empty(COPIED_BYTES, dtype=torch.uint8).to(streams.device)
+    return COPIED_BYTES / _time_of(lambda: x.copy_(host, non_blocking=True), streams, time.perf_counter)
+
+
+def _time_of(work: Callable[[], object], streams: Streams, now: Callable[[], float]) -> float:
+    """Return the median time of an operation on the device, without its first run."""
+    clock, times = _Clock(streams, now), list[float]()
+    for _ in range(COPIES + 1):
+        clock.end_segment()
+        work()
+        times.append(clock.end_segment())
+    return median(times[1:])

@@ -25,7 +25,7 @@ from acsgd.run.plan.memory import PlanCache, RankMemory, least_memory, plan_memo
 from acsgd.run.plan.model import RunModel, layers_cache
 from acsgd.run.plan.partition import Partition, divide_model, open_grid, topology_of
 from acsgd.run.plan.rates import LinkRate, Rates
-from acsgd.run.plan.step_memory import TracedModel, trace_model
+from acsgd.run.plan.step_memory import TracedModel, layer_groups, trace_model
 from acsgd.run.plan.step_time import PlannedStep, StepPlanner
 from acsgd.streams import Streams
 from acsgd.tasks import check_options
@@ -165,7 +165,18 @@ class RunPlanner:
 
     def step(self, config: Config, steps: StepPlanner) -> PlannedStep:
         """Return the time of a step. Raises ValueError if the run is not possible."""
-        return steps.plan(self.partition(config), self.key(config))
+        partition = self.partition(config)
+        saved = self._saved_bytes(config, partition) if partition.offloads_activations else ()
+        return steps.plan(partition, self.key(config), saved)
+
+    def _saved_bytes(self, config: Config, partition: Partition) -> list[int]:
+        """Return the bytes of activations of a micro-batch that each rank of a pipeline moves to host memory."""
+        layers = self._trace(config, partition).layers
+        ranks = [partition.seen_from(rank) for rank in partition.topology.ranks_along("pipeline")]
+        return [
+            sum(layers[group[-1]].kept for span in each.layout.spans.values() for group in layer_groups(each, span))
+            for each in ranks
+        ]
 
     def key(self, config: Config) -> str:
         """Return what the times of layers depend on."""

@@ -17,14 +17,14 @@ from acsgd.streams import PEAK_TB_PER_S, peak_of_gpu
 
 RATES = "rates.json"
 """Name of the file of measured rates in a run directory."""
-VERSION = 1
+VERSION = 2
 """Version of what is measured and how, in the file."""
 SHARE_OF_PEAK, SHARE_OF_BANDWIDTH = 0.5, 0.8
 """Fraction of a GPU's peak arithmetic and bandwidth that training reaches; a rule of thumb, not measured."""
 ADAMW_BYTES = 28
 """Bytes that AdamW reads and writes per parameter: weight, two moments, and the gradient, which it only reads."""
 HOST_BYTES_PER_S = 20e9
-"""Of host memory, whose link to a GPU is no slower (PCIe 4.0 x16); the same."""
+"""Of host memory, whose link to a GPU is no slower (PCIe 4.0 x16), where it is not measured; the same."""
 DISK_BYTES_PER_S = 2e9
 """Of an NVMe disk; the same."""
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -55,6 +55,26 @@ class LayerTimes:
 
 
 @dataclass(frozen=True)
+class MessageTimes:
+    """CPU time that messages take, seconds."""
+
+    end_s: float
+    """Of the thread that computes, for each message between stages that it sends or receives."""
+    end_byte_s: float
+    """The same, besides, for each byte of the message."""
+    sum_byte_s: float
+    """Of all threads of a process, for each byte that it sends in an all-reduce of gradients."""
+    part_byte_s: float
+    """The same of the gradients and weights of dp.shard, whose messages are packed and have checksums."""
+    cores: float
+    """Cores of the host for each thread that computes in a process."""
+
+    def delays_layers(self, processes: int) -> bool:
+        """Return whether other threads run on the cores of those that compute. processes: of the run on the host."""
+        return self.cores < 2 * processes
+
+
+@dataclass(frozen=True)
 class Rates:
     """Rates of the device of each rank."""
 
@@ -67,10 +87,14 @@ class Rates:
     """Of layers in training, in the operations of `layer_costs`."""
     bytes_per_s: Positive
     """Of operations on single elements, bytes that they read and write."""
+    host_bytes_per_s: Positive = HOST_BYTES_PER_S
+    """Of copies from pinned host memory to the device."""
     link: LinkRate | None = None
     """Between two processes of one host; None = not measured."""
     layers: LayerTimes | None = None
     """Times of the layers of one model; None = not measured."""
+    messages: MessageTimes | None = None
+    """None = not measured."""
 
     def write(self, path: Path) -> None:
         """Write to a file."""

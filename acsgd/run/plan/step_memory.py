@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -146,20 +147,31 @@ class _StepMemory:
         self.peak = max(self.peak, now, key=lambda each: each.total)
 
 
-SUM_COPIES = 3
-"""Bytes that the sum of a bucket of gradients takes, in messages, received parts and sums, per byte of the bucket."""
+class SummedBuckets(NamedTuple):
+    """Buckets of gradients that a backward makes, of which each replica gets the sums of its parts (dp.shard)."""
 
+    sizes: Sequence[int] = ()
+    """Bytes of each, in the order in which the backward makes them."""
+    replicas: int = 1
+    keeps_whole: bool = False
+    """Whether the gradients of the whole weights exist before, from earlier backwards."""
 
-def gradients_in_flight(buckets: Sequence[int], made: int) -> int:
-    """Return the bytes of gradients of a backward that are whole, since the link is slow, with those of their sum.
+    def in_flight(self, made: int) -> int:
+        """Return the bytes of whole gradients, if there are none before, and of messages, where the link is slow.
 
-    buckets: bytes of each, in the order in which the backward makes them; made: bytes of the gradients so far.
-    """
-    ends = [*accumulate(buckets)]
-    complete = sum(end <= made for end in ends)
-    filling = made - (ends[complete - 1] if complete else 0)
-    waiting = buckets[max(0, complete - MAX_PENDING) : complete]
-    return sum(waiting) + filling + SUM_COPIES * max(waiting, default=0)
+        made: bytes of the gradients so far.
+        """
+        ends = [*accumulate(self.sizes)]
+        complete = sum(end <= made for end in ends)
+        if self.keeps_whole:
+            return self._sum_bytes(max(self.sizes[:complete], default=0))
+        filling = made - (ends[complete - 1] if complete else 0)
+        waiting = self.sizes[max(0, complete - MAX_PENDING - 1) : complete]  # the first of them is being summed
+        return sum(waiting) + filling + self._sum_bytes(max(waiting, default=0))
+
+    def _sum_bytes(self, bucket: int) -> int:
+        """Return the bytes of the messages of a bucket: one per replica, framed ones to others, and those of others."""
+        return bucket + 2 * bucket * (self.replicas - 1) // self.replicas
 
 
 class StepWalk:
@@ -180,7 +192,7 @@ class StepWalk:
         keeps_gradients = not self._offloads
         in_buckets = keeps_gradients and has_buckets
         memory = _StepMemory(self._last, self._weights.count.gradient_bytes if in_buckets else 0)
-        buckets = self._summed_buckets() if keeps_gradients else ()
+        last = {action.stage: action for action in actions if action.operation.completes}
         started = set[int]()
         """Stages whose gradients exist."""
         for action in actions:
@@ -191,6 +203,7 @@ class StepWalk:
                 continue
             completes = action.operation.completes
             creates = keeps_gradients and completes and action.stage not in started and not has_buckets
+            buckets = self._summed_buckets(action.stage, is_last=last[action.stage] is action)
             self._run_backward(action, memory, creates_gradients=creates, buckets=buckets)
             if completes:
                 started.add(action.stage)
@@ -207,14 +220,16 @@ class StepWalk:
         """Whether gradients are summed over replicas after each backward, and whole ones are dropped then."""
         return self._partition.config.dp.sums_passes and self._partition.topology.replicas > 1
 
-    def _summed_buckets(self) -> Sequence[int]:
-        """Return the bytes of the buckets that are summed after each backward; none unless `_sums_passes`."""
-        mode = self._partition.plugins.mode
-        if not self._sums_passes or not isinstance(mode, AllReduce):
-            return ()
-        [stage] = self._weights.stages.values()
-        early = [weight for weight in stage if not weight.has_remote_lookups]
-        return [sum(weight.master.nbytes for weight in bucket) for bucket in split_weights(early, mode.bucket_mb)]
+    def _summed_buckets(self, stage: int, *, is_last: bool) -> SummedBuckets:
+        """Return the buckets that are summed behind a backward of a stage. is_last: whether it is its last one."""
+        partition = self._partition
+        mode, replicas = partition.plugins.mode, partition.topology.replicas
+        is_divided = partition.config.dp.shard != "none" and replicas > 1 and not self._offloads
+        if not (is_divided and (is_last or self._sums_passes) and isinstance(mode, AllReduce)):
+            return SummedBuckets()
+        early = [weight for weight in self._weights.stages[stage] if not weight.has_remote_lookups]
+        sizes = [sum(weight.master.nbytes for weight in bucket) for bucket in split_weights(early, mode.bucket_mb)]
+        return SummedBuckets(sizes, replicas, keeps_whole=not self._sums_passes)
 
     def _run_forward(self, action: Action, memory: _StepMemory) -> None:
         span = self._partition.layout.spans[action.stage]
@@ -234,9 +249,9 @@ class StepWalk:
             self._move(copied, memory, is_back=False)
 
     def _run_backward(
-        self, action: Action, memory: _StepMemory, *, creates_gradients: bool, buckets: Sequence[int]
+        self, action: Action, memory: _StepMemory, *, creates_gradients: bool, buckets: SummedBuckets
     ) -> None:
-        """Follow a backward. buckets: of gradients that are summed after each one."""
+        """Follow a backward. buckets: of gradients that are summed behind it."""
         span, made = self._partition.layout.spans[action.stage], 0
         traces, groups = self._traced.again or self._traced.layers, [*layer_groups(self._partition, span)]
         ends, completes = {group[-1]: group for group in groups}, action.operation.completes
@@ -249,22 +264,23 @@ class StepWalk:
                 self._run_layers(group, traces, memory)
                 memory.keep(layer, -self._traced.layers[layer].kept)  # its output is counted in its trace
             trace = traces[layer]
-            needed = trace.first_backward_peak if creates_gradients or buckets else trace.backward_peak
+            is_new = creates_gradients or (buckets.sizes and not buckets.keeps_whole)
+            needed = trace.first_backward_peak if is_new else trace.backward_peak
             if action.op is Op.I:
                 needed = trace.inputs_peak
-            whole = gradients_in_flight(buckets, made)
+            whole = buckets.in_flight(made)
             memory.gradients += whole
             memory.reach(layer, needed + self._traced.dequantized[layer] + entering_bytes(self._partition, layer + 1))
             memory.gradients -= whole
             early = (each for each in self._last_used(action.stage, layer) if not each.has_remote_lookups)
-            made += sum(weight.master.nbytes for weight in early) * bool(buckets)
+            made += sum(weight.master.nbytes for weight in early) * bool(buckets.sizes)
             if completes:
                 memory.keep(layer, -trace.kept)
             if action.op in (Op.I, Op.W):
                 memory.keep(layer, trace.kept_between * (1 if action.op is Op.I else -1))
             if creates_gradients:
                 memory.gradients += self._layer_gradient_bytes(action.stage, layer)
-        whole = gradients_in_flight(buckets, made)
+        whole = buckets.in_flight(made)
         memory.gradients += whole
         memory.reach(span.first, 0)
         memory.gradients -= whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -18,7 +18,7 @@ from acsgd.pp.schedules.simulate import Cost, simulate
 from acsgd.pp.wire.ladder import BACKWARD, FORWARD, Rung
 from acsgd.run.plan.memory import PlanCache
 from acsgd.run.plan.partition import Partition
-from acsgd.run.plan.rates import ADAMW_BYTES, DISK_BYTES_PER_S, HOST_BYTES_PER_S, LinkRate, Rates
+from acsgd.run.plan.rates import ADAMW_BYTES, DISK_BYTES_PER_S, LinkRate, Rates
 from acsgd.run.plan.step_memory import RankWeights, fetched_bytes
 from acsgd.shards.plan import training_costs
 
@@ -53,10 +53,10 @@ class PlannedStep:
     messages_s: float
     """By how much messages between stages make the step longer."""
     replicas_s: float
-    """The same of what replicas exchange."""
+    """The same of what replicas exchange, and the time of what dp.mode computes."""
     update_s: float
-    """Clipping, the step of the optimizer and what dp.mode computes; of offloaded gradients and parameters, also what
-    computation does not hide."""
+    """Clipping and the step of the optimizer; of offloaded gradients, parameters and activations,
+    also what computation does not hide."""
     links: tuple[LinkLoad, ...] = ()
 
     @property
@@ -88,23 +88,25 @@ class StepPlanner:
         self._link = link or rates.link or LinkRate(math.inf)
         self._cache = cache or PlanCache()
 
-    def plan(self, partition: Partition, key: str) -> PlannedStep:
-        """Return the time of a step. key: `measure.layers_key` of the partition."""
-        forward, backward = self._layer_times(partition, key)
-        of_stages = [[sum(times[slice(*spec)]) for spec in partition.layout.specs] for times in (forward, backward)]
+    def plan(self, partition: Partition, key: str, saved: Sequence[int] = ()) -> PlannedStep:
+        """Return the time of a step. key: `measure.layers_key` of the partition.
+
+        saved: bytes of activations of a micro-batch that each rank of a pipeline offloads; default: none.
+        """
+        sizes, link = message_bytes(partition), self._link
+        forward, backward = of_stages = self._stage_times(partition, key, sizes)
         micros, placement = partition.micros_per_replica, partition.layout.placement
         ranks = [placement.stages_of(rank) for rank in range(placement.ranks)]
-        per_micro = [sum(of_stages[0][stage] + of_stages[1][stage] for stage in stages) for stages in ranks]
-        compute_s = micros * max(per_micro)
-        link, sizes = self._link, message_bytes(partition)
+        compute_s = micros * max(sum(forward[stage] + backward[stage] for stage in stages) for stages in ranks)
         messages, gradients = ([size / link.bytes_per_s for size in of_direction] for of_direction in sizes)
         rows = row_bytes(partition, self._built) / link.bytes_per_s
-        plain = max(ends_of(partition, micros, Cost(of_stages[0], of_stages[1])))
-        cost = Cost(of_stages[0], of_stages[1], messages, gradients, link.delay_s, rows=rows, row_gradients=rows)
+        plain = max(ends_of(partition, micros, Cost(*of_stages)))
+        cost = Cost(*of_stages, messages, gradients, link.delay_s, rows=rows, row_gradients=rows)
         ends = ends_of(partition, micros, cost)
-        last = [sum(of_stages[1][stage] for stage in stages) for stages in ranks]
+        last = [sum(backward[stage] for stage in stages) for stages in ranks]
         exchanges, exposed = self.exchanges(partition, ends, last)
         done = max(end + late for end, late in zip(ends, exposed, strict=True)) + link.delay_s * (len(ends) > 1)
+        works_s = max(self._mode_s(partition, each) for each in self.weights(partition))
         loads = self._loads(partition, sizes, micros) + [
             LinkLoad(f"replicas of stage rank {rank}", each.nbytes, each.busy_s)
             for rank, each in enumerate(exchanges)
@@ -114,9 +116,12 @@ class StepPlanner:
             compute_s,
             max(0.0, plain - compute_s),
             max(0.0, max(ends) - plain),
-            done - max(ends),
+            done - max(ends) + works_s,
             max(self._update_s(partition, each, compute_s) for each in self.weights(partition))
-            + max(self._fetch_s(partition.seen_from(rank), compute_s) for rank in ranks_of(partition)),
+            + max(
+                self._fetch_s(partition.seen_from(rank), compute_s, nbytes)
+                for rank, nbytes in zip_longest(ranks_of(partition), saved, fillvalue=0)
+            ),
             tuple(loads),
         )
 
@@ -135,11 +140,34 @@ class StepPlanner:
         weights, micros = self.weights(partition), partition.micros_per_replica
         links = links or [self._link] * len(weights)
         loads = [self._exchange(partition, *each, micros) for each in zip(weights, links, strict=True)]
-        return loads, [_exposed(partition, *each) for each in zip(loads, ends, last, weights, strict=True)]
+        exposed = [_exposed(partition, *each) for each in zip(loads, ends, last, weights, strict=True)]
+        if (times := self._rates.messages) is not None and times.delays_layers(partition.local_world_size):
+            works = [self._cpu_s(partition, each.nbytes) for each in loads]
+            exposed = [*map(max, exposed, works)]
+        return loads, exposed
 
     def weights(self, partition: Partition) -> list[RankWeights]:
         """Return the weights of each rank of a pipeline."""
         return [self._cache.weights(partition.seen_from(rank), self._built) for rank in ranks_of(partition)]
+
+    def _stage_times(
+        self, partition: Partition, key: str, sizes: Sequence[Sequence[float]]
+    ) -> tuple[list[float], list[float]]:
+        """Return the times of forward and backward of each stage, with those of its ends of messages.
+
+        key: see `plan`; sizes: see `message_bytes`. On a GPU's host, the ends are hidden.
+        """
+        times = None if self._rates.on_gpu else self._rates.messages
+        rank_of, found = partition.layout.placement.rank_of, list[list[float]]()
+        for of_layers, of_boundaries in zip(self._layer_times(partition, key), sizes, strict=True):
+            of_stages = [sum(of_layers[slice(*spec)]) for spec in partition.layout.specs]
+            for boundary, nbytes in enumerate(of_boundaries):
+                if times is not None and nbytes and rank_of(boundary) != rank_of(boundary + 1):
+                    for stage in (boundary, boundary + 1):
+                        of_stages[stage] += times.end_s + nbytes * times.end_byte_s
+            found.append(of_stages)
+        forward, backward = found
+        return forward, backward
 
     def _layer_times(self, partition: Partition, key: str) -> tuple[Sequence[float], Sequence[float]]:
         """Return the times of forward and backward of each layer: measured ones, or estimated from costs."""
@@ -160,8 +188,7 @@ class StepPlanner:
                     loads.append(LinkLoad(name, nbytes, nbytes / self._link.bytes_per_s))
         return loads
 
-    @staticmethod
-    def _exchange(partition: Partition, weights: RankWeights, link: LinkRate, micros: int) -> LinkLoad:
+    def _exchange(self, partition: Partition, weights: RankWeights, link: LinkRate, micros: int) -> LinkLoad:
         """Return what a rank sends to other replicas in a step, and its time."""
         config, replicas = partition.config, len(partition.domains)
         trained = sum(weight.master.numel() for weight in chain.from_iterable(weights.stages.values()))
@@ -177,34 +204,57 @@ class StepPlanner:
             nbytes = share * (trained * micros * 4 / compression(config.dp.mode) + gathered)
             groups = -(-len(partition.layout.layers) // (partition.plugins.recompute.layers or 1))
             delay_s = 2 * micros * groups * link.delay_s * (replicas > 1)
-        return LinkLoad("replicas", nbytes, nbytes / link.bytes_per_s + delay_s)
+        busy_s = max(nbytes / link.bytes_per_s + delay_s, self._cpu_s(partition, nbytes))
+        return LinkLoad("replicas", nbytes, busy_s)
+
+    def _cpu_s(self, partition: Partition, nbytes: float) -> float:
+        """Return the CPU time of a process that sends some bytes of gradients and weights to other replicas.
+
+        0 if it is not known, or if it is part of what dp.mode computes.
+        """
+        times = self._rates.messages
+        if times is None or self._rates.on_gpu or partition.plugins.mode.exchanges != "gradients":
+            return 0.0
+        return nbytes * (times.sum_byte_s if partition.config.dp.shard == "none" else times.part_byte_s)
+
+    def _mode_s(self, partition: Partition, weights: RankWeights) -> float:
+        """Return the time of what dp.mode computes in a step."""
+        work = measured_work(partition.config.dp.mode) if len(partition.domains) > 1 else 0.0
+        trained = sum(weight.master.numel() for weight in chain.from_iterable(weights.stages.values()))
+        return work * ADAMW_BYTES * trained / self._rates.bytes_per_s
 
     def _update_s(self, partition: Partition, weights: RankWeights, compute_s: float) -> float:
         """Return the time of the update. compute_s: of forwards and backwards, behind which gradients are offloaded."""
         owned = partition.topology.replicas if partition.config.dp.shard != "none" else 1
-        nbytes, work = 0.0, measured_work(partition.config.dp.mode) if len(partition.domains) > 1 else 0.0
+        nbytes = 0.0
         for weight in chain.from_iterable(weights.stages.values()):
             state = sum(
                 each.nbytes(weight.master, is_hidden_matrix=weight.is_hidden_matrix)
                 for each in partition.plugins.optimizer.states
             )
-            nbytes += (STEP_BYTES + work * ADAMW_BYTES) * weight.master.numel() + 2 * (state + weight.master.nbytes)
+            nbytes += STEP_BYTES * weight.master.numel() + 2 * (state + weight.master.nbytes)
             if weight.master is not weight.param:
                 nbytes += COPY_BYTES * weight.master.numel() + weight.param.nbytes
-        if partition.config.optim.offload == "none" or not self._rates.on_gpu:
-            return nbytes / owned / self._rates.bytes_per_s
         trained = [weight.param for weight in chain.from_iterable(weights.stages.values())]
-        added = partition.micros_per_replica * sum(param.nbytes + SUM_BYTES * param.numel() for param in trained)
-        return nbytes / owned / HOST_BYTES_PER_S + max(0.0, added / HOST_BYTES_PER_S - compute_s)
+        micros, rates = partition.micros_per_replica, self._rates
+        if partition.config.optim.offload == "none":
+            return nbytes / owned / rates.bytes_per_s
+        if not rates.on_gpu:  # each gradient is copied by the thread that computes
+            return (nbytes / owned + 2 * micros * sum(param.nbytes for param in trained)) / rates.bytes_per_s
+        added = micros * sum(param.nbytes + SUM_BYTES * param.numel() for param in trained)
+        return nbytes / owned / rates.host_bytes_per_s + max(0.0, added / rates.host_bytes_per_s - compute_s)
 
-    def _fetch_s(self, partition: Partition, compute_s: float) -> float:
-        """Return the time of a rank's fetches of offloaded parameters that is not hidden. compute_s: as `_update_s`."""
-        offload, dtype = partition.config.model.offload, partition.shapes.dtype
-        if offload == "cpu" and not self._rates.on_gpu:
-            return 0.0
-        nbytes = sum(fetched_bytes(self._built.get_parameter(key), dtype) for key in partition.offloaded)
-        rate = DISK_BYTES_PER_S if offload == "disk" else HOST_BYTES_PER_S
-        return max(0.0, 2 * partition.micros_per_replica * nbytes / rate - compute_s)
+    def _fetch_s(self, partition: Partition, compute_s: float, saved: int) -> float:
+        """Return the time of a rank's copies of offloaded parameters and activations that is not hidden.
+
+        compute_s: as `_update_s`; saved: see `plan`.
+        """
+        offload, micros = partition.config.model.offload, partition.micros_per_replica
+        keys = () if offload == "cpu" and not self._rates.on_gpu else partition.offloaded
+        nbytes = sum(fetched_bytes(self._built.get_parameter(key), partition.shapes.dtype) for key in keys)
+        rate = DISK_BYTES_PER_S if offload == "disk" else self._rates.host_bytes_per_s
+        copies_s = nbytes / rate + saved / self._rates.host_bytes_per_s
+        return max(0.0, 2 * micros * copies_s - compute_s)
 
 
 def ranks_of(partition: Partition) -> Sequence[int]:

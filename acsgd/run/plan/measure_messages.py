@@ -1,0 +1,161 @@
+"""Measure messages between two processes of this machine as runs send them: delay and rate, and the CPU time they take.
+
+Both processes measure at once, as the ranks of a host run at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from acsgd.codecs.identity import Identity
+from acsgd.comm.waits import Meter
+from acsgd.dp.exchange.buckets import BUCKET_MB
+from acsgd.dp.modes.allreduce import AllReduce, open_sync
+from acsgd.dp.peers import Peers
+from acsgd.dp.sync import GradSync
+from acsgd.groups import Groups, connect
+from acsgd.optim.base import SecondMoments
+from acsgd.optim.ownership import OwnedWeights, Ownership, divide
+from acsgd.pp.wire.coder import TensorSpec, TransferInfo
+from acsgd.pp.wire.link import Link, LinkFactory
+from acsgd.run.plan.rates import LinkRate, MessageTimes
+from acsgd.shards.weights import Weight
+from acsgd.streams import Streams
+from acsgd.topology import Topology
+
+TIMEOUT = timedelta(seconds=60)
+SHORT, LONG = 2**12, 2**20
+"""Elements of the messages between stages that are measured, fp32."""
+MIN_ROUNDS = 4
+
+
+class MeasuredMessages(NamedTuple):
+    """What was measured between two processes."""
+
+    link: LinkRate
+    times: MessageTimes
+
+
+def measure_messages(seconds: float) -> MeasuredMessages:
+    """Measure two processes, with as many threads each as this one. seconds: of each of four measurements."""
+    context, threads = multiprocessing.get_context("spawn"), torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as directory:
+        pipes, processes = [], []
+        for rank in range(2):
+            ours, theirs = context.Pipe()
+            pipes.append(ours)
+            arguments = (rank, str(Path(directory) / "store"), seconds, threads, theirs)
+            processes.append(context.Process(target=_be_rank, args=arguments, daemon=True))
+        for process in processes:
+            process.start()
+        try:
+            found: list[MeasuredMessages] = [pipe.recv() for pipe in pipes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    return found[0]
+
+
+def _be_rank(rank: int, store: str, seconds: float, threads: int, pipe: Connection) -> None:
+    """Measure as one of the two processes, and send the result."""
+    torch.set_num_threads(threads)
+    with connect(Topology.of(rank, 2, 1), timeout=TIMEOUT, store=dist.FileStore(store, 2)) as groups:
+        short, long = (_time_message(groups, number, size, seconds) for number, size in enumerate((SHORT, LONG)))
+        nbytes, cores = 4 * (LONG - SHORT), len(os.sched_getaffinity(0)) / threads
+        waits = [max(0.0, each.wall_s - each.cpu_s) for each in (short, long)]
+        bytes_per_s = nbytes / max(1e-9, waits[1] - waits[0])
+        end_byte_s = max(0.0, long.cpu_s - short.cpu_s) / 2 / nbytes
+        summed, divided = (_cpu_per_byte(groups, seconds, is_divided=each) for each in (False, True))
+        times = MessageTimes(short.cpu_s / 2, end_byte_s, summed, divided, cores)
+        pipe.send(MeasuredMessages(LinkRate(bytes_per_s, waits[0]), times))
+        groups.wait_for_all("measuring messages", timeout_s=TIMEOUT.total_seconds())
+
+
+class _MessageTime(NamedTuple):
+    """Time of a message from one training thread to the other."""
+
+    wall_s: float
+    cpu_s: float
+    """CPU time of both threads."""
+
+
+def _time_message(groups: Groups, boundary: int, size: int, seconds: float) -> _MessageTime:
+    """Send a message of `size` elements to and fro over the link of a boundary."""
+    spec, streams, rank = TensorSpec((1, size), torch.float32), Streams(torch.device("cpu")), groups.world.rank()
+    codecs, boundaries = [Identity()], [{"hidden": spec}] * (boundary + 1)
+    factory = LinkFactory(groups.world, groups.waits, streams, boundaries, codecs, codecs, Meter(), Meter())
+    link, state = factory.open(boundary, peer=1 - rank, downstream=rank == 0), {"hidden": torch.ones(1, size)}
+    wall, cpu = list[float](), list[float]()
+    for micro in _rounds(groups, seconds):
+        began, worked = time.perf_counter(), time.thread_time()
+        _send_and_receive(link, TransferInfo(0, micro), state, is_first=rank == 0)
+        wall.append((time.perf_counter() - began) / 2)
+        cpu.append(time.thread_time() - worked)  # of two ends, as of both threads for one message
+    link.outbox.drain()
+    link.close()
+    return _MessageTime(median(wall), median(cpu))
+
+
+def _send_and_receive(link: Link, info: TransferInfo, state: dict[str, torch.Tensor], *, is_first: bool) -> None:
+    link.inbox.post()
+    for sends in (is_first, not is_first):
+        if sends:
+            link.send(info, state)
+            link.outbox.flush(wait=True)
+        else:
+            link.receive(info)
+
+
+def _cpu_per_byte(groups: Groups, seconds: float, *, is_divided: bool) -> float:
+    """Return the CPU time of this process for each byte of gradients and weights that it sends.
+
+    is_divided: whether replicas own parts of the weights, as with dp.shard.
+    """
+    param = nn.Parameter(torch.zeros(int(BUCKET_MB * 1e6) // 2**12, 2**10))
+    weight, peers = Weight("weight", param, param), Peers(groups.world, groups.waits)
+    parts = tuple(divide([weight], 2, by_rows=True)) if is_divided else None
+    owned = OwnedWeights([weight], Ownership(groups.world.rank(), 2, parts))
+    sync = open_sync(AllReduce(), [weight], owned, peers, shard="optimizer" if is_divided else "none")
+    times = list[float]()
+    for step in _rounds(groups, seconds):
+        gradient, began, sent = torch.ones_like(param), time.process_time(), sync.meter.sent_bytes
+        _sum(sync, weight, gradient, step)
+        times.append((time.process_time() - began) / (sync.meter.sent_bytes - sent))
+    peers.close()
+    return median(times)
+
+
+def _sum(sync: GradSync, weight: Weight, gradient: torch.Tensor, step: int) -> None:
+    """Sum a gradient over the replicas, and gather the weight if it is divided."""
+    sync.begin_step(step)
+    weight.master.grad = gradient
+    sync.grad_ready(weight, is_final=True)
+    sync.reduce()
+    sync.wait()
+    sync.exchange(step, SecondMoments({}, 0.0))
+
+
+def _rounds(groups: Groups, seconds: float) -> Iterator[int]:
+    """Yield numbers of rounds, as many on both ranks, for about some seconds."""
+    began = time.perf_counter()
+    for number in itertools.count():
+        late = torch.tensor(float(time.perf_counter() - began > seconds and number >= MIN_ROUNDS))
+        groups.waits.wait(groups.world.all_reduce(late))
+        if late:
+            return
+        yield number
