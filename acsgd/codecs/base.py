@@ -24,6 +24,9 @@ class Field(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    has_rows: bool = False
+    """Whether an entropy coder codes each row by itself: codes of signed levels, uint8 [rows, columns], whose rows
+    differ in magnitude. At most one field of a message."""
 
     @property
     def nbytes(self) -> int:

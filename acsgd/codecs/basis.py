@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.base import Field, Wire
-from acsgd.codecs.bits import pack_bits, packed_bytes, unpack_bits
 from acsgd.codecs.layout import layout_of
 from acsgd.codecs.scales import MIN_SCALE, measure
 
@@ -98,7 +97,7 @@ def invert(basis: Tensor) -> Tensor:
 def wire(shape: tuple[int, ...]) -> Wire:
     """Return the fields of `encode` for a tensor [..., C]."""
     return (
-        Field(torch.uint8, (2 * packed_bytes(math.prod(shape), 4),)),
+        Field(torch.uint8, (shape[-1], math.prod(shape[:-1])), has_rows=True),
         Field(torch.float32, (1,)),
         Field(torch.float16, (1,)),
     )
@@ -107,8 +106,8 @@ def wire(shape: tuple[int, ...]) -> Wire:
 def encode(x: Tensor, inverse: Tensor, step: float) -> tuple[Tensor, ...]:
     """Quantize a tensor [..., C], fp32: return codes, the size of a quantization step, and the shift of decoded values.
 
-    inverse: of the basis. step: quantization step, root mean squares of the components. Codes are those of a component
-    after the other; the lower halves of all come first, then the upper ones.
+    inverse: of the basis. step: quantization step, root mean squares of the components. Codes are uint8 [W * G, N]:
+    the first component of all groups, then the second.
     """
     shape = tuple(x.shape)
     unit = measure(x.reshape(-1), layout_of(shape, "tensor", 0), "max").clamp(MIN_SCALE, _MAX_SCALE)
@@ -118,22 +117,19 @@ def encode(x: Tensor, inverse: Tensor, step: float) -> tuple[Tensor, ...]:
     exact = parts.div_(size)
     levels = torch.round(exact, out=squares).clamp_(-127, 127)  # new memory would take as long as the pass
     signs = levels.to(torch.int8)
-    codes = ((signs << 1) ^ (signs >> 7)).view(torch.uint8).transpose(0, 1).reshape(-1)
+    codes = ((signs << 1) ^ (signs >> 7)).view(torch.uint8).transpose(0, 1).reshape(shape[-1], -1)
     outwards = levels.sign()
     excess = levels.sub_(exact).mul_(outwards).sum()
     shift = (excess / signs.count_nonzero().clamp(min=1)).clamp(0, 0.5).half().view(1)
-    stream = torch.cat([pack_bits(codes & 15, 4), pack_bits(codes >> 4, 4)])
-    return stream, (size * unit).clamp(max=_MAX_SCALE).view(1), shift
+    return codes, (size * unit).clamp(max=_MAX_SCALE).view(1), shift
 
 
 def decode(fields: tuple[Tensor, ...], basis: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return the decoded tensor, fp32, finite whatever the fields hold."""
     stream, scale, shift = fields
-    count = math.prod(shape)
-    low, high = (unpack_bits(half, 4, count) for half in stream.view(2, -1))
     finite = basis.float().nan_to_num(0.0, 0.0, 0.0)
     groups, width, _ = finite.shape
-    codes = (low + 16 * high).view(width, groups, -1).transpose(0, 1).reshape(-1)
+    codes = stream.view(width, groups, -1).transpose(0, 1).reshape(-1)
     code = torch.arange(256, device=stream.device)
     levels = torch.where(code % 2 == 1, -(code + 1), code).div(2)
     levels -= levels.sign() * shift.float().nan_to_num(0.0).clamp(0, 0.5)

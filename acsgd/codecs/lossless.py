@@ -1,40 +1,148 @@
-"""Lossless coding: Huffman codes over bytes, and an order of the bits of floating-point numbers that suits it."""
+"""Lossless coding: Huffman codes of bytes, asymmetric numeral systems (Duda 2009, arXiv:0902.0271) for quantization
+levels, and an order of the bits of floating-point numbers that suits Huffman codes.
+"""
 
 from __future__ import annotations
 
 import math
+import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import lru_cache
+from typing import Any, ClassVar
 
 import numpy
 import torch
 from torch import Tensor
 
-from acsgd.codecs.base import Field, Wire
+from acsgd.codecs.base import Field, Wire, wire_bytes
 
 _RAW = -zlib.MAX_WBITS
 """Raw DEFLATE, without header and checksum: the frame holds length and checksum."""
 _PARTS, _MIN_PART = 16, 1024
 """Number of parts of a sparse message, and the least bytes of one: each costs a table of some 30 bytes."""
+_SIZE = struct.Struct("<I")
+_MODELS = 128
+"""Number of distributions of levels, by their mean magnitude."""
+_OF_MODELS = 96
+"""Distribution of the differences between the numbers of the models of neighbouring rows."""
 
 
-def compress_(message: Tensor) -> int:
+def compress_(message: Tensor, wire: Wire = ()) -> int:
     """Entropy-code a message, uint8[n] in host memory, in place. Return its new length.
 
-    If coding does not shorten it, the message is left unchanged, and the length is n. In a message of which most bytes
-    are 0, runs are coded as one symbol, and its parts have codes of their own, as their bytes may be distributed
-    differently.
+    If coding does not shorten it, the message is left unchanged, and the length is n. wire: of the message, if it has
+    a field with rows. The other bytes are Huffman-coded.
     """
     view = message.numpy()
-    is_sparse = 2 * numpy.count_nonzero(view) < len(view)
-    coder = zlib.compressobj(1, zlib.DEFLATED, _RAW, 9, zlib.Z_RLE if is_sparse else zlib.Z_HUFFMAN_ONLY)
-    coded = b"".join(_code(coder, view) if is_sparse else [coder.compress(view.data)]) + coder.flush()
+    rows = _find_rows(wire)
+    coded = _deflate(view) if rows is None else _code_rows(view, *rows)
     if len(coded) >= len(view):
         return len(view)
     view.data[: len(coded)] = coded
     return len(coded)
+
+
+def decompress(coded: Tensor, message: Tensor, wire: Wire = ()) -> None:
+    """Decode an entropy-coded message into `message`, uint8[n]; both in host memory.
+
+    wire: that of `compress_`. Raises ValueError if corrupt; `message` is then undefined.
+    """
+    source, target = coded.numpy(), message.numpy()
+    rows = _find_rows(wire)
+    if rows is None:
+        _inflate(source, target)
+    else:
+        _decode_rows(source, target, *rows)
+
+
+def _find_rows(wire: Wire) -> tuple[int, Field] | None:
+    """Return the first byte of the field with rows, and the field; None without one, or if it is empty."""
+    for index, field in enumerate(wire):
+        if field.has_rows and field.nbytes:
+            return wire_bytes(wire[:index]), field
+    return None
+
+
+def _code_rows(view: numpy.ndarray, start: int, field: Field) -> bytes:
+    """Return the length of the coded rows, bytes, as uint32; the coded rows; and the Huffman-coded rest."""
+    codes, rest = view[start : start + field.nbytes], numpy.delete(view, slice(start, start + field.nbytes))
+    words = _encode_levels(codes.reshape(field.shape)).tobytes()
+    return _SIZE.pack(len(words)) + words + _deflate(rest)
+
+
+def _decode_rows(source: numpy.ndarray, target: numpy.ndarray, start: int, field: Field) -> None:
+    end, size = start + field.nbytes, source[: _SIZE.size].tobytes()
+    if len(size) < _SIZE.size:
+        raise ValueError(f"corrupt entropy-coded message: it has only {len(size)} bytes")
+    rest_at = _SIZE.size + _SIZE.unpack(size)[0]
+    if rest_at > len(source) or rest_at % 4:
+        raise ValueError(f"corrupt entropy-coded message: {len(source)} bytes, of which {rest_at} are of its rows")
+    rest = numpy.empty(len(target) - field.nbytes, dtype=numpy.uint8)
+    _inflate(source[rest_at:], rest)
+    target[:start], target[end:] = rest[:start], rest[start:]
+    words = numpy.frombuffer(source[_SIZE.size : rest_at].tobytes(), dtype="<u4")
+    _decode_levels(words, target[start:end].reshape(field.shape))
+
+
+def _encode_levels(codes: numpy.ndarray) -> numpy.ndarray:
+    """Return coded rows of levels, uint32. codes: 0, 1, 2, 3, 4, ... for levels 0, -1, 1, -2, 2, ..., [rows, columns].
+
+    A row is coded with the distribution of `_model` whose mean magnitude is that of its levels; a row of zeros takes no
+    bytes. The numbers of the distributions come first, as differences from that of the row before. The coder is a
+    stack, so all is encoded in reverse.
+    """
+    from constriction import stream
+
+    coder = stream.stack.AnsCoder()
+    size = (codes >> 1).mean(1) + (codes & 1).mean(1)
+    ratio = size / (1 + numpy.sqrt(1 + numpy.square(size)))
+    numbers = numpy.ceil(_MODELS * numpy.sqrt(ratio)).clip(0, _MODELS - 1).astype(numpy.int32)
+    for row, number in zip(codes[::-1], numbers[::-1].tolist(), strict=True):
+        if number:
+            coder.encode_reverse(row.astype(numpy.int32), _model(number))
+    coder.encode_reverse(_zigzag(numpy.diff(numbers, prepend=numpy.int32(0))), _model(_OF_MODELS))
+    return coder.get_compressed()
+
+
+def _decode_levels(words: numpy.ndarray, codes: numpy.ndarray) -> None:
+    """Decode what `_encode_levels` returned, into `codes`. Raises ValueError if corrupt."""
+    from constriction import stream
+
+    coder = stream.stack.AnsCoder(words)
+    differences = coder.decode(_model(_OF_MODELS), len(codes))
+    numbers = numpy.cumsum((differences >> 1) ^ -(differences & 1))
+    if numbers.min() < 0 or numbers.max() >= _MODELS:
+        raise ValueError("corrupt entropy-coded message: its rows have models that do not exist")
+    for row, number in zip(codes, numbers.tolist(), strict=True):
+        row[:] = coder.decode(_model(number), len(row)) if number else 0
+    if not coder.is_empty():
+        raise ValueError(f"corrupt entropy-coded message: {4 * len(words)} bytes of rows, which end before")
+
+
+def _zigzag(values: numpy.ndarray) -> numpy.ndarray:
+    return (values << 1) ^ (values >> 31)
+
+
+@lru_cache(_MODELS)
+def _model(number: int) -> Any:
+    """Return a two-sided geometric distribution of levels. By products only, so equal on all hosts."""
+    from constriction import stream
+
+    powers = numpy.cumprod(numpy.full(128, (number / _MODELS) ** 2))
+    return stream.model.Categorical(numpy.concatenate([[1.0], powers.repeat(2)[:-1]]), perfect=False)
+
+
+def _deflate(view: numpy.ndarray) -> bytes:
+    """Return the Huffman codes of a message.
+
+    In one of which most bytes are 0, runs are coded as one symbol, and its parts have codes of their own, as their
+    bytes may be distributed differently.
+    """
+    is_sparse = 2 * numpy.count_nonzero(view) < len(view)
+    coder = zlib.compressobj(1, zlib.DEFLATED, _RAW, 9, zlib.Z_RLE if is_sparse else zlib.Z_HUFFMAN_ONLY)
+    return b"".join(_code(coder, view) if is_sparse else [coder.compress(view.data)]) + coder.flush()
 
 
 def _code(coder: zlib._Compress, view: numpy.ndarray) -> Iterator[bytes]:
@@ -47,18 +155,17 @@ def _code(coder: zlib._Compress, view: numpy.ndarray) -> Iterator[bytes]:
             yield coder.flush(zlib.Z_BLOCK)
 
 
-def decompress(coded: Tensor, message: Tensor) -> None:
-    """Decode an entropy-coded message into `message`, uint8[n]; both in host memory. Raises ValueError if corrupt."""
-    view, decoder = message.numpy().data, zlib.decompressobj(_RAW)
+def _inflate(coded: numpy.ndarray, view: numpy.ndarray) -> None:
+    decoder = zlib.decompressobj(_RAW)
     try:
-        decoded = decoder.decompress(coded.numpy().data, len(view) + 1)
+        decoded = decoder.decompress(coded.data, len(view) + 1)
     except zlib.error as error:
         raise ValueError(f"corrupt entropy-coded message of {len(coded)} bytes: {error}") from None
     if len(decoded) != len(view) or not decoder.eof or decoder.unused_data:
         raise ValueError(
             f"corrupt entropy-coded message: its {len(coded)} bytes decode to {len(decoded)} or more, not {len(view)}"
         )
-    view[:] = decoded
+    view.data[:] = decoded
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from acsgd import codecs
 from acsgd.codecs import basis
-from acsgd.codecs.base import Codec, pack, wire_bytes
+from acsgd.codecs.base import Codec, Wire, pack, wire_bytes
 from acsgd.codecs.cache_update import add_saturated, decode_update, encode_update
 from acsgd.codecs.lossless import compress_, decompress
 from acsgd.config.spec import from_spec
@@ -129,19 +129,19 @@ class BasisUpdate:
 
 
 class EntropyCoding:
-    """The entropy coder on a codec's message of one tensor. Works in place, so the times include a copy of it."""
+    """The entropy coder on a message. Works in place, so the times include a copy of it."""
 
-    def __init__(self, codec: Codec, x: Tensor) -> None:
-        self.body = torch.zeros(wire_bytes(codec.wire(tuple(x.shape))), dtype=torch.uint8)
-        pack(codec.encode(x), self.body)
+    def __init__(self, fields: tuple[Tensor, ...], wire: Wire) -> None:
+        self.wire, self.body = wire, torch.zeros(wire_bytes(wire), dtype=torch.uint8)
+        pack(fields, self.body)
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
         body = self.body.clone()
-        return (body[: compress_(body)],)
+        return (body[: compress_(body, self.wire)],)
 
     def decode(self, fields: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         body = torch.empty_like(self.body)
-        decompress(fields[0], body)
+        decompress(fields[0], body, self.wire)
         return body
 
 
@@ -176,9 +176,17 @@ def measure_speed(rows: int, width: int, rounds: int) -> tuple[dict[str, dict[st
     sides |= {f"numpy, {bits} bits": NumpyPacking(bits) for bits in (2, 3, 4, 8)}
     deltas: dict[str, Codec] = {spec: from_spec(spec, {"delta": Delta}, key="codec").codec for spec in DELTAS}
     sides |= {f"update, {spec}": CacheUpdate(codec, x) for spec, codec in deltas.items()}
-    sides |= {f"update, delta:step={step:g},transform=true": BasisUpdate(step, x) for step in (0.2, 1.5)}
+    in_basis = {f"delta:step={step:g},transform=true": BasisUpdate(step, x) for step in (0.2, 1.5)}
+    sides |= {f"update, {spec}": update for spec, update in in_basis.items()}
+    shape = tuple(x.shape)
     sides |= {
-        f"entropy coding, {spec}": EntropyCoding(codec, x) for spec, codec in deltas.items() if codec.entropy_coding
+        f"entropy coding, {spec}": EntropyCoding(codec.encode(x), codec.wire(shape))
+        for spec, codec in deltas.items()
+        if codec.entropy_coding
+    }
+    sides |= {
+        f"entropy coding, {spec}": EntropyCoding(update.encode(x), basis.wire(shape))
+        for spec, update in in_basis.items()
     }
     times: dict[str, dict[str, list[tuple[float, float]]]] = {name: {"encode": [], "decode": []} for name in sides}
     for number in range(rounds + 1):  # the first round is the warm-up

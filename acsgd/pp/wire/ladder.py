@@ -233,7 +233,7 @@ def _measure(codec: Codec | Delta, spec: TensorSpec, streams: Streams) -> CodecT
         pack(ends[0].encode(x, info), buffer)
         streams.record_event().synchronize()
         if entropy_coding:
-            compress_(buffer.clone())
+            compress_(buffer.clone(), wire)
         encoded = time.perf_counter()
         ends[1].decode(tuple(field.to(streams.device) for field in unpack(buffer, wire)), info)
         streams.record_event().synchronize()

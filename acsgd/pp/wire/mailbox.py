@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acsgd.codecs.base import NotFiniteError, holds_nan, pack, unpack, wire_bytes
+from acsgd.codecs.base import NotFiniteError, Wire, holds_nan, pack, unpack, wire_bytes
 from acsgd.codecs.lossless import compress_, decompress
 from acsgd.comm.waits import Work
 from acsgd.errors import RunError
@@ -139,8 +139,8 @@ class Outbox:
                 if coder.marks_nan(info):
                     buffer[_MARK].copy_(holds_nan(fields), non_blocking=True)
                 if len(fields) < len(wire):
-                    kind = MessageKind.CACHED_ACTIVATION
-                length = wire_bytes(wire[: len(fields)])
+                    kind, wire = MessageKind.CACHED_ACTIVATION, wire[: len(fields)]
+                length = wire_bytes(wire)
                 body = buffer[HEADER_BYTES : HEADER_BYTES + length]
                 pack(fields, body)
                 entropy_coding = entropy_coding and length > 0
@@ -149,9 +149,9 @@ class Outbox:
             encoded = channel.streams.record_event()
         coded_length = None
         if entropy_coding and encoded.query():  # as on a CPU; a background thread would delay it by a forward
-            length = compress_(body)
+            length = compress_(body, wire)
         elif entropy_coding:
-            coded_length = self._entropy_coder.submit(_entropy_code, body, encoded)
+            coded_length = self._entropy_coder.submit(_entropy_code, body, wire, encoded)
         header = channel.header(index, info, length)._replace(kind=kind)
         return _Encoding(header, context, buffer, encoded, coded_length)
 
@@ -226,26 +226,26 @@ class Inbox:
             shape, dtype = coder.shape(info), coder.spec.dtype
             return torch.full(shape, torch.nan, dtype=dtype, device=channel.streams.device), info
         if header.length < expected.length:
-            buffer = self._entropy_decode(buffer, header, expected.length, pool)
+            buffer = self._entropy_decode(buffer, header, wire, pool)
         fields = unpack(buffer[HEADER_BYTES:], wire)
         with channel.trace_codec("decode", name):
             x = coder.decode(tuple(f.to(channel.streams.device, non_blocking=True, copy=True) for f in fields), info)
         pool.release(buffer)
         return x, info
 
-    def _entropy_decode(self, buffer: Tensor, header: Header, length: int, pool: BufferPool) -> Tensor:
-        """Return another buffer with the decoded message, whose body has `length` bytes; releases `buffer`."""
+    def _entropy_decode(self, buffer: Tensor, header: Header, wire: Wire, pool: BufferPool) -> Tensor:
+        """Return another buffer with the decoded message, whose body has the fields of `wire`; releases `buffer`."""
         decoded = pool.acquire()
         try:
-            body = decoded[HEADER_BYTES : HEADER_BYTES + length]
-            decompress(buffer[HEADER_BYTES : HEADER_BYTES + header.length], body)
+            body = decoded[HEADER_BYTES : HEADER_BYTES + wire_bytes(wire)]
+            decompress(buffer[HEADER_BYTES : HEADER_BYTES + header.length], body, wire)
         except ValueError as error:
             raise RunError(f"rank {self._channel.peer} sent {header}, which cannot be decoded: {error}") from None
         pool.release(buffer)
         return decoded
 
 
-def _entropy_code(body: Tensor, encoded: StreamEvent) -> int:
+def _entropy_code(body: Tensor, wire: Wire, encoded: StreamEvent) -> int:
     """Entropy-code a message body in place once it is complete; return its new length."""
     encoded.synchronize()
-    return compress_(body)
+    return compress_(body, wire)
