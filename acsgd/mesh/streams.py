@@ -132,6 +132,7 @@ class CarriedEnd(asyncio.BufferedProtocol):
     def data_received(self, data: bytes | memoryview) -> None:
         if self._other is None:
             self._early += data  # what was under way when reading was paused
+            self.set_reading(enabled=False)  # again: uvloop begins to read after `connection_made`, which had paused it
         else:
             self._other.write(data)
 

@@ -833,6 +833,25 @@ def test_what_a_host_ends_before_all_has_arrived_is_lost_with_an_error_on_the_ot
     run_in_loop(asyncio.wait_for(abort(), WAIT_S))
 
 
+def test_a_program_that_sends_before_its_connection_is_carried_waits() -> None:
+    """Else the forwarder would keep all that it sends."""
+
+    async def send() -> None:
+        local = CarriedEnd()
+        ours, program = socket.socketpair()
+        program.setblocking(False)
+        with program:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: local, ours)
+            for _ in range(50):
+                with contextlib.suppress(BlockingIOError):
+                    program.send(bytes(1 << 20))
+                await asyncio.sleep(0.001)
+            assert len(local._early) <= len(transport.READ_BUFFER.view)
+            local.abort()
+
+    run_in_loop(send())
+
+
 # Another secret.
 
 
