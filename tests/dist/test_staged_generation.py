@@ -48,7 +48,9 @@ def begin(whole: Path, target: Path, *, records: int) -> None:
     shutil.copy(f"{whole}.options.json", f"{target}.options.json")
 
 
-@pytest.mark.parametrize("name", ["greedy", *(pytest.param(x, marks=pytest.mark.soak) for x in ("sampled", "adapter"))])
+@pytest.mark.parametrize(
+    "name", ["greedy", *(pytest.param(x, marks=pytest.mark.soak) for x in ("sampled", "adapter", "on disk"))]
+)
 def test_texts_of_stages_are_those_of_one_process(name: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     """A tied table, sliding windows and a checkpoint with LoRA; greedy and sampled, more batches than are on their way;
     and a file that one process has begun."""
@@ -60,6 +62,7 @@ def test_texts_of_stages_are_those_of_one_process(name: str, tiny_model: TinyMod
         "greedy": lambda: [str(tied), "--batch", "2"],
         "sampled": lambda: [str(windows), "--batch", "3", "--temperature", "1.5", "--dtype", "bfloat16"],
         "adapter": lambda: [str(trained_adapter(tied, tmp_path)), "--batch", "4"],
+        "on disk": lambda: [str(trained_adapter(tied, tmp_path)), "--batch", "4", "--offload", "disk"],
     }
     arguments = [*commands[name](), "--file", str(source), "--max-new-tokens", "12", "--out"]
     code, printed = acsgd("generate", *arguments, tmp_path / "alone")

@@ -29,6 +29,7 @@ from acsgd.commands.generation.options import Decoding
 from acsgd.commands.recorded import RecordedModel
 from acsgd.config.options import AdapterConfig, DataConfig, EvalConfig, OptimConfig
 from acsgd.config.run_file import parse_flags
+from acsgd.errors import ReportedError
 from acsgd.failures.failures import RunContext
 from acsgd.launch import Launch
 from acsgd.run.plan.job import prepare
@@ -74,6 +75,10 @@ def test_it_finds_what_the_run_found_in_every_form_of_the_model(run: Path, tmp_p
         assert found["metrics"] == pytest.approx({name: last[name] for name in ("eval_loss", "perplexity")}, rel=1e-6)
         assert found["task"] == "lm"
         assert found["sequences"] > 10
+        if form[0] in (run, tmp_path / "hf"):
+            assert evaluate(*form, *data, "--offload", "disk") == found
+    with pytest.raises(ReportedError):
+        evaluate(run, *data, "--offload", "cpu", "--device", "cpu")
     assert evaluate(run, *data, "--metrics", "")["metrics"].keys() == {"eval_loss"}
 
 
@@ -136,6 +141,7 @@ def test_a_run_with_an_adapter_is_evaluated_in_every_form(
     data = ("--data", tmp_path / "text.txt", *cache)
     losses = [evaluate(*form, *data)["metrics"]["eval_loss"] for form in forms]
     assert losses == pytest.approx([losses[0]] * len(forms), rel=1e-5)
+    assert evaluate(run, *data, "--offload", "disk")["metrics"]["eval_loss"] == losses[0]
     assert evaluate(model, *data, "--sequence", 16)["metrics"]["eval_loss"] != losses[0]
     monkeypatch.chdir(run)
     with pytest.raises(ValueError, match=r"peft: base_model_name_or_path=gpt2 .*; or give .*: MODEL --adapter /"):

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -37,6 +37,8 @@ from transformers import (
 )
 
 from acsgd import cli
+from acsgd.commands.generation import model as loading
+from acsgd.commands.generation.adapter import PEFTAdapter
 from acsgd.commands.generation.decode import Generator
 from acsgd.commands.generation.model import load
 from acsgd.commands.generation.options import GenerateOptions
@@ -122,14 +124,50 @@ def test_a_loaded_model_is_that_of_transformers(
 
 @pytest.mark.parametrize(("family", "dtype"), [("gpt2", "float32"), ("llama", "bfloat16"), ("qwen2", "float32")])
 def test_greedy_text_is_that_of_transformers(family: str, dtype: str, tiny_model: TinyModel, tmp_path: Path) -> None:
-    """From a Hugging Face directory and from layer shards, which hold a tied parameter once."""
+    """From a Hugging Face directory and from layer shards, which hold a tied parameter once, also if blocks stay there."""
     model, shards = tiny_model(family, tie_word_embeddings=True, **blocks_of(family, 2)), tmp_path / "shards"
     expected = generated_alone(model, TEXTS, getattr(torch, dtype))
     assert acsgd("convert", "from-hf", model, shards) == (0, "")
-    for source in (model, shards):
-        out = generate_file(source, tmp_path, source.name, "--dtype", dtype, "--batch", 1)
+    weights = set[str]()
+    for name, source, options in (("a", model, ()), ("b", shards, ()), ("c", shards, ("--offload", "disk"))):
+        out = generate_file(source, tmp_path, name, "--dtype", dtype, "--batch", 1, *options)
         assert texts_of(out) == expected
+        weights.add(json.loads(Path(f"{out}.options.json").read_text())["weights"])
+    assert len(weights) == 1, "a file can be resumed with or without --offload"
     assert len(set(expected)) > 3, "a test that can fail"
+
+
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+def test_offloaded_parameters_have_values_while_their_block_runs(
+    offload: Any, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cpu = tiny_model("gpt2", tie_word_embeddings=True, **blocks_of("gpt2", 3)), torch.device("cpu")
+    expected = dict(load(str(path), dtype=None, device=cpu).model.named_parameters())
+    with pytest.raises(
+        ValueError, match=r"device is the CPU, .*; give --offload disk|convert it: acsgd convert from-hf"
+    ):
+        load(str(path), dtype=None, device=cpu, offload=offload)
+    with pytest.raises(ValueError, match="acsgd convert merge ADAPTER TARGET"):
+        load(str(path), dtype=None, device=cpu, offload="disk", adapter=cast("PEFTAdapter", object()))
+    if offload == "disk":
+        assert acsgd("convert", "from-hf", path, path := tmp_path / "shards") == (0, "")
+    monkeypatch.setattr(loading, "check_offload", lambda *_: None)
+    loaded = load(str(path), dtype=None, device=cpu, offload=offload)
+    model, blocks = loaded.model, [*loaded.model.transformer.h]
+    held = list[list[bool]]()
+
+    def look(*_: Any) -> None:
+        held.append([all(param.stride() != (0,) * param.dim() for param in block.parameters()) for block in blocks])
+
+    for block in blocks:
+        block.register_forward_pre_hook(look)
+    with torch.inference_mode():
+        for _ in range(2):
+            model(torch.arange(5)[None])
+    assert held == 2 * [[True, False, False], [False, True, False], [False, False, True]]
+    found = {name: param.clone() for name, param in loaded.own_parameters()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], param) for name, param in expected.items())
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])

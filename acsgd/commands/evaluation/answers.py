@@ -46,7 +46,9 @@ def evaluate_answers(
         raise ValueError('--generate needs torchmetrics: pip install "acsgd[eval]"')
     transformers.logging.set_verbosity_error()
     dtype = DTYPES[options.dtype] if options.dtype else None
-    generator = open_generator(model.name, options.decoding, dtype=dtype, device=options.device)
+    generator = open_generator(
+        model.name, options.decoding, dtype=dtype, device=options.device, offload=options.offload
+    )
     questions = read_questions(data, generator, places)
     answers = generate_answers(generator, [question.prompt.ids for question in questions])
     scores = compare(answers, [question.answer for question in questions])

@@ -19,6 +19,7 @@ from acsgd.commands.evaluation.answers import evaluate_answers
 from acsgd.commands.evaluation.job import config_of, data_of, describe_trained, find_evaluated
 from acsgd.commands.evaluation.options import DTYPES, EvalOptions
 from acsgd.commands.evaluation.report import EvaluationReport
+from acsgd.commands.generation.model import check_offload
 from acsgd.commands.recorded import RecordedModel
 from acsgd.commands.typed import as_typed, typed
 from acsgd.config.options import DataConfig
@@ -134,6 +135,7 @@ def evaluate(
             print_note(note)
     job = prepare(config, launch, trains=False)
     _check_head(job.model)
+    check_offload(options.offload, job.streams.device)
     config = job.config
     context.timeout_s = options.timeout
     groups = stack.enter_context(connect(job.topology, timeout=timedelta(seconds=options.timeout), store=store))

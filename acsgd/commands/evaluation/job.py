@@ -158,6 +158,7 @@ def config_of(options: EvalOptions, model: RecordedModel, world_size: int) -> Co
         raise ValueError(
             f"{model.name} {reason}; give a run or a checkpoint or, for others, --sequence, such as --sequence 512"
         )
+    adapter = model.options.get("adapter.spec")
     micro = options.micro or int(model.options.get("pp.micro") or MICRO)
     # micro-batches of a pipeline at a time: more hide the time until its last stage has work, and pad the last batch
     micros = 2 * options.stages if options.stages > 1 else 1
@@ -170,8 +171,10 @@ def config_of(options: EvalOptions, model: RecordedModel, world_size: int) -> Co
             task=options.task or model.task or "lm",
             dtype=options.dtype or model.options.get("model.dtype") or "fp32",
             quantize=model.options.get("model.quantize") or "none",
+            offload=options.offload,
+            freeze="*" if options.offload != "none" and adapter is None else None,
         ),
-        adapter=AdapterConfig(model.options.get("adapter.spec")),
+        adapter=AdapterConfig(adapter),
         data=DataConfig(**data, batch=micro * micros * (world_size // options.stages)),
         optim=OptimConfig(lr=1.0, steps=1),
         pp=PipelineConfig(stages=options.stages, micro=micro, schedule="gpipe"),

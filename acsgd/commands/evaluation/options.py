@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from acsgd.commands.generation.options import Decoding
+from acsgd.config.options import Offload
 from acsgd.config.ranges import Range, out_of_range
 from acsgd.errors import missing
 
@@ -18,7 +19,10 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Types of parameters by their names in options of a run -> names in torch."""
 OF_LOSS = ("metrics", "sequence", "rows", "long", "targets", "stages", "micro", "timeout")
 """Options without effect on generated answers."""
-OF_RECORDS = ("task", "format", "fields", "input_format", "output_format", "split_special_tokens", "on_error", "json")
+OF_RECORDS = (
+    *("task", "format", "fields", "input_format", "output_format", "split_special_tokens", "on_error", "json"),
+    "offload",
+)
 """Further options without effect on tasks of lm-eval."""
 
 
@@ -85,6 +89,9 @@ class EvalOptions:
     """Type of parameters and activations. Default: as in the run that saved the checkpoint, else fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device: "auto" = one GPU per local rank if the host has any, else the CPU."""
+    offload: Offload = "none"
+    """Where weights lie between uses, as model.offload: "cpu" = in host memory; "disk" = in the files of the model.
+    "none" = on the device."""
     timeout: Annotated[float, Range(0.1, 10**6)] = 600.0
     """Maximum time a rank waits for a message of a peer, seconds."""
     cache: Path = Path("runs/cache")

@@ -33,7 +33,7 @@ from acsgd.commands.generation.records import (
 )
 from acsgd.commands.recorded import RecordedModel
 from acsgd.commands.typed import as_typed
-from acsgd.config.options import DataConfig
+from acsgd.config.options import DataConfig, Offload
 from acsgd.config.run_file import parse_flags
 from acsgd.errors import RunError, is_out_of_memory
 from acsgd.failures.failures import report_failure
@@ -107,7 +107,13 @@ def generate(
 def _open_model(options: GenerateOptions, ranks: Ranks) -> Generator:
     adapter = PEFTAdapter.open(options.adapter) if options.adapter else None
     return open_generator(
-        options.model, options.decoding, dtype=options.dtype, device=options.device, adapter=adapter, ranks=ranks
+        options.model,
+        options.decoding,
+        dtype=options.dtype,
+        device=options.device,
+        offload=options.offload,
+        adapter=adapter,
+        ranks=ranks,
     )
 
 
@@ -146,17 +152,26 @@ def open_generator(
     *,
     dtype: str | None,
     device: str,
+    offload: Offload = "none",
     adapter: PEFTAdapter | None = None,
     ranks: Ranks = SINGLE_PROCESS,
 ) -> Generator:
     """Load a model; print what it is, how it decodes and which special tokens it uses.
 
-    model, dtype, device: see GenerateOptions. Raises ValueError, or RunError if memory is short.
+    model, dtype, device, offload: see GenerateOptions. Raises ValueError, or RunError if memory is short.
     """
     with _short_memory(), report_if_slow(print_note, lambda: f"loading {model}", enabled=ranks.is_main):
         of_parameters = getattr(torch, dtype) if dtype else None
         where = _device(device, ranks.local_rank)
-        loaded = load(model, dtype=of_parameters, device=where, adapter=adapter, place=ranks.place, gather=ranks.gather)
+        loaded = load(
+            model,
+            dtype=of_parameters,
+            device=where,
+            offload=offload,
+            adapter=adapter,
+            place=ranks.place,
+            gather=ranks.gather,
+        )
         ranks.take(loaded)
     prompts = PromptEncoder.of(loaded)
     ranks.note(loaded.describe())

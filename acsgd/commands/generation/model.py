@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,18 +20,22 @@ from xxhash import xxh3_64
 from acsgd.adapters.initial import BaseChecksum
 from acsgd.adapters.inject import build_adapted
 from acsgd.codecs.identity import DTYPES
+from acsgd.comm.waits import Meter
 from acsgd.commands.generation.adapter import PEFTAdapter, is_adapter
 from acsgd.commands.generation.stages import StageModel, divide
 from acsgd.commands.generation.trial import find_difference
 from acsgd.commands.recorded import RecordedModel
 from acsgd.config.adapters import Adapter, VirtualTokens, parse_adapter
+from acsgd.config.options import Offload
 from acsgd.errors import CorruptFileError, RunError
 from acsgd.io.checkpoint.directory import checkpoints_of
-from acsgd.layers.description import ModelLayers
+from acsgd.layers.description import LayerSpec, ModelLayers
 from acsgd.layers.padding import depends_on_length
 from acsgd.layers.skeleton import fill_with_stand_ins, move_buffers, parameter_names, set_buffer, set_tied_parameter
 from acsgd.model_classes import MODEL_CLASSES, ModelClass
 from acsgd.notes import print_note
+from acsgd.optim.fetch import FileParams, HostParams, LayerFetch, ParamSource
+from acsgd.optim.ownership import OwnedWeights, Ownership
 from acsgd.shards.check import describe_lost
 from acsgd.shards.config import derive_layers, read_config
 from acsgd.shards.disk import ShardDirectory, model_files
@@ -43,6 +47,8 @@ from acsgd.shards.layer_tensors import layer_tensors
 from acsgd.shards.locate import open_hf
 from acsgd.shards.manifest import MANIFEST
 from acsgd.shards.tokenizer import load_tokenizer, read_tokenizer
+from acsgd.shards.writer import OpenTensor
+from acsgd.streams import open_streams
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 Gather = Callable[[str, str], list[str]]
@@ -63,6 +69,8 @@ class LoadedModel:
     """Adapter directory of PEFT that is part of the model."""
     stage: LoadedStage | None = None
     """None if the whole model is loaded."""
+    offloaded: OffloadedBlocks | None = None
+    """Blocks whose parameters have no values between uses; None = all have."""
 
     def describe(self) -> str:
         """Return a sentence on the model."""
@@ -82,10 +90,58 @@ class LoadedModel:
         return xxh3_64(repr(sizes).encode() + (self.directory / CONFIG).read_bytes()).hexdigest()
 
     def own_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters that are loaded, by the first of their names."""
+        """Yield the parameters that are loaded, by the first of their names, each while it has its values."""
+        offloaded = self.offloaded.keys if self.offloaded is not None else frozenset[str]()
         for key, names in parameter_names(self.model).items():
-            if self.stage is None or key in self.stage.names:
+            if (self.stage is None or key in self.stage.names) and key not in offloaded:
                 yield key, self.model.get_parameter(names[0])
+        if self.offloaded is not None:
+            yield from self.offloaded.parameters()
+
+
+class OffloadedBlocks:
+    """Blocks of a model whose parameters are fetched before each call of a block; those of the next one behind it.
+
+    layers: those of the blocks, in the order in which they run; source: where the parameters lie between uses, for
+    which it takes them from the model, in place; fill: gives those of a layer their values.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[LayerSpec],
+        source: ParamSource,
+        fill: Callable[[LayerSpec], None],
+    ) -> None:
+        for layer in layers:
+            fill(layer)
+            source.add(layer, (), model)
+        self._groups = [source.of([layer]) for layer in layers]
+        self._fetch = LayerFetch(self._groups, source, Meter())
+        for group, layer in enumerate(layers):
+            block, ahead = model.get_submodule(layer.block or ""), (group + 1) % len(layers)
+            block.register_forward_pre_hook(lambda *_, group=group, ahead=ahead: self._fetch.enter(group, ahead))
+            block.register_forward_hook(lambda *_, group=group: self._fetch.leave(group), always_call=True)
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The parameters that are fetched."""
+        return self._fetch.keys
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters that are fetched, each while it has its values."""
+        for group, params in enumerate(self._groups):
+            with self._fetch.whole(group):
+                yield from ((each.key, each.param) for each in params)
+
+
+def check_offload(offload: Offload, device: torch.device) -> None:
+    """Raise ValueError if parameters are to be kept in the memory in which they are anyway."""
+    if offload == "cpu" and device.type == "cpu":
+        raise ValueError(
+            "--offload cpu has no effect: the device is the CPU, whose memory holds the weights anyway; give --offload "
+            "disk, or remove it"
+        )
 
 
 class StagePlace(NamedTuple):
@@ -113,6 +169,7 @@ def load(
     *,
     dtype: torch.dtype | None,
     device: torch.device,
+    offload: Offload = "none",
     adapter: PEFTAdapter | None = None,
     place: StagePlace | None = None,
     gather: Gather = lambda name, text: [text],
@@ -121,22 +178,24 @@ def load(
 
     Of an adapter directory of PEFT, it is the model that the adapter names, with it.
 
-    dtype: of the parameters; None = that of the run that trained them, else of config.json; adapter: to put into the
+    dtype: of the parameters; None = that of the run that trained them, else of config.json; offload: where the
+    parameters of blocks lie between uses, as model.offload of a run; adapter: to put into the
     model; place: of the stage to load, with stand-ins in place of other parameters outside of blocks; None = all of
     them; gather: makes all ranks load the same checkpoint of a run directory, the newest that is valid on each. Raises
     ValueError if there is no model, if it is not one that generates text, or not the one that the adapter was trained
     on, or if it cannot be divided; CorruptFileError if a file is not as it was written; RunError if no checkpoint is
     valid.
     """
-    if place is not None and (adapter is not None or is_adapter(Path(path))):
+    check_offload(offload, device)
+    if (place is not None or offload != "none") and (adapter is not None or is_adapter(Path(path))):
         raise ValueError(
-            "an adapter directory of PEFT is put into a model by one process; make a model of both: "
-            "acsgd convert merge ADAPTER TARGET, and give that to several"
+            "an adapter directory of PEFT is put into a whole model on the device of one process; make a model of "
+            "both: acsgd convert merge ADAPTER TARGET, and give that"
         )
     if adapter is None and is_adapter(Path(path)):
         adapter = PEFTAdapter.open(Path(path))
         path = adapter.find_base(f"MODEL --adapter {path}")
-    load_from = functools.partial(_load, dtype=dtype, device=device, peft=adapter, place=place)
+    load_from = functools.partial(_load, dtype=dtype, device=device, offload=offload, peft=adapter, place=place)
     checkpoints = {each.name: each for each in checkpoints_of(Path(path))[::-1]}
     by_rank = [json.loads(names) for names in gather("finding checkpoints", json.dumps([*checkpoints]))]
     if not any(by_rank):
@@ -172,6 +231,7 @@ def _load(
     *,
     dtype: torch.dtype | None,
     device: torch.device,
+    offload: Offload,
     peft: PEFTAdapter | None,
     place: StagePlace | None,
 ) -> LoadedModel:
@@ -187,7 +247,9 @@ def _load(
     stage = None if place is None else _find_stage(opened, directory, model, place)
     names = frozenset(names_of(model)) if stage is None else stage.names
     checksum, of_base = BaseChecksum(), peft.base_parameters(model) if peft else frozenset[str]()
-    _fill(model, checksum.adding(opened.read(model, names), of_base), device)
+    keys = frozenset[str]() if offload == "none" else _parameters_of_blocks(opened.layers()) & names
+    _fill(model, checksum.adding(opened.read(model, names - keys), of_base), device)
+    offloaded = _offload(opened, model, keys, device, offload) if keys else None
     if missing := [name for name in parameter_names(model) if name in names and model.get_parameter(name).is_meta]:
         raise ValueError(describe_lost(directory, missing))
     if peft is not None:
@@ -208,7 +270,33 @@ def _load(
         fill_with_stand_ins(model, opened.layers().blocks, device, model.dtype)
         move_buffers(model, device)
     model.eval()
-    return LoadedModel(directory, model, tokenizer, files, peft, stage)
+    return LoadedModel(directory, model, tokenizer, files, peft, stage, offloaded)
+
+
+def _parameters_of_blocks(layers: ModelLayers) -> frozenset[str]:
+    """Return the parameters that blocks alone use."""
+    of_blocks, others = (
+        {key for layer in layers.layers if (layer.block is None) == is_other for key in layer.parameters}
+        for is_other in (False, True)
+    )
+    return frozenset(of_blocks - others)
+
+
+def _offload(
+    opened: _Opened, model: PreTrainedModel, keys: frozenset[str], device: torch.device, offload: Offload
+) -> OffloadedBlocks:
+    """Load parameters of blocks to where they lie between uses, one block at a time. Raises ValueError."""
+    streams, owned = open_streams(device.type, device.index or 0), OwnedWeights((), Ownership(0, 1))
+    source: ParamSource = HostParams(owned, keys, streams)
+    if offload == "disk":
+        source = FileParams(owned, keys, opened.stored, streams)
+
+    def fill(layer: LayerSpec) -> None:
+        _fill(model, opened.read(model, keys.intersection(layer.parameters)), device)
+
+    # a block that runs several times is one group
+    layers = {layer.block: layer for layer in opened.layers().layers if keys.intersection(layer.parameters)}
+    return OffloadedBlocks(model, [*layers.values()], source, fill)
 
 
 OWN_CALLS = ("prefill_chunk_size", "guidance_scale", "prompt_lookup_num_tokens", "max_time")
@@ -276,6 +364,8 @@ class _Opened(NamedTuple):
     """Returns the layers of the model. Raises LayersError."""
     read: Callable[[PreTrainedModel, Collection[str]], NamedTensors]
     """Yields parameters and stored buffers of the model, those with one of the names. Raises CorruptFileError."""
+    stored: Callable[[str], OpenTensor]
+    """Returns where a parameter is in a file. Raises ValueError for a Hugging Face directory."""
 
 
 def _open(directory: Path) -> _Opened:
@@ -289,11 +379,22 @@ def _open(directory: Path) -> _Opened:
         config = read_config(directory, task, is_valid=lambda config: is_verified)
         adapter = parse_adapter(shards.manifest.adapter)
         read = functools.partial(_shard_tensors, shards)
-        return _Opened(MODEL_CLASSES[task], config, adapter, lambda: description, read)
+
+        def stored(key: str) -> OpenTensor:
+            return shards.stored(description.first_holder(key).name, key)
+
+        return _Opened(MODEL_CLASSES[task], config, adapter, lambda: description, read, stored)
     task = "seq2seq" if read_json_object(directory / CONFIG).get("is_encoder_decoder") else "lm"
     opened = open_hf(directory, task)
     layers = functools.cache(functools.partial(derive_layers, directory, opened.config, task))
-    return _Opened(MODEL_CLASSES[task], opened.config, None, layers, functools.partial(_hf_tensors, opened))
+
+    def refuse(key: str) -> OpenTensor:
+        raise ValueError(
+            f"--offload disk reads layer shards, and {directory} is a Hugging Face directory; convert it: acsgd "
+            f"convert from-hf {directory} TARGET"
+        )
+
+    return _Opened(MODEL_CLASSES[task], opened.config, None, layers, functools.partial(_hf_tensors, opened), refuse)
 
 
 def _shard_tensors(shards: ShardDirectory, model: PreTrainedModel, names: Collection[str]) -> NamedTensors:

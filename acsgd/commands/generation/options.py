@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
+from acsgd.config.options import Offload
 from acsgd.config.ranges import Range, out_of_range
 
 
@@ -88,6 +89,9 @@ class GenerateOptions:
     """Type of parameters and activations. Default: that of the run that saved it, else that of config.json."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device: "auto" = a GPU if the host has one, else the CPU."""
+    offload: Offload = "none"
+    """Where the parameters of blocks lie between uses, as model.offload: "cpu" = in host memory; "disk" = in the files
+    of a checkpoint or a layer-shard directory. "none" = on the device."""
     timeout: Annotated[float, Range(0.1, 10**6)] = 600.0
     """Of several processes: maximum time that one waits for a message of another, or for it to load, seconds."""
 

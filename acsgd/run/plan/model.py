@@ -135,7 +135,8 @@ def _describe(
     derived = (
         found.layers or cache.find(found.config) or derive_layers(found.directory, found.config, task.model_class.name)
     )
-    adapter, description = parse_adapter(config.adapter.spec), _freeze(derived, config.model.freeze)
+    adapter = parse_adapter(config.adapter.spec)
+    description = _freeze(derived, config.model.freeze, keeps_last=has_adapter)
     if has_frozen:
         built = build_adapted(task.model_class, found.config, adapter, blocks=derived.blocks, quantization=quantization)
         if adapter is not None:
@@ -185,10 +186,15 @@ def _least_count(parameters: int, quantization: QuantizedFormat | None, *, has_f
     return ParameterCount(0, parameters) if has_frozen else ParameterCount(parameters, 0)
 
 
-def _freeze(layers: ModelLayers, patterns: str | None) -> ModelLayers:
-    """Return the layers without training for the parameters that model.freeze names. Raises ValueError."""
+def _freeze(layers: ModelLayers, patterns: str | None, *, keeps_last: bool) -> ModelLayers:
+    """Return the layers without training for the parameters that model.freeze names. Raises ValueError.
+
+    keeps_last: whether the last layer counts as trained anyway, in a job that is only evaluated.
+    """
     if patterns is None:
         return layers
+    if keeps_last:
+        return replace(layers, frozen=tuple(key for key in layers.holders() if key not in layers.layers[-1].parameters))
     try:
         return layers.freeze([pattern.strip() for pattern in patterns.split(",")])
     except ValueError as error:
