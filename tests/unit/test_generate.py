@@ -124,7 +124,7 @@ def test_a_loaded_model_is_that_of_transformers(
 
 @pytest.mark.parametrize(("family", "dtype"), [("gpt2", "float32"), ("llama", "bfloat16"), ("qwen2", "float32")])
 def test_greedy_text_is_that_of_transformers(family: str, dtype: str, tiny_model: TinyModel, tmp_path: Path) -> None:
-    """From a Hugging Face directory and from layer shards, which hold a tied parameter once, also if blocks stay there."""
+    """From a Hugging Face directory and from layer shards, also if blocks stay there; a tied table is stored once."""
     model, shards = tiny_model(family, tie_word_embeddings=True, **blocks_of(family, 2)), tmp_path / "shards"
     expected = generated_alone(model, TEXTS, getattr(torch, dtype))
     assert acsgd("convert", "from-hf", model, shards) == (0, "")
@@ -150,7 +150,8 @@ def test_offloaded_parameters_have_values_while_their_block_runs(
     with pytest.raises(ValueError, match="acsgd convert merge ADAPTER TARGET"):
         load(str(path), dtype=None, device=cpu, offload="disk", adapter=cast("PEFTAdapter", object()))
     if offload == "disk":
-        assert acsgd("convert", "from-hf", path, path := tmp_path / "shards") == (0, "")
+        assert acsgd("convert", "from-hf", path, tmp_path / "shards") == (0, "")
+        path = tmp_path / "shards"
     monkeypatch.setattr(loading, "check_offload", lambda *_: None)
     loaded = load(str(path), dtype=None, device=cpu, offload=offload)
     model, blocks = loaded.model, [*loaded.model.transformer.h]
