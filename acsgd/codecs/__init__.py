@@ -10,9 +10,16 @@ from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.hadamard import Hadamard
 from acsgd.codecs.identity import Identity
 from acsgd.codecs.lloyd import Lloyd
+from acsgd.codecs.transform import Transform
 from acsgd.config.spec import from_spec
 
-CODECS: dict[str, type[Codec]] = {"none": Identity, "fixpoint": FixPoint, "lloyd": Lloyd, "hadamard": Hadamard}
+CODECS: dict[str, type[Codec]] = {
+    "none": Identity,
+    "fixpoint": FixPoint,
+    "lloyd": Lloyd,
+    "hadamard": Hadamard,
+    "transform": Transform,
+}
 
 
 def parse(spec: str, *, key: str = "codec") -> Codec:

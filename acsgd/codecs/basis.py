@@ -40,7 +40,7 @@ class Moments:
 
     def add(self, x: Tensor) -> None:
         """Add the vectors of a message, [..., C]. They count by their direction; NaN and infinity count as nothing."""
-        some = x.detach().reshape(-1, x.shape[-1])
+        some = x.detach().reshape(matrix_shape(x.shape))
         some = some[:: max(1, len(some) // SAMPLE)].float()
         vectors = groups_of(some / some.abs().amax().clamp(min=MIN_SCALE))
         product = vectors.mT @ vectors
@@ -61,8 +61,9 @@ class Moments:
 
 def groups_of(x: Tensor) -> Tensor:
     """View the vectors of a tensor [..., C] by group, [G, N, W]."""
-    width = group_width(x.shape[-1])
-    return x.reshape(-1, x.shape[-1] // width, width).transpose(0, 1)
+    _, channels = matrix_shape(x.shape)
+    width = group_width(channels)
+    return x.reshape(-1, channels // width, width).transpose(0, 1)
 
 
 def group_width(channels: int) -> int:
@@ -70,8 +71,16 @@ def group_width(channels: int) -> int:
     return next(width for width in range(min(channels, MAX_WIDTH), 0, -1) if channels % width == 0)
 
 
-def basis_field(channels: int) -> Field:
-    """Return the field of a basis."""
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the number of vectors along the channels, and that of channels; one channel unless there are two axes."""
+    count = math.prod(shape)
+    channels = shape[-1] if len(shape) > 1 and count else 1
+    return count // channels, channels
+
+
+def basis_field(shape: tuple[int, ...]) -> Field:
+    """Return the field of a basis of tensors of a shape."""
+    _, channels = matrix_shape(shape)
     width = group_width(channels)
     return Field(torch.float16, (channels // width, width, width))
 
@@ -81,7 +90,7 @@ def fit_basis(gradients: Moments, differences: Moments, like: Tensor) -> Tensor:
 
     like: a tensor [..., C] on the device.
     """
-    groups, width, _ = basis_field(like.shape[-1]).shape
+    groups, width, _ = basis_field(like.shape).shape
     metric, spread = (each.mean(width, groups, like.device) for each in (gradients, differences))
     sizes, directions = torch.linalg.eigh(metric + FLOOR * torch.eye(width, device=like.device))
     root, inverse = (directions * sizes.pow(power)[:, None] @ directions.mT for power in (0.5, -0.5))
@@ -95,9 +104,10 @@ def invert(basis: Tensor) -> Tensor:
 
 
 def wire(shape: tuple[int, ...]) -> Wire:
-    """Return the fields of `encode` for a tensor [..., C]."""
+    """Return the fields of `encode` for a tensor of a shape."""
+    vectors, channels = matrix_shape(shape)
     return (
-        Field(torch.uint8, (shape[-1], math.prod(shape[:-1])), has_rows=True),
+        Field(torch.uint8, (channels, vectors), has_rows=True),
         Field(torch.float32, (1,)),
         Field(torch.float16, (1,)),
     )
@@ -114,10 +124,11 @@ def encode(x: Tensor, inverse: Tensor, step: float) -> tuple[Tensor, ...]:
     parts = (inverse / unit).mT @ groups_of(x).mT  # [G, W, N], of which codes are copied in runs of N
     squares = parts.square()
     size = step * squares.mean().sqrt().clamp(min=MIN_SCALE)
+    size = torch.maximum(size, squares.amax().sqrt() / 127)
     exact = parts.div_(size)
     levels = torch.round(exact, out=squares).clamp_(-127, 127)  # new memory would take as long as the pass
     signs = levels.to(torch.int8)
-    codes = ((signs << 1) ^ (signs >> 7)).view(torch.uint8).transpose(0, 1).reshape(shape[-1], -1)
+    codes = ((signs << 1) ^ (signs >> 7)).view(torch.uint8).transpose(0, 1).reshape(matrix_shape(shape)[1], -1)
     outwards = levels.sign()
     excess = levels.sub_(exact).mul_(outwards).sum()
     shift = (excess / signs.count_nonzero().clamp(min=1)).clamp(0, 0.5).half().view(1)

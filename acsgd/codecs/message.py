@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from acsgd.codecs.base import Codec, check_finite, pack, unpack, wire_bytes
+from acsgd.codecs.base import Codec, Wire, check_finite, pack, unpack, wire_bytes
 from acsgd.codecs.lossless import compress_, decompress
 
 
@@ -47,13 +47,13 @@ class PackedCodec:
         if not self.codec.encodes_nan:
             check_finite(fields, x)
         pack(fields, message)
-        return compressed(message) if self.codec.entropy_coding else message
+        return compressed(message, self.codec.wire((len(x),))) if self.codec.entropy_coding else message
 
     def decode(self, message: Tensor, n: int) -> Tensor:
         """Raises ValueError for a corrupt message."""
         nbytes = self.max_bytes(n)
         if self.codec.entropy_coding:
-            message = decompressed(message, nbytes)
+            message = decompressed(message, nbytes, self.codec.wire((n,)))
         if len(message) != nbytes:
             raise ValueError(f"corrupt message of {n} elements: {len(message)} bytes instead of {nbytes}")
         return self.codec.decode(unpack(message, self.codec.wire((n,))), (n,), torch.float32)
@@ -62,17 +62,20 @@ class PackedCodec:
         return self.codec.error_bound(x)
 
 
-def compressed(message: Tensor) -> Tensor:
-    """Return a message, uint8[n], entropy-coded, on its device; the message itself if that is not shorter."""
+def compressed(message: Tensor, wire: Wire = ()) -> Tensor:
+    """Return a message, uint8[n], entropy-coded, on its device; the message itself if that is not shorter.
+
+    wire: as in `compress_`.
+    """
     coded = message.to("cpu", copy=True)
-    length = compress_(coded)
+    length = compress_(coded, wire)
     return coded[:length].to(message.device) if length < len(message) else message
 
 
-def decompressed(message: Tensor, nbytes: int) -> Tensor:
+def decompressed(message: Tensor, nbytes: int, wire: Wire = ()) -> Tensor:
     """Return the uint8[nbytes] that `compressed` encoded, on the message's device. Raises ValueError if corrupt."""
     if len(message) == nbytes:
         return message
     decoded = torch.empty(nbytes, dtype=torch.uint8)
-    decompress(message.cpu(), decoded)
+    decompress(message.cpu(), decoded, wire)
     return decoded.to(message.device)

@@ -195,8 +195,8 @@ class PipelineConfig:
     for other stages, "zb", "zb:lead=2" or "zbv"; "auto" = the one of the shortest step, by what the ranks and the links
     between them measure at the start."""
     forward: str = "none"
-    """Codec of activations: "none", "none:dtype=bf16", "fixpoint:bits=8", "lloyd:bits=4", "hadamard", or, for sequences
-    that are trained on more than once, "delta:bits=4" or "delta:step=2"."""
+    """Codec of activations: "none", "none:dtype=bf16", "fixpoint:bits=8", "lloyd:bits=4", "hadamard:bits=4",
+    "transform:step=0.1", or, for sequences that are trained on more than once, "delta:bits=4" or "delta:step=2"."""
     backward: str = "none"
     """Codec of activation gradients: the same except delta."""
     compress: str | None = None

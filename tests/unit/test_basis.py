@@ -1,16 +1,27 @@
-"""Differences in a basis of the channels: errors that cost little of the loss, in few bytes."""
+"""Tensors in a basis of the channels: errors that cost little of the loss, in few bytes."""
 
 from __future__ import annotations
+
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from acsgd.codecs import basis
-from acsgd.codecs.base import Field, pack, wire_bytes
+from acsgd.codecs.base import Field, NotFiniteError, pack, wire_bytes
 from acsgd.codecs.basis import Moments
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.lossless import compress_
+from acsgd.codecs.transform import Transform
+from acsgd.comm.waits import Meter
+from acsgd.pp.wire.coder import Coder, TensorSpec, TransferInfo
+from acsgd.pp.wire.link import Link, LinkFactory
+from acsgd.pp.wire.mailbox import Received
+from acsgd.pp.wire.shared_basis import TransformCoder
+from acsgd.streams import Streams
+
+CPU = Streams(torch.device("cpu"))
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -99,3 +110,66 @@ def test_the_unit_of_a_tensor_changes_no_code(size: float) -> None:
     assert torch.allclose(scaled[1], plain[1] * size)
     decoded = basis.decode(scaled, fitted, (3, 5, 8))
     assert torch.allclose(decoded, basis.decode(plain, fitted, (3, 5, 8)) * size, rtol=1e-3, atol=1e-6 * size)
+
+
+class Ends:
+    """Both ends of a link whose first codec is a Transform."""
+
+    def __init__(self, step: float = 0.2) -> None:
+        spec = TensorSpec((2, 40, 8), torch.float32)
+        self.sender: Coder = TransformCoder([Transform(step)], spec, CPU)
+        self.receiver: Coder = TransformCoder([Transform(step)], spec, CPU)
+
+    def transfer(self, step: int, x: Tensor, codec: int = 1) -> tuple[Tensor, int]:
+        """Return what arrives of a tensor, and the number of fields."""
+        info = TransferInfo(step, 0, codec)
+        wire = self.sender.wire(info)
+        assert self.receiver.wire(info) == wire
+        assert wire_bytes(wire) <= self.sender.max_bytes
+        assert self.receiver.context(info) == self.sender.context(info)
+        fields = self.sender.encode(x, info)
+        assert [(f.dtype, tuple(f.shape)) for f in fields] == [f[:2] for f in wire]
+        return self.receiver.decode(fields, info), len(fields)
+
+
+def test_ends_of_a_link_keep_a_basis_until_as_many_elements_have_followed() -> None:
+    ends, had, contexts = Ends(), [], set()
+    mix = draw(8, 8, seed=1) * torch.logspace(0, -2, 8)[:, None]
+    for step in range(22):  # a basis has 64 elements, a message 640
+        x = draw(2, 40, 8, seed=step) @ mix
+        got, fields = ends.transfer(step, x)
+        assert (got - x).square().mean().sqrt() < 0.1 * x.square().mean().sqrt(), step
+        had += [step] if fields == 4 else []
+        contexts.add(ends.sender.context(TransferInfo(step, 0)))
+    assert len(contexts) == 22, "an end with another basis is detected"
+    assert had == [0, 7, 14]  # after 64 x 64 elements, and as many
+    context = ends.sender.context(TransferInfo(22, 0))
+    assert torch.equal(ends.transfer(22, x, codec=0)[0], x), "the lossless codec"
+    assert ends.sender.context(TransferInfo(23, 0)) == context
+
+
+def test_a_message_that_cannot_be_sent_changes_no_basis() -> None:
+    ends, x = Ends(), draw(2, 40, 8)
+    with pytest.raises(NotFiniteError):
+        ends.sender.encode(x / 0, TransferInfo(0, 0))
+    assert ends.transfer(1, x)[1] == 4
+
+
+def test_received_gradients_decide_which_errors_of_activations_are_small() -> None:
+    ends, gradients = Ends(), torch.zeros(2, 40, 8)
+    gradients[:, :, 3] = 1
+    factory = LinkFactory(Mock(), Mock(), CPU, [{"hidden": ends.sender.spec}], [Transform(1)], [], Meter(), Meter())
+    ends.sender, ends.receiver = (factory._activation_coders(0, side)["hidden"] for side in ("sender", "receiver"))
+    inbox = Mock(receive=lambda _: Received({"hidden": gradients}, None))
+    sender = Mock(coders={"hidden": ends.sender})
+    Link(Mock(), inbox, Mock(), sender, is_downstream=False).receive(TransferInfo(0, 0))
+    error = (ends.transfer(0, draw(2, 40, 8))[0] - draw(2, 40, 8)).square().mean((0, 1))
+    assert error[3] < 0.1 * error.mean()
+
+
+def test_large_components_have_steps_within_their_range() -> None:
+    x = draw(2, 40, 8)
+    x[0, 0] *= 1e4
+    fields = Transform(0.1).encode(x)
+    assert int(fields[1].max()) in (253, 254)
+    assert ((Transform(0.1).decode(fields, (2, 40, 8), x.dtype) - x).abs() <= Transform(0.1).error_bound(x)).all()

@@ -27,6 +27,7 @@ SPECS = [
     "fixpoint:bits=4,scale=l2,clip=20,entropy_coding=true",
     *(f"fixpoint:bits={bits},centroids=true,dims={d}" for bits, d in ((2, "channel"), (3, "token"))),
     *("lloyd:bits=1", "lloyd:bits=5", "lloyd:dims=token", "lloyd:dims=group,group=12"),
+    "transform:step=2",
     *("hadamard:bits=8,low=1,fraction=0.3,group=2", "hadamard:fraction=0", "hadamard:bits=6,low=6"),
 ]
 MORE = [

@@ -68,9 +68,13 @@ def decoded_or_none(coded: Tensor, n: int) -> Tensor | None:
 
 
 def rows_of_levels(rows: int, columns: int, *, largest: float = 20.0) -> tuple[Tensor, Wire]:
-    """Return a message of bytes, levels whose magnitude falls from row to row, and bytes; and its fields."""
+    """Return a message of bytes, levels whose magnitude falls from row to row, and bytes; and its fields.
+
+    The last row has one level that is not 0.
+    """
     magnitude = largest * torch.logspace(0, -4, rows)[:, None]
     levels = (torch.randn(rows, columns, generator=generator(1)) * magnitude).round().clamp(-127, 127).to(torch.int8)
+    levels[-1:, :1] = 1
     codes = ((levels << 1) ^ (levels >> 7)).view(torch.uint8)
     wire = Field(torch.uint8, (48,)), Field(torch.uint8, (rows, columns), has_rows=True), Field(torch.uint8, (16,))
     message = torch.cat([random_bytes(48), codes.view(-1), torch.zeros(-rows * columns % 16, dtype=torch.uint8)])

@@ -23,17 +23,13 @@ from acsgd.codecs.cache_update import add_saturated, decode_update, encode_updat
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.identity import Identity
 from acsgd.codecs.layout import Dims, check_dims
+from acsgd.codecs.transform import MAX_STEP
 from acsgd.pp.wire.cache import ActivationCache
 from acsgd.pp.wire.coder import EXACT, TensorSpec, TransferInfo
+from acsgd.pp.wire.shared_basis import SharedBasis
 from acsgd.streams import Streams
 
 CACHE_BITS = (2, 4, 8, 16)
-MAX_STEP = 512
-"""Largest quantization step, root mean squares; with 8 bits, the levels then span the widest range of `fixpoint`."""
-
-FEWEST, MOST = 64, 512
-"""Elements sent in a basis, per element of it: a new one follows as many as were sent before, within these limits. At
-the upper one, bases take 1/32 bit per element."""
 
 
 @dataclass(frozen=True)
@@ -169,14 +165,7 @@ class DeltaCoder:
         self._spec = spec
         self._cache = cache
         self._streams = streams
-        self._gradients, self._differences = basis.Moments(), basis.Moments()
-        self._basis: Tensor | None = None
-        self._inverse: Tensor | None = None
-        """That of the basis, at the sender."""
-        self._transformed = 0
-        """Number of elements sent in a basis, equal at both ends."""
-        self._next_basis = 0
-        """Number of them after which the next basis is due."""
+        self._shared = SharedBasis()
 
     @property
     def cache(self) -> ActivationCache:
@@ -214,13 +203,13 @@ class DeltaCoder:
 
     def context(self, info: TransferInfo) -> bytes:
         """Return the versions of the samples' entries; taken before `encode` or `decode`, which update them."""
-        return self._cache.pack_versions(info.samples) + self._transformed.to_bytes(8, "little")
+        return self._cache.pack_versions(info.samples) + self._shared.sent.to_bytes(8, "little")
 
     def add_gradients(self, gradients: Tensor) -> None:
         """Note the gradients of a micro-batch, [B, ..., C], that the sender has received."""
         if any(isinstance(codec, Delta) and codec.transform for codec in self._codecs):
             with self._streams.side_stream(gradients):
-                self._gradients.add(gradients)
+                self._shared.gradients.add(gradients)
 
     def encode(self, x: Tensor, info: TransferInfo) -> tuple[Tensor, ...]:
         """Return the fields of misses, then of hits. Raises NotFiniteError, and then leaves the cache unchanged."""
@@ -273,55 +262,34 @@ class DeltaCoder:
         """Return the fields of cache hits, and update their entries m, in place. Raises NotFiniteError."""
         if not delta.transform:
             return encode_update(delta.codec, x, m)
-        difference, is_due = x.detach().float() - m.float(), self._is_basis_due
-        self._differences.add(difference)
-        fitted = self._basis
-        if is_due:
-            fitted = basis.fit_basis(self._gradients, self._differences, x)
-            self._inverse = basis.invert(fitted)
-        assert fitted is not None
-        assert self._inverse is not None
-        fields = basis.encode(difference, self._inverse, delta.step)
-        check_finite(fields, difference)
-        self._add_hits(fields, fitted, m)
-        return (fitted, *fields) if is_due else fields
+        fields = self._shared.encode(x.detach().float() - m.float(), delta.step)
+        self._add_hits(fields, m)
+        return fields
 
     def _decode_hits(self, delta: Delta, fields: tuple[Tensor, ...], m: Tensor) -> Tensor:
         """Return the cache hits that fields encode, and update their entries m, in place."""
         if not delta.transform:
             return decode_update(delta.codec, fields, m, self._spec.dtype)
-        received, codes = (fields[0], fields[1:]) if self._is_basis_due else (self._basis, fields)
-        assert received is not None
-        return saturate_(self._add_hits(codes, received, m), self._spec.dtype).to(self._spec.dtype)
+        return saturate_(self._add_hits(fields, m), self._spec.dtype).to(self._spec.dtype)
 
-    def _add_hits(self, fields: tuple[Tensor, ...], fitted: Tensor, m: Tensor) -> Tensor:
-        """Add differences that were encoded in a basis to entries m, in place, and keep the basis. Return the sum."""
-        if self._is_basis_due:
-            past = min(max(self._transformed, FEWEST * fitted.numel()), MOST * fitted.numel())
-            self._basis, self._next_basis = fitted, self._transformed + past
-        self._transformed += m.numel()
-        return add_saturated(m, basis.decode(fields, fitted, tuple(m.shape)))
-
-    @property
-    def _is_basis_due(self) -> bool:
-        """Whether the next message with differences in a basis has a new one."""
-        return self._transformed >= self._next_basis
+    def _add_hits(self, fields: tuple[Tensor, ...], m: Tensor) -> Tensor:
+        """Add differences that were encoded in a basis to entries m, in place. Return the sum."""
+        return add_saturated(m, basis.decode(*self._shared.take(fields), tuple(m.shape)))
 
     def _shape(self, rows: int) -> tuple[int, ...]:
         return rows, *self._spec.shape[1:]
 
-    def _wire_of(self, info: TransferInfo, hits: int, misses: int, *, has_basis: bool | None = None) -> Wire:
+    def _wire_of(self, info: TransferInfo, hits: int, misses: int, *, has_basis: bool = False) -> Wire:
         """Declare the fields of a message.
 
-        hits, misses: numbers of rows. has_basis: whether there is a new basis; None = if it is due.
+        hits, misses: numbers of rows. has_basis: whether there is a new basis even if none is due.
         """
         miss_wire = self._miss_codec(info).wire(self._shape(misses), self._spec.dtype) if misses else ()
         if not hits:
             return miss_wire
         if not self._hit_delta(info).transform:
             return miss_wire + self._hit_delta(info).codec.wire(self._shape(hits))
-        new = (basis.basis_field(self._spec.shape[-1]),) if has_basis or self._is_basis_due else ()
-        return miss_wire + new + basis.wire(self._shape(hits))
+        return miss_wire + self._shared.wire(self._shape(hits), has_basis=has_basis)
 
     def _read_entries(self, info: TransferInfo, rows: Sequence[int]) -> Tensor:
         """Return the decoded cache entries of some rows, [K, ...], as a copy."""

@@ -14,6 +14,7 @@ import torch
 from acsgd.codecs import CODECS
 from acsgd.codecs.base import Codec, pack, unpack, wire_bytes
 from acsgd.codecs.lossless import compress_
+from acsgd.codecs.transform import Transform
 from acsgd.config.ranges import Range
 from acsgd.config.spec import from_spec
 from acsgd.pp.schedules.actions import Placement
@@ -21,6 +22,7 @@ from acsgd.pp.wire.cache import ActivationCache, HostMemoryStore
 from acsgd.pp.wire.coder import EXACT, Coder, StatelessCoder, TensorSpec, TransferInfo
 from acsgd.pp.wire.delta import Delta, DeltaCoder
 from acsgd.pp.wire.frame import HEADER_BYTES
+from acsgd.pp.wire.shared_basis import TransformCoder
 from acsgd.streams import Streams
 
 SPECS: Mapping[str, type[Codec | Delta]] = {**CODECS, "delta": Delta}
@@ -243,6 +245,7 @@ def _measure(codec: Codec | Delta, spec: TensorSpec, streams: Streams) -> CodecT
 
 def _coder(codec: Codec | Delta, spec: TensorSpec, streams: Streams) -> Coder:
     if not isinstance(codec, Delta):
-        return StatelessCoder([codec], spec)
+        is_transform = isinstance(codec, Transform)
+        return TransformCoder([codec], spec, streams) if is_transform else StatelessCoder([codec], spec)
     store = HostMemoryStore(codec.entry_bytes(spec), streams)
     return DeltaCoder([codec], spec, ActivationCache(spec.shape[0], store), streams)

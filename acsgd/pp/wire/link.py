@@ -10,6 +10,7 @@ import torch
 
 from acsgd.codecs.base import Codec
 from acsgd.codecs.lossless import BytePlanes
+from acsgd.codecs.transform import Transform
 from acsgd.comm.communicators import Communicator
 from acsgd.comm.process_groups import Group
 from acsgd.comm.waits import Meter, Waits
@@ -25,6 +26,7 @@ from acsgd.pp.wire.device_mailbox import DeviceInbox, DeviceOutbox
 from acsgd.pp.wire.frame import MessageKind
 from acsgd.pp.wire.mailbox import MAX_SENDS_IN_FLIGHT, Inbox, Outbox, Received
 from acsgd.pp.wire.row_coder import RowDifferenceCoder
+from acsgd.pp.wire.shared_basis import TransformCoder
 from acsgd.streams import Streams
 
 AnyOutbox = Outbox | DeviceOutbox
@@ -59,7 +61,7 @@ class Link:
         received = self.inbox.receive(info)
         if not self.is_downstream:
             for name, gradients in received.state.items():
-                if isinstance(coder := self.activations.coders[name], DeltaCoder):
+                if isinstance(coder := self.activations.coders[name], DeltaCoder | TransformCoder):
                     coder.add_gradients(gradients)
         return received
 
@@ -112,7 +114,7 @@ class LinkFactory:
             MessageKind.ACTIVATION, boundary, peer, self.forward, activation_coders, self.forward_meter
         )
         gradient_coders = {
-            name: StatelessCoder(self.backward, spec)
+            name: self._coder(self.backward, spec)
             for name, spec in self.boundaries[boundary].items()
             if spec.dtype.is_floating_point
         }
@@ -194,7 +196,7 @@ class LinkFactory:
             return StatelessCoder([EXACT] * len(self.forward), spec)
         deltas = [each for each in self.forward if isinstance(each, Delta) and self.may_use_delta(boundary, each)]
         if not deltas:
-            return StatelessCoder([EXACT if isinstance(codec, Delta) else codec for codec in self.forward], spec)
+            return self._coder([EXACT if isinstance(codec, Delta) else codec for codec in self.forward], spec)
         assert self.cache_plan is not None, "delta needs a cache plan"
         key = boundary, f"{side}.{name}"
         cache = self.caches[key] = self.cache_plan.open(*key, deltas[0], spec, self.streams)
@@ -206,6 +208,12 @@ class LinkFactory:
             is_frozen=boundary < self.frozen,
             caches_all=self.caches_all,
         )
+
+    def _coder(self, codecs: Sequence[Codec], spec: TensorSpec) -> Coder:
+        """Return a coder of tensors that have no cache."""
+        if any(isinstance(codec, Transform) for codec in codecs):
+            return TransformCoder(codecs, spec, self.streams)
+        return StatelessCoder(codecs, spec)
 
     def open_outbox(self, channel: Channel, *, max_in_flight: float = MAX_SENDS_IN_FLIGHT) -> AnyOutbox:
         """Open the sending end of a channel, as the peer opens the receiving end. max_in_flight: see `Outbox`."""
