@@ -80,8 +80,8 @@ def _write_model_files(loaded: LoadedModel, config: PreTrainedConfig, target: Pa
 def _merge(model: PreTrainedModel, source: Path) -> None:
     """Replace PEFT's layers by those that they adapt, merged, and by the modules that were trained as a whole.
 
-    Raises ValueError if PEFT cannot merge a layer, or a layer shares its weight with another one, which the adapter does
-    not change.
+    Raises ValueError if PEFT cannot merge a layer, or a layer shares its weight with another one, which the adapter
+    does not change.
     """
     around: list[tuple[str, Any]] = [
         (path, module)
