@@ -105,5 +105,6 @@ def _merge(model: PreTrainedModel, source: Path) -> None:
                 raise ValueError(
                     f"{source}: PEFT cannot merge {path} ({error}); use acsgd generate --adapter"
                 ) from error
+            inner = module.get_base_layer()  # another one, if the adapter has trained a copy of it
         model.set_submodule(path.removesuffix(TOKENS), inner)
     assert not [name for name, _ in model.named_parameters() if is_of_adapter(name)]

@@ -20,7 +20,7 @@ from lib.commands import acsgd
 from lib.hub_server import hub_server
 from lib.processes import CONTEXT, WAIT_S, started, wait_for_a_signal
 from lib.saved import SMALL, assert_describes_its_model
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_config, get_peft_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
@@ -266,6 +266,8 @@ def test_a_source_of_the_other_kind_is_named(tiny_model: TinyModel, tmp_path: Pa
         ("llama", 1500, {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]}),
         ("llama", 1500, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
         ("gpt2", 1500, {"target_modules": ["c_attn"], "trainable_token_indices": {"wte": [3, 1499]}}),
+        ("llama", None, {"peft_type": "LN_TUNING", "target_modules": ["input_layernorm"]}),
+        ("gpt2", None, {"peft_type": "IA3", "target_modules": ["c_attn"], "feedforward_modules": []}),
     ],
 )
 def test_an_adapter_that_peft_has_written_is_merged_as_peft_merges_it(
@@ -278,10 +280,11 @@ def test_an_adapter_that_peft_has_written_is_merged_as_peft_merges_it(
     if rows:
         base.resize_token_embeddings(rows)
         ids[:, 0] = rows - 1
-    adapted = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options))
+    kind = {"peft_type": "LORA", "task_type": "CAUSAL_LM"}
+    adapted = get_peft_model(base, get_peft_config(kind | options))
     for name, param in adapted.named_parameters():
-        if "modules_to_save" in name or "trainable_tokens" in name:
-            param.data.normal_(std=0.02)
+        if param.requires_grad:
+            param.data += torch.randn_like(param) / 20
     adapted.save_pretrained(str(tmp_path / "peft"))
     unmerged = adapted.eval()(ids).logits.detach()
     code, printed = acsgd("convert", "merge", tmp_path / "peft", tmp_path / "merged")
