@@ -246,6 +246,35 @@ def test_in_a_mesh_workers_get_the_virtual_address_and_gloo_no_interface_of_a_ne
         host.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("endpoints", "conf", "lines"),
+    [("127.0.0.1:{port},10.0.0.9:1", {}, 1), ("127.0.0.1:{port},10.0.0.9:1", {"mesh": "false"}, 0), ("{here}", {}, 0)],
+    ids=["private", "chosen", "one machine"],
+)
+def test_on_a_private_network_there_is_no_mesh_and_one_line_says_so(
+    endpoints: str,
+    conf: dict[str, str],
+    lines: int,
+    environment: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    here = free_addresses(1)[0]
+    host = handler(endpoints.format(here=here, port=split_address(here)[1]), **conf)
+    try:
+        host.next_rendezvous()
+    finally:
+        host.shutdown()
+    assert "ACSGD_MESH" not in os.environ
+    assert "".join(capfd.readouterr()).count("is not encrypted, since their addresses are private") == lines
+
+
+def test_a_public_address_has_a_mesh_unless_it_is_refused(environment: pytest.MonkeyPatch) -> None:
+    for mesh, wanted in ((None, True), ("false", False), ("true", True)):
+        conf = {} if mesh is None else {"mesh": mesh}
+        parameters = RendezvousParameters("acsgd", "8.8.8.8:1", "run", 1, 4, **conf)
+        assert rendezvous._wants_mesh(parameters, ("8.8.8.8:1",)) == wanted
+
+
 @pytest.mark.parametrize("is_announced", [False, True])
 def test_the_entrance_of_a_mesh_is_open_on_all_interfaces(is_announced: bool, environment: pytest.MonkeyPatch) -> None:
     """As that of a daemon: the endpoint's name may resolve to 127.0.1.1 on the host itself."""
