@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -36,6 +37,8 @@ SIZES = (
     "max_position_embeddings",
 )
 """Names, common to types of models or of some, of sizes that are at least 1."""
+FLOATING = ("float32", "bfloat16", "float16", "float64")
+"""Types of weights, as config.json names them."""
 PROBE = {"batch": 1, "sequence": 2, "target": 2}
 """Sizes of the batch with which a model of one block is run."""
 
@@ -60,6 +63,9 @@ def read_config(
             f'{path} is of a quantized model ("quantization_config"); acsgd trains floating-point weights: give the '
             "model it was quantized from"
         )
+    for name in ("dtype", "torch_dtype"):
+        if (dtype := fields.get(name)) is not None and dtype not in FLOATING:
+            raise ValueError(f'{path}: "{name}": {json.dumps(dtype)} is none of {", ".join(FLOATING)}; correct it')
     with blame(path, "is not a config that transformers can read", REMEDY):
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         text = config.get_text_config()

@@ -43,7 +43,7 @@ def read_generation_config(directory: Path) -> GenerationConfig:
 def ends_of(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens at which generation ends a text: those of the options, else that of the tokenizer.
 
-    Raises ValueError if they are no ids.
+    Negative ones, as transformers takes them, are none. Raises ValueError if they are no ids.
     """
     ends: Any = config.eos_token_id
     if ends is None:
@@ -51,7 +51,7 @@ def ends_of(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> lis
     found = _as_list(ends)
     if not all(isinstance(id_, int) for id_ in found):
         raise ValueError(f"{GENERATION_CONFIG}: {END}={ends!r} is neither an id nor a list of ids; correct it")
-    return found
+    return [id_ for id_ in found if id_ >= 0]
 
 
 def _as_list(ids: Any) -> list[Any]:

@@ -61,7 +61,13 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     for name in (SINGLE, PICKLED):
         index, single = directory / f"{name}.index.json", directory / name
         if os.path.lexists(index):
-            return _indexed_tensors(index)
+            found = _indexed_tensors(index)
+            if os.path.lexists(single) and single not in (tensor.path for tensor in found.values()):
+                raise ValueError(
+                    f"{directory} has {name}, which transformers loads, and {index.name} of other files, which may hold "
+                    "other weights; remove one of them"
+                )
+            return found
         if os.path.lexists(single):
             return {name: StoredTensor(single, name, header) for name, header in _headers(single).items()}
     raise ValueError(

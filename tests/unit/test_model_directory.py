@@ -117,6 +117,8 @@ def test_a_wrong_value_in_a_config_is_refused(model: Path) -> None:
     for key, value in WRONG:
         path.write_text(json.dumps({**fields, key: value}))
         assert str(model) in refused(model, f"{key}={value}"), f"{key}={value}"
+    path.write_text(json.dumps({**fields, "dtype": "auto"}))
+    assert refused(model) == f'{path}: "dtype": "auto" is none of float32, bfloat16, float16, float64; correct it'
     path.write_text(json.dumps({**fields, "model_type": "gtp2"}))
     assert refused(model) == (
         f'{path} is of the unknown type "gtp2" (did you mean gpt2?); correct it, or install a version of transformers '
@@ -295,6 +297,9 @@ def test_an_index_of_another_form_is_refused(model: Path, tmp_path: Path) -> Non
     assert "does not hold more, which the index says" in refused(model)
     index.write_text(json.dumps({"metadata": 5, "weight_map": dict.fromkeys(names, "model.safetensors")}))
     accepted(model)
+    shutil.copy(model / "model.safetensors", model / "part.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "part.safetensors")}))
+    assert refused(model).startswith(f"{model} has model.safetensors, which transformers loads, and {index.name} of")
 
 
 # What is not a file

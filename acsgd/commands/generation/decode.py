@@ -117,6 +117,7 @@ class Generator:
                 attention_mask=mask.to(model.device),
                 pad_token_id=self.prompts.padding,
                 eos_token_id=self.prompts.ends or None,
+                tokenizer=self.loaded.tokenizer,  # for stop_strings of generation_config.json
                 num_return_sequences=1,
                 **options,
             )

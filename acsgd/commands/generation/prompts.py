@@ -58,9 +58,10 @@ class PromptEncoder:
         tokenizer, model = loaded.tokenizer, loaded.model
         special = SpecialTokens.of(tokenizer)
         assert model.generation_config is not None
-        ends = ends_of(model.generation_config, tokenizer)
+        text = model.config.get_text_config(decoder=True)
+        ends = [id_ for id_ in ends_of(model.generation_config, tokenizer) if id_ < text.vocab_size]
         padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0]
-        positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        positions = getattr(text, "max_position_embeddings", None)
         virtual = loaded.adapter.virtual_tokens if loaded.adapter else 0
         return cls(
             tokenizer,
