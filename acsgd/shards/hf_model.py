@@ -64,8 +64,8 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
             found = _indexed_tensors(index)
             if os.path.lexists(single) and single not in (tensor.path for tensor in found.values()):
                 raise ValueError(
-                    f"{directory} has {name}, which transformers loads, and {index.name} of other files, which may hold "
-                    "other weights; remove one of them"
+                    f"{directory} has {name}, which transformers loads, and {index.name} of other files, which may "
+                    "hold other weights; remove one of them"
                 )
             return found
         if os.path.lexists(single):
