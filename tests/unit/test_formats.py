@@ -284,6 +284,7 @@ BAD: list[tuple[dict[str, Any], dict[str, str], str]] = [
         {},
         'has "label": false, which says that its answer is one to avoid; remove it or the record or',
     ),
+    ({"messages": CHAT[1:]}, {}, "begins with an answer, which the chat template does not ask for without a message "),
     ({"messages": CHAT, "images": ["a.png"]}, {}, 'has "images", which are not read, and may be what its text is '),
     ({"messages": CHAT, "weight": 0.5}, {}, 'has "weight": 0.5, which says how much it is learned; remove it or the'),
     ({"prompt": "a", "completion": "b", "weight": 0}, {}, 'has "weight": 0, which says that its answer is not '),

@@ -62,7 +62,7 @@ def read_questions(data: DataConfig, generator: Generator, places: Collection[st
 
     places: see `evaluate_answers`.
     """
-    tokenizer, questions = generator.loaded.tokenizer, []
+    tokenizer, questions = generator.loaded.tokenizer, list[Question]()
     for source, _ in parse_sources(data.sources, key="--data", options=read_options(data)):
         counts, known = RecordCounts(), len(questions)
         for where, example in read_each(source, tokenizer, counts):

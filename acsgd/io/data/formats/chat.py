@@ -368,7 +368,13 @@ class Messages(Format):
         try:
             texts: Any = self.tokenizer.apply_chat_template(chats, tokenize=False, **variables, **options)  # type: ignore[arg-type]
         except Exception as error:  # templates raise errors of every class
-            raise _refused(error) from None
+            if all(chats):
+                raise _refused(error) from None
+            self._rendered([chat for chat in chats if chat], variables, **options)
+            raise FormatError(
+                "begins with an answer, which the chat template does not ask for without a message before it",
+                "add the message that it answers, or remove it",
+            ) from None
         return list(texts)
 
 
