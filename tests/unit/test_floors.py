@@ -55,6 +55,7 @@ RESERVED = {
         "acsgd.pp.wire",
         "acsgd.dp",
         "acsgd.io.checkpoint",
+        "acsgd.run.plan.measure_messages",
         "acsgd.run.report",
         "acsgd.elastic",
         "acsgd.main",
