@@ -19,6 +19,7 @@ from acsgd.config.run_file import parse, to_toml
 from acsgd.dp.modes import measured_work
 from acsgd.errors import CorruptFileError
 from acsgd.pp.schedules.simulate import Cost
+from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.run.plan import step_time
 from acsgd.run.plan.layer_trace import RecordingModel
 from acsgd.run.plan.measure import measure_layers
@@ -160,8 +161,8 @@ def test_replicas_exchange_what_backward_does_not_hide(config: Config) -> None:
     rates = replace(RATES, bytes_per_s=1e9)
     modes = (replace(config, dp=replace(config.dp, mode=mode)) for mode in ("allreduce", "cocktail_grad:topk=0.2"))
     plain, compressed = (planned(changed, 4, rates, LinkRate(math.inf)).replicas_s for changed in modes)
-    assert compressed - plain == pytest.approx(18 * 28 * trained / 1e9), "cocktail_grad computes, too"
-    assert [measured_work(mode) for mode in ("cocktail_grad:topk=0.2", "diloco:inner=9", "allreduce")] == [18, 0.3, 0]
+    assert compressed - plain == pytest.approx(14 * 28 * trained / 1e9), "cocktail_grad computes, too"
+    assert [measured_work(mode) for mode in ("cocktail_grad:topk=0.2", "diloco:inner=9", "allreduce")] == [14, 0.3, 0]
     in_buckets = replace(config, dp=replace(config.dp, mode="allreduce:bucket_mb=0.1"))
     hidden = planned(in_buckets, 4, replace(RATES, operations_per_s=1e3), SLOW)
     in_view = planned(in_buckets, 4, replace(RATES, operations_per_s=1e15), SLOW)
@@ -288,3 +289,14 @@ def test_what_is_not_known_is_refused(
     code, _, text = run_plan(capsys, path, *argv)
     assert code
     assert message in text.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("forward", "bits"),
+    [("delta:step=1.5", 1.65), ("delta:step=1.3,transform=true,first_bits=8", 1.09), ("transform:step=0.1", 2.71)],
+)
+def test_entropy_coded_messages_have_the_bits_that_were_measured(config: Config, forward: str, bits: float) -> None:
+    config = replace(config, pp=replace(config.pp, stages=2, forward=forward))
+    planner = RunPlanner(config, 2, describe_run_model(config), on_gpu=False)
+    (activations, *_), _ = step_time.message_bytes(planner.partition(config))
+    assert activations == HEADER_BYTES + bits / 8 * config.pp.micro * config.data.sequence * SIZES["hidden_size"]
