@@ -228,8 +228,8 @@ def main() -> None:
                 )
     console.print(table(comparisons))
     console.print(agent_table(comparisons))
-    about = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-    about |= {"loads": loads, "workers": options.workers}
+    about: dict[str, object] = {"torch": torch.__version__, "python": platform.python_version()}
+    about |= {"cores": os.cpu_count(), "loads": loads, "workers": options.workers}
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"about": about, "comparisons": list(map(asdict, comparisons))}))
 
