@@ -18,7 +18,7 @@ from acsgd.model_classes import MODEL_CLASSES, UNTIED
 from acsgd.shards.config import derive_layers, read_config
 from acsgd.shards.disk import copy_model_files, list_model_files, model_files, write_layer
 from acsgd.shards.export import write_config
-from acsgd.shards.files import CONFIG
+from acsgd.shards.files import CONFIG, blame
 from acsgd.shards.generation import GENERATION_CONFIG, set_ends
 from acsgd.shards.hf_model import names_of, tensor_of
 from acsgd.shards.layer_tensors import describe_tensors
@@ -99,12 +99,8 @@ def _merge(model: PreTrainedModel, source: Path) -> None:
                     f"{source} changes {path}, but not {shared[-1]}, to which its weight is tied; a merged weight "
                     "would change both: use acsgd generate --adapter"
                 )
-            try:
+            with blame(source, f"cannot be merged into {path}", "use acsgd generate --adapter"):
                 module.merge(safe_merge=True)
-            except (RuntimeError, ValueError, NotImplementedError) as error:  # such as a bias where the layer has none
-                raise ValueError(
-                    f"{source}: PEFT cannot merge {path} ({error}); use acsgd generate --adapter"
-                ) from error
-            inner = module.get_base_layer()  # another one, if the adapter has trained a copy of it
+            inner = module.get_base_layer()  # the merge of some methods replaces it
         model.set_submodule(path.removesuffix(TOKENS), inner)
     assert not [name for name, _ in model.named_parameters() if is_of_adapter(name)]
