@@ -211,6 +211,7 @@ OTHER_WAITS = {
     "acsgd.comm.host_links": {"work"},
     "acsgd.comm.waits": {"work", "self._work"},
     "acsgd.run.plan.dry_run": {"sync"},
+    "acsgd.run.plan.measure_messages": {"sync"},
     "acsgd.dp.exchange.following": {"self._sync"},
     "acsgd.dp.exchange.local_weights": {"self._reduction"},
     "acsgd.dp.modes.cocktail": {"super()"},
