@@ -114,6 +114,8 @@ class Outcome(NamedTuple):
     """By epoch."""
     forward_bytes: list[int]
     """By step, with headers, without evaluations."""
+    backward_bytes: list[int]
+    """The same of gradients of activations."""
     dp_bytes: list[int]
     """By step, sum over all replicas."""
 
@@ -271,5 +273,6 @@ def outcome_of(run_dir: Path) -> Outcome:
         losses=[line["loss"] for line in lines],
         held_out=[line["eval_loss"] for line in lines if line.get("eval_loss") is not None],
         forward_bytes=[line["pp_forward_bytes"] for line in lines],
+        backward_bytes=[line.get("pp_backward_bytes", 0) for line in lines],
         dp_bytes=[line["dp_bytes"] for line in lines],
     )

@@ -110,6 +110,8 @@ class Summary(NamedTuple):
     """Held-out loss at the end minus that of the baseline."""
     bits: list[float]
     """Bits per activation element, after the exact epochs."""
+    gradient_bits: list[float]
+    """The same of gradients of activations."""
     forward_bytes: list[int]
     """Bytes sent forward in the whole run."""
 
@@ -151,6 +153,7 @@ def summarise(row: Row, runs: Sequence[Outcome], baselines: Sequence[Outcome], s
         held_out_lowest=[min(run.held_out) for run in runs],
         held_out_excess=[run.held_out[-1] - baseline.held_out[-1] for run, baseline in pairs],
         bits=[8 * fmean(run.forward_bytes[exact:]) / setting.elements for run in runs],
+        gradient_bits=[8 * fmean(run.backward_bytes[exact:]) / setting.elements for run in runs],
         forward_bytes=[sum(run.forward_bytes) for run in runs],
     )
 
@@ -165,7 +168,7 @@ def table(summaries: Sequence[Summary]) -> Table:
     """Return a table of the mean over the seeds, and of the range of the excess, by row."""
     shown = Table(title=f"Means of {len(summaries[0].train)} seeds; excess: over the uncompressed run of the same seed")
     shown.add_column("activations", no_wrap=True)
-    for name in ("bits", "MB forward", "train loss", "excess", "range", "goal", "held out", "excess", "lowest"):
+    for name in ("bits", "of gradients", "MB forward", "train loss", "excess", "range", "goal", "held out", "excess", "lowest"):
         shown.add_column(name, justify="right", no_wrap=True)
     for summary in summaries:
         excess, goal = summary.last_excess, summary.row.goal
@@ -173,6 +176,7 @@ def table(summaries: Sequence[Summary]) -> Table:
         shown.add_row(
             summary.row.label,
             f"{fmean(summary.bits):.2f}",
+            f"{fmean(summary.gradient_bits):.2f}",
             f"{fmean(summary.forward_bytes) / 1e6:.1f}",
             f"{fmean(summary.train):.4f}",
             f"{fmean(excess):+.4f}",

@@ -15,7 +15,7 @@ from acsgd.dp.modes import compression, measured_work, overlaps_next_step
 from acsgd.layers.description import LayerSpec
 from acsgd.pp.recompute import Recompute, attention_modules
 from acsgd.pp.schedules.simulate import Cost, simulate
-from acsgd.pp.wire.ladder import BACKWARD, FORWARD, Rung
+from acsgd.pp.wire.ladder import BACKWARD, FORWARD, NO_CACHE, Rung
 from acsgd.run.plan.memory import PlanCache
 from acsgd.run.plan.partition import Partition
 from acsgd.run.plan.rates import ADAMW_BYTES, DISK_BYTES_PER_S, LinkRate, Rates
@@ -269,7 +269,7 @@ def message_bytes(partition: Partition) -> tuple[list[float], list[float]]:
     sizes: tuple[list[float], list[float]] = ([], [])
     for boundary, tensors in enumerate(partition.shapes.boundaries):
         floats = [spec for spec in tensors.values() if spec.dtype.is_floating_point]
-        sizes[0].append(_rung(specs[0], FORWARD).message_bytes([*tensors.values()]))
+        sizes[0].append(_rung(specs[0], (*FORWARD, *NO_CACHE)).message_bytes([*tensors.values()]))
         sizes[1].append(_rung(specs[1], BACKWARD).message_bytes(floats) * (boundary >= first))
     return sizes
 
@@ -329,8 +329,8 @@ def attention_share(block: nn.Module, config: PreTrainedConfig, sequence: int) -
 
 def _rung(spec: str, rungs: Sequence[Rung]) -> Rung:
     """Return the codec with its mean bits after entropy coding, if these are known."""
-    known = next((each for each in rungs if spec.startswith(each.spec.removesuffix(",first_bits=8"))), None)
-    return Rung(spec, 0.0, known.bits if known and known.spec.startswith("delta") else None)
+    alike = [each for each in rungs if spec.startswith(each.spec.removesuffix(",first_bits=8")) and each.bits]
+    return Rung(spec, 0.0, max(alike, key=lambda each: len(each.spec)).bits if alike else None)
 
 
 def _exposed(partition: Partition, exchange: LinkLoad, step_s: float, backward_s: float, weights: RankWeights) -> float:
