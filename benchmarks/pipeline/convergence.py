@@ -168,7 +168,8 @@ def table(summaries: Sequence[Summary]) -> Table:
     """Return a table of the mean over the seeds, and of the range of the excess, by row."""
     shown = Table(title=f"Means of {len(summaries[0].train)} seeds; excess: over the uncompressed run of the same seed")
     shown.add_column("activations", no_wrap=True)
-    for name in ("bits", "of gradients", "MB forward", "train loss", "excess", "range", "goal", "held out", "excess", "lowest"):
+    losses = "train loss", "excess", "range", "goal", "held out", "excess", "lowest"
+    for name in ("bits", "of gradients", "MB forward", *losses):
         shown.add_column(name, justify="right", no_wrap=True)
     for summary in summaries:
         excess, goal = summary.last_excess, summary.row.goal
