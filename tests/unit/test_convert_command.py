@@ -282,7 +282,7 @@ def test_an_adapter_that_peft_has_written_is_merged_as_peft_merges_it(
         ids[:, 0] = rows - 1
     kind = {"peft_type": "LORA", "task_type": "CAUSAL_LM"}
     adapted = get_peft_model(base, get_peft_config(kind | options))
-    for name, param in adapted.named_parameters():
+    for param in adapted.parameters():
         if param.requires_grad:
             param.data += torch.randn_like(param) / 20
     adapted.save_pretrained(str(tmp_path / "peft"))
