@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -20,6 +22,7 @@ from acsgd.dp.modes import measured_work
 from acsgd.errors import CorruptFileError
 from acsgd.pp.schedules.simulate import Cost
 from acsgd.pp.wire.frame import HEADER_BYTES
+from acsgd.run.plan import planner as planner_module
 from acsgd.run.plan import step_time
 from acsgd.run.plan.layer_trace import RecordingModel
 from acsgd.run.plan.measure import measure_layers
@@ -200,6 +203,52 @@ def test_the_fastest_runs_fit_and_can_be_typed(config: Config) -> None:
         assert planner.step(typed, steps) == alternative.step
         if alternative in fitting:
             assert planner.fits(typed, limit - 1)
+
+
+@pytest.mark.parametrize(
+    ("recomputed", "shards"),
+    [
+        (("layers",), ("none", "optimizer")),
+        pytest.param(planner_module.RECOMPUTED, planner_module.SHARDS, marks=pytest.mark.soak),
+    ],
+)
+def test_no_other_run_of_a_small_space_fits_and_is_faster(
+    recomputed: tuple[Any, ...], shards: tuple[Any, ...], config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the planned run itself keeps, divides or recomputes."""
+    for name, value in (
+        ("RECOMPUTED", recomputed),
+        ("SHARDS", shards),
+        ("CANDIDATES", ("1f1b",)),
+        ("PROCESS_BYTES", 0),
+    ):
+        monkeypatch.setattr(planner_module, name, value)
+    config = replace(config, data=replace(config.data, batch=4), model=replace(config.model, recompute="layers"))
+    planner = RunPlanner(config, 2, describe_run_model(config), on_gpu=True)
+    rates = Rates("test", True, "fp32", operations_per_s=1e9, bytes_per_s=1e9, host_bytes_per_s=1e8)
+    steps, space = planner.step_planner(rates, LinkRate(1e8)), list[tuple[int, float, int]]()
+    for stages, micro, recompute, shard, offload in itertools.product(
+        (1, 2), (1, 2, 4), ("none", *recomputed), shards, ("none", "cpu")
+    ):
+        changed = replace(
+            config,
+            pp=replace(config.pp, stages=stages, micro=micro),
+            model=replace(config.model, recompute=recompute),
+            dp=replace(config.dp, shard=shard),
+            optim=replace(config.optim, offload=offload),
+        )
+        with contextlib.suppress(ValueError):  # such as as many micro-batches as replicas
+            needed = max(map(planner.needed, planner.memory(changed)))
+            space.append((stages, planner.step(changed, steps).total_s, needed))
+    by_memory = sorted({needed for *_, needed in space})
+    for limit in (by_memory[0], by_memory[len(by_memory) // 3], by_memory[-1]):
+        found = planner.fastest(steps, limit, count=4)
+        for kind in {stages for stages, _, needed in space if needed <= limit}:
+            least_s = min(seconds for stages, seconds, needed in space if stages == kind and needed <= limit)
+            times = [each.step.total_s for each in found if ("--pp.stages 2" in each.flags) == (kind == 2)]
+            if kind == 1 and planner.fits(config, limit):
+                times.append(planner.step(config, steps).total_s)
+            assert min(times) <= least_s * (1 + 1e-9)
 
 
 def run_plan(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[Any, str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple, TypeVar, cast
 
 import torch
@@ -15,10 +16,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from acsgd.codecs.identity import DTYPES
 from acsgd.comm.process_groups import Group
 from acsgd.comm.waits import DirectWaits, Meter
 from acsgd.config.options import OptimConfig, ShardKind
-from acsgd.dp.modes.allreduce import open_sync
+from acsgd.dp.exchange.buckets import split_weights
+from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.dp.peers import AsyncResult, Peers
 from acsgd.dp.sync import GradSync, Mode
 from acsgd.optim.base import Optimizer, OptimizerSpec, SecondMoments
@@ -113,13 +116,15 @@ def dry_run(
     replicas, members: see `AbsentPeers`. ownership: of these weights; None = each replica owns all. shard: dp.shard.
     Where code reads values, as some codecs do, the rest of the exchange is not counted.
     """
+    if isinstance(mode, AllReduce):
+        return _exact_update(mode, optimizer, config, stages, replicas, ownership, shard)
     with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as tracker:
         fakes = [[_fake(weight) for weight in weights] for weights in stages]
         weights = [weight for of_stage in fakes for weight in of_stage]
         owned = OwnedWeights(weights, ownership or Ownership(0, replicas))
         held, gradients = tracker.now, sum(each.master.nbytes for each in owned.of(weights))
         peers = AbsentPeers(owned.ownership.replica if owned.ownership.parts else 0, replicas, members)
-        syncs = [open_sync(mode, in_reduction_order(each), owned, peers, shard=shard) for each in fakes]
+        syncs = [mode.open(in_reduction_order(each), peers) for each in fakes]
         step = next((step for step in range(LAST_SEARCHED) if any(sync.exchanges_after(step) for sync in syncs)), 0)
         for sync in syncs:
             sync.begin_step(step)
@@ -139,6 +144,37 @@ def dry_run(
             return open_optimizer(optimizer, owned.of(weights), config, Streams(peers.device))
 
         return UpdateMemory(state, has_buckets, reduction_peak, _update_peak(tracker, syncs, step, open_own, weights))
+
+
+def _exact_update(
+    mode: AllReduce,
+    optimizer: OptimizerSpec,
+    config: OptimConfig,
+    stages: Sequence[Sequence[Weight]],
+    replicas: int,
+    ownership: Ownership | None,
+    shard: ShardKind,
+) -> UpdateMemory:
+    """Return the memory of an update whose gradients are summed exactly. Arguments as in `dry_run`.
+
+    Messages of dp.shard are counted where backwards are (`SummedBuckets`), but for those that gather weights: parts of
+    this replica, once more for each other one, and those of all others.
+    """
+    is_alone, is_divided = replicas == 1, shard != "none" and replicas > 1
+    with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as tracker:
+        weights = [_fake(weight) for of_stage in stages for weight in of_stage]
+        owned = OwnedWeights(weights, ownership or Ownership(0, replicas))
+        for part in owned.of(weights):
+            part.master.grad = torch.empty(part.master.shape)
+        opened = partial(open_optimizer, optimizer, owned.of(weights), config, Streams(torch.device("cpu")))
+        peak = _update_peak(tracker, (), 0, opened, weights)
+    buckets = [bucket for of_stage in stages for bucket in split_weights(of_stage, mode.bucket_mb)]
+    itemsize = DTYPES[mode.dtype].itemsize
+    messages = 0 if itemsize == 4 or is_alone or is_divided else itemsize * sum(each.master.numel() for each in weights)
+    gathered = owned.ownership.gathered
+    of_buckets = (sum(each.param.nbytes for each in bucket if each.key not in gathered) for bucket in buckets)
+    gathers = 2 * max(of_buckets, default=0) * is_divided
+    return UpdateMemory(0, not (is_alone or is_divided), messages, max(peak, gathers))
 
 
 def _update_peak(

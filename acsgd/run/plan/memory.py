@@ -162,7 +162,7 @@ class _RankPlan:
         """Memory on the device without that of the update and the mode. Activations: if the layers were traced."""
         peak = self._peak(has_buckets=False).total if self._traced.layers else 0
         if self._offloads:
-            return self._device_weight_bytes + 2 * self._in_flight_bytes + peak
+            return self._device_weight_bytes + self._in_flight_bytes + peak
         return self._device_weight_bytes + self._master_bytes + self._moment_bytes + max(peak, self._gradient_bytes)
 
     @property

@@ -163,11 +163,12 @@ class RunPlanner:
         """Return what predicts the time of a step."""
         return StepPlanner(self._built, self.costs, self._config.pp.micro, rates, link, self._cache)
 
-    def step(self, config: Config, steps: StepPlanner) -> PlannedStep:
-        """Return the time of a step. Raises ValueError if the run is not possible."""
+    def step(self, config: Config, steps: StepPlanner, *, splits_waits: bool = True) -> PlannedStep:
+        """Return the time of a step. Raises ValueError if the run is not possible. splits_waits: see `StepPlanner`."""
         partition = self.partition(config)
         saved = self._saved_bytes(config, partition) if partition.offloads_activations else ()
-        return steps.plan(partition, self.key(config), saved)
+        key = self.key(config) if steps.has_layer_times else ""
+        return steps.plan(partition, key, saved, splits_waits=splits_waits)
 
     def _saved_bytes(self, config: Config, partition: Partition) -> list[int]:
         """Return the bytes of activations of a micro-batch that each rank of a pipeline moves to host memory."""
@@ -245,43 +246,72 @@ class RunPlanner:
 
         Of those with as many stages and the same codecs, the fastest.
         """
-        found: dict[tuple[int, str], Alternative] = {}
-        for _, config in sorted(self._timed(steps), key=lambda each: each[0]):
-            key = config.pp.stages, config.pp.forward
-            if key not in found and (fitting := self._fastest_fitting(config, limit, steps)) is not None:
-                found[key] = Alternative(flags_between(self._config, fitting), self.step(fitting, steps))
-            if len(found) > count:
-                break
-        return sorted((each for each in found.values() if each.flags), key=lambda each: each.step.total_s)[:count]
-
-    def _timed(self, steps: StepPlanner) -> Iterator[tuple[float, Config]]:
-        """Yield possible runs with the times of their steps: sizes of micro-batches, other schedules of the best."""
-        config, batch = self._config, self._config.data.batch
         stages_of = [n for n in range(1, self.world + 1) if self.world % n == 0]
+        kinds = [each for each in product(stages_of, (False, True)) if each != (1, True)]
+        bases = [sorted(self._bases(*kind, steps), key=lambda each: each[0]) for kind in kinds]
+        found = list[Alternative]()
+        for of_kind in sorted(filter(None, bases), key=lambda each: each[0][0]):
+            slowest_s = found[count - 1].step.total_s if len(found) >= count else math.inf
+            best = self._fastest_fitting(of_kind, slowest_s, limit, steps)
+            if best is not None and (flags := flags_between(self._config, best)):
+                found.append(Alternative(flags, self.step(best, steps)))
+                found.sort(key=lambda each: each.step.total_s)
+        return found[:count]
+
+    def _bases(self, stages: int, compresses: bool, steps: StepPlanner) -> Iterator[tuple[float, Config]]:
+        """Yield possible runs that keep and divide nothing, with the times of the fastest that divide some state.
+
+        Of some number of stages: all sizes of micro-batches, and the other schedules of the fastest one.
+        """
+        config, batch = self._config, self._config.data.batch
         micros = [n for n in range(1, batch + 1) if batch % n == 0 and n <= 4 * config.pp.micro]
-        for stages, compresses in product(stages_of, (False, True)):
-            if stages == 1 and compresses:
-                continue
-            changed = [_with(config, stages=stages, micro=micro, compresses=compresses) for micro in micros]
-            timed = sorted(self._possible(changed, steps), key=lambda each: each[0])
-            yield from timed
-            for _, best in timed[: stages > 1]:
-                others = [each for each in CANDIDATES if each != best.pp.schedule]
-                yield from self._possible([replace(best, pp=replace(best.pp, schedule=each)) for each in others], steps)
+        plain = replace(
+            config,
+            model=replace(config.model, recompute="none", offload="none"),
+            optim=replace(config.optim, offload="none"),
+            dp=replace(config.dp, shard="none"),
+        )
+        bases = [_with(plain, stages=stages, micro=micro, compresses=compresses) for micro in micros]
+        timed = [*self._with_least_times(bases, steps)]
+        yield from timed
+        for _, best in sorted(timed, key=lambda each: each[0])[: stages > 1]:
+            others = [each for each in CANDIDATES if each != best.pp.schedule]
+            scheduled = [replace(best, pp=replace(best.pp, schedule=each)) for each in others]
+            yield from self._with_least_times(scheduled, steps)
+
+    def _with_least_times(self, bases: Iterable[Config], steps: StepPlanner) -> Iterator[tuple[float, Config]]:
+        """Yield runs with the times of the fastest that divide some of their state."""
+        for base in bases:
+            divided = [replace(base, dp=replace(base.dp, shard=shard)) for shard in SHARDS]
+            if times := [seconds for seconds, _ in self._possible(divided, steps)]:
+                yield min(times), base
 
     def _possible(self, configs: Iterable[Config], steps: StepPlanner) -> Iterator[tuple[float, Config]]:
         """Yield those runs that are possible, with the times of their steps."""
         for config in configs:
             with contextlib.suppress(ValueError):
-                yield self.step(config, steps).total_s, config
+                yield self.step(config, steps, splits_waits=False).total_s, config
 
-    def _fastest_fitting(self, config: Config, limit: int | None, steps: StepPlanner) -> Config | None:
-        """Return a run that is possible if it fits, else the fastest that fits with less of its state on the device."""
-        if self.fits(config, limit):
-            return config
-        leaner = chain.from_iterable(map(self._leaner, self._placed(config)))
-        timed = sorted(self._possible(leaner, steps), key=lambda each: each[0])
-        return next((changed for _, changed in timed if self.fits(changed, limit)), None)
+    def _fastest_fitting(
+        self, bases: Sequence[tuple[float, Config]], slowest_s: float, limit: int | None, steps: StepPlanner
+    ) -> Config | None:
+        """Return the fastest run that fits, with whatever of its state divided, computed again or elsewhere.
+
+        bases: see `_bases`, the fastest first; recomputation and offloading make none of them faster. slowest_s: time
+        of a step that it must not reach.
+        """
+        best = None
+        for least_s, base in bases:
+            if least_s >= slowest_s:
+                break
+            variants = chain.from_iterable(map(self._leaner, self._placed(base)))
+            for seconds, config in sorted(self._possible(variants, steps), key=lambda each: each[0]):
+                if seconds >= slowest_s:
+                    break
+                if self.fits(config, limit):
+                    best, slowest_s = config, seconds
+                    break
+        return best
 
 
 def _with(config: Config, *, stages: int, micro: int, compresses: bool = False) -> Config:

@@ -87,11 +87,20 @@ class StepPlanner:
         self._rates = rates
         self._link = link or rates.link or LinkRate(math.inf)
         self._cache = cache or PlanCache()
+        self._simulated: dict[str, list[float]] = {}
 
-    def plan(self, partition: Partition, key: str, saved: Sequence[int] = ()) -> PlannedStep:
+    @property
+    def has_layer_times(self) -> bool:
+        """Whether times of layers were measured, so that `plan` needs a key."""
+        return self._rates.layers is not None
+
+    def plan(
+        self, partition: Partition, key: str, saved: Sequence[int] = (), *, splits_waits: bool = True
+    ) -> PlannedStep:
         """Return the time of a step. key: `measure.layers_key` of the partition.
 
-        saved: bytes of activations of a micro-batch that each rank of a pipeline offloads; default: none.
+        saved: bytes of activations of a micro-batch that each rank of a pipeline offloads; default: none. splits_waits:
+        whether waits for messages are told from the bubble, which needs another simulation; else all count as these.
         """
         sizes, link = message_bytes(partition), self._link
         forward, backward = of_stages = self._stage_times(partition, key, sizes)
@@ -100,9 +109,9 @@ class StepPlanner:
         compute_s = micros * max(sum(forward[stage] + backward[stage] for stage in stages) for stages in ranks)
         messages, gradients = ([size / link.bytes_per_s for size in of_direction] for of_direction in sizes)
         rows = row_bytes(partition, self._built) / link.bytes_per_s
-        plain = max(ends_of(partition, micros, Cost(*of_stages)))
+        plain = max(self._ends_of(partition, Cost(*of_stages))) if splits_waits else compute_s
         cost = Cost(*of_stages, messages, gradients, link.delay_s, rows=rows, row_gradients=rows)
-        ends = ends_of(partition, micros, cost)
+        ends = self._ends_of(partition, cost)
         last = [sum(backward[stage] for stage in stages) for stages in ranks]
         exchanges, exposed = self.exchanges(partition, ends, last)
         done = max(end + late for end, late in zip(ends, exposed, strict=True)) + link.delay_s * (len(ends) > 1)
@@ -124,6 +133,13 @@ class StepPlanner:
             ),
             tuple(loads),
         )
+
+    def _ends_of(self, partition: Partition, cost: Cost) -> list[float]:
+        """Return when each rank ends its computations. Runs with equal computations and messages are simulated once."""
+        key = repr((partition.seen_from(0).programs, partition.micros_per_replica, cost))
+        if key not in self._simulated:
+            self._simulated[key] = ends_of(partition, partition.micros_per_replica, cost)
+        return self._simulated[key]
 
     def exchanges(
         self,
