@@ -55,7 +55,7 @@ class Codec(Protocol):
         ...
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the fields of `x`, in wire order, on its device."""
+        """Return the fields of `x`, in wire order, on its device: fields that can be packed and coded, also of NaN."""
         ...
 
     def decode(self, fields: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -87,7 +87,8 @@ def check_finite(fields: tuple[Tensor, ...], x: Tensor) -> None:
     if holds_nan(fields):
         place = torch.unravel_index(x.abs().argmax(), x.shape)  # that of NaN, else infinity
         index = tuple(int(i) for i in place)
-        raise NotFiniteError(f"cannot encode {x[index].item()} at index {index} of a tensor of shape {tuple(x.shape)}")
+        value, why = x[index].item(), ", whose squares exceed fp32" if x[index].isfinite() else ""
+        raise NotFiniteError(f"cannot encode {value} at index {index} of a tensor of shape {tuple(x.shape)}{why}")
 
 
 def rounding_bound(x: Tensor, bound: Tensor) -> Tensor:

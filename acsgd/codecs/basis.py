@@ -1,4 +1,4 @@
-"""Quantization of activations in a basis of their channels that suits both the activations and the loss.
+"""Quantization of activations and gradients in a basis of their channels that suits both the activations and the loss.
 
 The loss is not equally sensitive to all directions in the space of channels, and differences of activations are small
 in most of them. In this basis an error of the same size costs the same loss in each component (the metric is the mean

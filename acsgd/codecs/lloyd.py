@@ -22,6 +22,8 @@ from acsgd.codecs.scales import MIN_SCALE, as_divisors, decode_scales, encode_sc
 HALF_BINS = 2048
 """Histogram bins between 0 and s. x / s is rounded to a multiple of 1 / HALF_BINS, and a table maps bins to codes."""
 BINS = 2 * HALF_BINS + 1
+INDICES = 4 * HALF_BINS
+"""Entries of tables by bin. Those past BINS take NaN: a GPU must not find an index outside of a table."""
 SMOOTHING = 65
 """Width of the moving average of the histogram that the initial levels are derived from, bins."""
 ITERATIONS = 10
@@ -132,12 +134,13 @@ def _histogram(flat: Tensor, layout: ScaleLayout, scales: Tensor) -> Tensor:
     An element has the weight of its squared scale, like its squared error. Weights are integers, so that the sum does
     not depend on the order in which a GPU adds.
     """
-    counts = torch.zeros(BINS, dtype=torch.int64, device=flat.device)
+    indices = torch.zeros(INDICES, dtype=torch.int64, device=flat.device)
+    counts = indices[:BINS]
     if not layout.numel:
         return counts.double()
     weights = (scales / scales.max().clamp(min=MIN_SCALE)).square().mul(2**20).long().clamp(min=1)
     rows, divisors, weight = layout.sample(flat, as_divisors(scales / HALF_BINS), weights)
-    counts.index_add_(0, bin_of(rows, divisors).view(-1), weight.expand_as(rows).reshape(-1))
+    indices.index_add_(0, bin_of(rows, divisors).view(-1), weight.expand_as(rows).reshape(-1))
     stride = layout.sample_stride
     if stride > 1:  # the sample may miss the largest element of each scale, whose error may be the largest
         for end in (counts[:1], counts[-1:]):
@@ -146,17 +149,18 @@ def _histogram(flat: Tensor, layout: ScaleLayout, scales: Tensor) -> Tensor:
 
 
 def bin_of(rows: Tensor, divisors: Tensor) -> Tensor:
-    """Return the histogram bin of each element, int32, 0 to BINS - 1."""
+    """Return the histogram bin of each element, int32, 0 to BINS - 1; of NaN, any number below INDICES."""
     rounded = rows.div(divisors).add_(ROUND_OFFSET + HALF_BINS)
     rounded.clamp_(ROUND_OFFSET, ROUND_OFFSET + BINS - 1)
-    return rounded.view(torch.int32).bitwise_and_(4 * HALF_BINS - 1)  # removes the bits of ROUND_OFFSET
+    return rounded.view(torch.int32).bitwise_and_(INDICES - 1)  # removes the bits of ROUND_OFFSET
 
 
 def bin_codes(levels: Tensor) -> Tensor:
-    """Return the code of each bin, uint8[BINS]."""
+    """Return the code of each index that `bin_of` returns, uint8[INDICES]; 0 for those of NaN alone."""
     exact = levels.double()
     position = torch.arange(BINS, dtype=torch.float64, device=levels.device) / HALF_BINS - 1
-    return torch.bucketize(position, (exact[1:] + exact[:-1]) / 2).to(torch.uint8)
+    codes = torch.bucketize(position, (exact[1:] + exact[:-1]) / 2).to(torch.uint8)
+    return functional.pad(codes, (0, INDICES - BINS))
 
 
 def code_values(codes: Tensor, levels: Tensor) -> Tensor:

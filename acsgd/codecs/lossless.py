@@ -137,7 +137,7 @@ def _model(number: int) -> Any:
 def _deflate(view: numpy.ndarray) -> bytes:
     """Return the Huffman codes of a message.
 
-    In one of which most bytes are 0, runs are coded as one symbol, and its parts have codes of their own, as their
+    If most bytes are 0, runs are coded as one symbol, and its parts have codes of their own, as their
     bytes may be distributed differently.
     """
     is_sparse = 2 * numpy.count_nonzero(view) < len(view)

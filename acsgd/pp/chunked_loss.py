@@ -17,7 +17,7 @@ PartLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Criterion(Protocol):
-    """What is computed from the hidden states that enter the model's head, which makes logits of them."""
+    """Loss and predictions of a task, computed from the hidden states that enter the model's head."""
 
     @property
     def sums_positions(self) -> bool:

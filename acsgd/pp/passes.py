@@ -14,8 +14,8 @@ from torch.autograd.graph import GradientEdge, Node
 from acsgd.layers.composed import State
 
 
-class Graph(NamedTuple):
-    """What autograd has recorded of consecutive layers."""
+class LayerGraph(NamedTuple):
+    """Inputs and outputs of consecutive layers that autograd has recorded."""
 
     inputs: State
     """Leaves; those that require gradients get them."""
@@ -27,12 +27,12 @@ class Graph(NamedTuple):
         return [x for x in self.outputs.values() if x.requires_grad]
 
 
-class Pass(NamedTuple):
-    """What the backward of a part of a micro-batch needs."""
+class ForwardPass(NamedTuple):
+    """A forward of some rows of a micro-batch, kept for its backward."""
 
     rows: slice
     """Rows of the part in the micro-batch."""
-    graphs: list[Graph]
+    graphs: list[LayerGraph]
     """Of the first layers to the last ones."""
 
     @property

@@ -19,7 +19,7 @@ from acsgd.layers.skeleton import parameter_names
 from acsgd.optim.fetch import LayerFetch
 from acsgd.optim.offload import GradientOffload
 from acsgd.pp.chunked_loss import HeadLoss
-from acsgd.pp.passes import Graph, Pass, join_parts, take_gradients
+from acsgd.pp.passes import ForwardPass, LayerGraph, join_parts, take_gradients
 from acsgd.pp.recompute import KEEP_ALL, Recompute, recompute_attention
 from acsgd.pp.recompute import recompute as run_again
 from acsgd.pp.saved_activations import ActivationOffload, SavedGroup, begin_backward
@@ -103,7 +103,7 @@ class Stage:
         is_shared = any(count > 1 for count in uses.values()) or any(layer.spec.replicated for layer in layers)
         self.graph_per_layer = splits_backward and not is_shared
         """Whether autograd records each layer by itself, which a backward in two parts goes through one by one."""
-        self._in_flight: dict[int, list[Pass]] = {}  # by local index of the micro-batch
+        self._in_flight: dict[int, list[ForwardPass]] = {}  # by local index of the micro-batch
         self._weight_parts: dict[int, list[list[Callable[[], None]]]] = {}  # by the same, of backwards that have begun
         self._offload = offload
         self._fetch = fetch
@@ -226,7 +226,7 @@ class Stage:
                 part.pop()()  # the graph is freed
         self._end_backward()
 
-    def _accumulate(self, part: Pass, output_grads: list[Tensor], *, is_last: bool) -> None:
+    def _accumulate(self, part: ForwardPass, output_grads: list[Tensor], *, is_last: bool) -> None:
         """Accumulate the gradients of all leaves. is_last: whether those of the weights are final afterwards."""
         self._last_backward = is_last
         torch.autograd.backward(part.graphs[-1].differentiable, output_grads)
@@ -274,7 +274,7 @@ class Stage:
                 if weight.key in self._fetch.keys:
                     self.sync.grad_ready(weight, is_final=self._last_backward)
 
-    def _take_input_grads(self, passes: Sequence[Pass]) -> State:
+    def _take_input_grads(self, passes: Sequence[ForwardPass]) -> State:
         """Return the gradients of the inputs, if they are needed."""
         return join_parts([take_gradients(each.state) for each in passes]) if self.sends_gradient else {}
 
@@ -304,17 +304,19 @@ class Stage:
             return [(micro, slice(None))]
         return [(micro._replace(sample_ids=(id_,)), slice(row, row + 1)) for row, id_ in enumerate(micro.sample_ids)]
 
-    def _run_pass(self, micro: MicroBatch, rows: slice, inputs: Inputs, state: State, labels: Tensor | None) -> Pass:
+    def _run_pass(
+        self, micro: MicroBatch, rows: slice, inputs: Inputs, state: State, labels: Tensor | None
+    ) -> ForwardPass:
         """Run the layers on some rows of `inputs`, `state` and `labels`."""
         inputs = {name: tensor[rows] for name, tensor in inputs.items()}
         state = {name: tensor[rows] for name, tensor in state.items()}
         for tensor in state.values():
             tensor.requires_grad_(tensor.is_floating_point() and self.sends_gradient)
-        graphs: list[Graph] = []
+        graphs: list[LayerGraph] = []
         outputs = self._run_layers(micro, inputs, state, None if labels is None else labels[rows], graphs)
         if labels is not None:
             graphs[-1] = graphs[-1]._replace(outputs={"loss": outputs["loss"] / self._targets})
-        return Pass(rows, graphs)
+        return ForwardPass(rows, graphs)
 
     def _run_layers(
         self,
@@ -322,7 +324,7 @@ class Stage:
         inputs: Inputs,
         state: State,
         labels: Tensor | None,
-        graphs: list[Graph] | None = None,
+        graphs: list[LayerGraph] | None = None,
     ) -> State:
         """Return the outputs. graphs: gets the graph of all layers, or that of each."""
         self._seed(micro, 0)  # the context may take random numbers of the first layer
@@ -332,7 +334,7 @@ class Stage:
         for group, first in enumerate(range(0, len(self.layers), self._together)):
             layers = [layer.spec for layer in self.layers[first : first + self._together]]
             if self.graph_per_layer and graphs is not None and first:
-                graphs.append(Graph(entering, state))
+                graphs.append(LayerGraph(entering, state))
                 state = entering = {name: x.detach().requires_grad_(x.requires_grad) for name, x in state.items()}
             run = self._run_of(layers, micro, inputs, context, labels)
             with contextlib.ExitStack() as running:
@@ -346,7 +348,7 @@ class Stage:
             if (outputs := [x for x in state.values() if x.requires_grad]) and (self._fetch is not None or saved):
                 register_multi_grad_hook(outputs, partial(self._begin_group, group, saved), mode="any")
         if graphs is not None:
-            graphs.append(Graph(entering, state))
+            graphs.append(LayerGraph(entering, state))
         return state
 
     def _run_group(self, run: Callable[[State], State], state: State) -> State:

@@ -17,6 +17,8 @@ from lib.cache import shared_model
 from lib.ranks import on_ranks
 from lib.training import TIMEOUT, batches_of, plain_config
 
+from acsgd import codecs
+from acsgd.codecs.base import holds_nan
 from acsgd.config.options import Config, RunConfig
 from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
@@ -62,3 +64,20 @@ def test_a_step_waits_once(stages: int, tmp_path: Path) -> None:
             after_the_first = waits[1:]  # the first steps allocate buffers and look up the head
             assert all(len(step) == len(by_config[0][-1]) for step in after_the_first), by_config
             assert stages > 1 or all(len(step) == 1 for step in after_the_first), by_config
+
+
+@pytest.mark.parametrize(
+    "spec", ["fixpoint:bits=4", "fixpoint:bits=2,scale=l2,centroids=true", "lloyd:bits=4", "hadamard:bits=4,low=4"]
+)
+def test_a_codec_marks_what_is_not_finite_without_a_wait(spec: str) -> None:
+    codec, finite = codecs.parse(spec), torch.randn(64, 128, device="cuda")
+    infinite = finite.clone()
+    infinite[3, 5] = torch.inf
+    tensors = finite, infinite, infinite - infinite
+    codec.encode(finite)  # compiles kernels, and copies tables to the device
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        marks = [holds_nan(codec.encode(x)) for x in tensors]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [bool(mark) for mark in marks] == [False, True, True]

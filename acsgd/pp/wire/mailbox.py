@@ -24,7 +24,7 @@ from acsgd.streams import StreamEvent, Streams
 MAX_SENDS_IN_FLIGHT = 16
 """Sends that an outbox leaves unfinished by default, before it waits for the oldest; bounds the memory of buffers."""
 _MARK = 0
-"""Byte of a buffer that tells whether the tensor is not finite, before the header takes its place."""
+"""Byte of a buffer that is 1 if the tensor is not finite, before the header takes its place."""
 
 
 class BufferPool:
@@ -148,7 +148,9 @@ class Outbox:
                 length, entropy_coding = NOT_FINITE, False
             encoded = channel.streams.record_event()
         coded_length = None
-        if entropy_coding and encoded.query():  # as on a CPU; a background thread would delay it by a forward
+        is_ready = encoded.query()
+        entropy_coding = entropy_coding and not (is_ready and buffer[_MARK])
+        if entropy_coding and is_ready:  # as on a CPU; a background thread would delay it by a forward
             length = compress_(body, wire)
         elif entropy_coding:
             coded_length = self._entropy_coder.submit(_entropy_code, body, wire, encoded)
