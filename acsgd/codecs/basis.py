@@ -120,7 +120,7 @@ def encode(x: Tensor, inverse: Tensor, step: float) -> tuple[Tensor, ...]:
     the first component of all groups, then the second.
     """
     shape = tuple(x.shape)
-    unit = measure(x.reshape(-1), layout_of(shape, "tensor", 0), "max").clamp(MIN_SCALE, _MAX_SCALE)
+    unit = measure(x.reshape(-1), layout_of(shape, "tensor", 0), "rms").clamp(MIN_SCALE, _MAX_SCALE)
     parts = (inverse / unit).mT @ groups_of(x).mT  # [G, W, N], of which codes are copied in runs of N
     squares = parts.square()
     size = step * squares.mean().sqrt().clamp(min=MIN_SCALE)

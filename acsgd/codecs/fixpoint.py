@@ -53,8 +53,7 @@ class FixPoint:
     """Bits per element, 1 to 8."""
     scale: Literal["max", "l2"] = "max"
     """Scale s: the largest magnitude, or `clip` times the root mean square, which clips larger elements. "l2" is better
-    for 2 and 3 bits on bell-shaped data, and much worse with outliers; elements whose sum of squares exceeds fp32,
-    beyond some 1e18, then count as infinite. No difference at 1 bit."""
+    for 2 and 3 bits on bell-shaped data, and much worse with outliers. No difference at 1 bit."""
     clip: float = 2.0
     """Clipping threshold of scale=l2, root mean squares; in (0, 65536]. A large threshold with many bits gives a
     quantization step that is independent of outliers; most codes are then equal, so `entropy_coding` pays off."""

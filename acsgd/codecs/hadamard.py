@@ -42,8 +42,8 @@ class Hadamard:
     channel cannot follow tokens: there, and on Student t with 3 degrees, `lloyd` has .14 and `fixpoint` .26 to .31. On
     normal and rectified data `lloyd` is as good or better; with dims=group,group=64 (4.25 bits) it is about as robust.
     Fewer bits for small groups help only where groups differ in magnitude: with tokens of different magnitude,
-    bits=5,low=3,fraction=0.5 turns .097 into .059 in the same bytes. A quarter of the speed of `fixpoint`. Elements
-    whose sum of squares exceeds fp32, beyond some 1e18, count as infinite.
+    bits=5,low=3,fraction=0.5 turns .097 into .059 in the same bytes. The slowest codec: a quarter of the speed of
+    `fixpoint`.
     """
 
     entropy_coding: ClassVar[bool] = False

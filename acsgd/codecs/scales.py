@@ -27,8 +27,7 @@ def measure(flat: Tensor, layout: ScaleLayout, statistic: Statistic) -> Tensor:
     """Return a statistic of the elements that share each scale, fp32[scales]; NaN if any element is not finite.
 
     Statistics propagate NaN and infinity, so that this takes no extra pass over the elements, and no host waits for a
-    device. Squares are summed in fp32: a root mean square below 1e-19 loses digits, below 1e-22 it is 0, and elements
-    whose sum of squares overflows count as not finite.
+    device. A root mean square below 1e-19 of the largest element loses digits.
 
     flat: elements, [numel].
     """
@@ -75,29 +74,35 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def _measure(flat: Tensor, layout: ScaleLayout, statistic: Statistic) -> Tensor:
-    dim = 0 if layout.by_column else 1
-    parts = [_reduce(layout.rows(flat[block]), statistic, dim) for block in layout.blocks(flat.device)]
-    if not parts:
+    if not layout.numel:
         return flat.new_zeros(0)
+    dim = 0 if layout.by_column else 1
+    unit = flat.new_ones(()) if statistic == "max" else _unit_of(flat)
+    parts = [_reduce(layout.rows(flat[block]), statistic, dim, unit) for block in layout.blocks(flat.device)]
     if not layout.by_column:
-        return _finish(torch.cat(parts), statistic, _row_lengths(layout, flat.device))
+        return _finish(torch.cat(parts), statistic, _row_lengths(layout, flat.device), unit)
     stacked = torch.stack(parts)
     total = stacked.amax(0) if statistic == "max" else stacked.sum(0)
-    return _finish(total, statistic, torch.full((1,), layout.numel // layout.width, device=flat.device))
+    return _finish(total, statistic, torch.full((1,), layout.numel // layout.width, device=flat.device), unit)
 
 
-def _reduce(rows: Tensor, statistic: Statistic, dim: int) -> Tensor:
+def _unit_of(flat: Tensor) -> Tensor:
+    """Return a power of two near the largest magnitude, fp32. Sums of numbers in this unit do not overflow."""
+    least, most = flat.aminmax()
+    return _power_of_two(torch.frexp(torch.maximum(-least, most).float()).exponent.clamp(-126, 126))
+
+
+def _reduce(rows: Tensor, statistic: Statistic, dim: int, unit: Tensor) -> Tensor:
     if statistic == "max":
         return rows.abs().amax(dim)
-    if statistic == "mean":
-        return rows.abs().sum(dim, dtype=torch.float64)  # in fp32, it could overflow
-    return rows.float().square().sum(dim)
+    scaled = rows.float() / unit
+    return (scaled.abs_() if statistic == "mean" else scaled.square_()).sum(dim)
 
 
-def _finish(total: Tensor, statistic: Statistic, counts: Tensor) -> Tensor:
+def _finish(total: Tensor, statistic: Statistic, counts: Tensor, unit: Tensor) -> Tensor:
     if statistic == "max":
         return total
-    return total / counts if statistic == "mean" else (total / counts).sqrt()
+    return unit * (total / counts if statistic == "mean" else (total / counts).sqrt())
 
 
 def _row_lengths(layout: ScaleLayout, device: torch.device) -> Tensor:

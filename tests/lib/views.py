@@ -54,7 +54,7 @@ from acsgd.run.plan.job import Job, prepare
 from acsgd.run.plan.model import RunModel
 from acsgd.run.report import Report
 from acsgd.run.session import Session
-from acsgd.run.setup import build
+from acsgd.run.setup import build, continued
 from acsgd.run.setup.build import build_session
 from acsgd.run.setup.data import open_data
 from acsgd.run.setup.inputs import plan_activation_caches
@@ -316,7 +316,8 @@ class _Process:
 
     def _fail_to_form(self, hand_over: Callable[[], object]) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(build, "_connect", _interrupt)
+            for module in (build, continued):
+                patch.setattr(module, "connect_stages", _interrupt)
             with pytest.raises(WaitInterruptedError):
                 hand_over()
 

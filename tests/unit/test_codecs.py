@@ -226,16 +226,14 @@ def test_non_finite_elements_are_marked_and_refused_with_their_index(spec: str) 
     assert not holds_nan(codec.encode(finite))
     check_finite(codec.encode(finite), finite)
     of_gpu = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32).item()  # NaN that CUDA computes
-    beyond_fp32 = [2.0**100] if holds_nan(codec.encode(2.0**100 * finite)) else []  # of their squares
-    for value in (float("nan"), float("inf"), float("-inf"), of_gpu, *beyond_fp32):
+    for value in (float("nan"), float("inf"), float("-inf"), of_gpu):
         x = finite.clone()
         x[1, 2, 3] = value
         fields = codec.encode(x)
         assert holds_nan(fields)
         with pytest.raises(ValueError) as refused:
             check_finite(fields, x)
-        why = ", whose squares exceed fp32" if value in beyond_fp32 else ""
-        assert str(refused.value) == f"cannot encode {value} at index (1, 2, 3) of a tensor of shape (3, 5, 7){why}"
+        assert str(refused.value) == f"cannot encode {value} at index (1, 2, 3) of a tensor of shape (3, 5, 7)"
 
 
 def test_invalid_options_are_refused() -> None:
