@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -314,14 +315,16 @@ def test_virtual_tokens_resume_generate_and_load_in_peft(
         assert torch.allclose(both.model(ids).logits, expected, atol=1e-5)
         other = with_other_virtual_tokens(peft)
         assert not torch.allclose(PeftModel.from_pretrained(plain, other)(ids).logits, expected, atol=1e-3)
-    texts = []
-    for arguments in ([checkpoint], [model, "--adapter", peft]):
-        out = tmp_path / f"{len(arguments)}.jsonl"
+    texts, weights = [], []
+    for name, arguments in enumerate(([checkpoint], [model, "--adapter", peft], [checkpoint, "--offload", "disk"])):
+        out = tmp_path / f"{name}.jsonl"
         (tmp_path / "in.jsonl").write_text('{"prompt": "The"}\n{"prompt": "The list of"}\n')
         files = ("--file", tmp_path / "in.jsonl", "--out", out, "--max-new-tokens", 3)
         assert acsgd("generate", *arguments, *files)[0] == 0
         texts.append(out.read_text())
-    assert texts[0] == texts[1]
+        weights.append(json.loads(Path(f"{out}.options.json").read_text())["weights"])
+    assert texts[0] == texts[1] == texts[2]
+    assert weights[0] == weights[2], "a file can be resumed with or without --offload"
 
 
 def with_other_virtual_tokens(peft: Path) -> Path:

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from xxhash import xxh3_64
 
 from acsgd.adapters.initial import BaseChecksum
-from acsgd.adapters.inject import build_adapted
+from acsgd.adapters.inject import build_adapted, is_of_adapter
 from acsgd.codecs.identity import DTYPES
 from acsgd.comm.waits import Meter
 from acsgd.commands.generation.adapter import PEFTAdapter, is_adapter
@@ -91,12 +91,14 @@ class LoadedModel:
 
     def own_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters that are loaded, by the first of their names, each while it has its values."""
-        offloaded = self.offloaded.keys if self.offloaded is not None else frozenset[str]()
-        for key, names in parameter_names(self.model).items():
-            if (self.stage is None or key in self.stage.names) and key not in offloaded:
-                yield key, self.model.get_parameter(names[0])
+        # what PEFT puts around a model renames the parameters
+        keys = {self.model.get_parameter(names[0]): key for key, names in parameter_names(self.model).items()}
+        offloaded = self.offloaded.params if self.offloaded is not None else frozenset[nn.Parameter]()
+        for param, key in keys.items():
+            if (self.stage is None or key in self.stage.names) and param not in offloaded:
+                yield key, param
         if self.offloaded is not None:
-            yield from self.offloaded.parameters()
+            yield from ((keys[param], param) for param in self.offloaded.each())
 
 
 class OffloadedBlocks:
@@ -124,15 +126,15 @@ class OffloadedBlocks:
             block.register_forward_hook(lambda *_, group=group: self._fetch.leave(group), always_call=True)
 
     @property
-    def keys(self) -> frozenset[str]:
+    def params(self) -> frozenset[nn.Parameter]:
         """The parameters that are fetched."""
-        return self._fetch.keys
+        return frozenset(each.param for group in self._groups for each in group)
 
-    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def each(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that are fetched, each while it has its values."""
         for group, params in enumerate(self._groups):
             with self._fetch.whole(group):
-                yield from ((each.key, each.param) for each in params)
+                yield from (each.param for each in params)
 
 
 def check_offload(offload: Offload, device: torch.device) -> None:
@@ -248,6 +250,8 @@ def _load(
     names = frozenset(names_of(model)) if stage is None else stage.names
     checksum, of_base = BaseChecksum(), peft.base_parameters(model) if peft else frozenset[str]()
     keys = frozenset[str]() if offload == "none" else _parameters_of_blocks(opened.layers()) & names
+    if isinstance(adapter, VirtualTokens):  # which PEFT takes out of the blocks below
+        keys -= {*filter(is_of_adapter, keys)}
     _fill(model, checksum.adding(opened.read(model, names - keys), of_base), device)
     offloaded = _offload(opened, model, keys, device, offload) if keys else None
     if missing := [name for name in parameter_names(model) if name in names and model.get_parameter(name).is_meta]:
