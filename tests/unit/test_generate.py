@@ -627,6 +627,34 @@ def test_a_chat_leaves_out_its_oldest_messages(
     assert "error: the prompt has" in notes
 
 
+def test_a_chat_of_a_run_that_truncates_loses_no_newest_message(
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Unless it alone is too long, which is said; also without a template."""
+    ids = {"pad_token_id": 0, "eos_token_id": 0, "decoder_start_token_id": 0, "forced_eos_token_id": None}
+    plain = tmp_path / "plain"
+    save_model(small_config("bart", vocab_size=512, **ids), plain, tokenizer, AutoModelForSeq2SeqLM)
+    options = {"model.task": "seq2seq", "data.sequence": 20, "data.long": "auto"}
+    (plain / "run_options.json").write_text(json.dumps(options))
+    whole, model = AutoModelForSeq2SeqLM.from_pretrained(plain), with_template(plain, tmp_path / "model")
+
+    def reply(text: str) -> str:
+        inputs = tokenizer(text, return_tensors="pt", truncation=True, max_length=20)
+        found = whole.generate(**inputs, max_new_tokens=12, do_sample=False)
+        return tokenizer.decode(found[0], skip_special_tokens=True)
+
+    long, cut = "a " * 40, "longer than data.sequence of the run and truncated, as in training: 1"
+    expected = [reply(f"u: {text}\n1 a:") for text in ("The", "x =", long)]
+    assert chat(model, f"The\nx =\n{long}\n", io.StringIO(), monkeypatch) == expected
+    notes = capfd.readouterr().err
+    assert (notes.count("its oldest message and reply are left out"), notes.count(cut)) == (2, 1)
+    assert chat(plain, f"The\n{long}\n", io.StringIO(), monkeypatch) == [reply("The"), reply(long)]
+    assert capfd.readouterr().err.count(cut) == 1
+
+
 def test_without_a_chat_template_each_line_is_a_prompt(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     model, printed = tiny_model("llama"), io.StringIO()
     chat(model, "The\nx =\n", printed, monkeypatch)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from acsgd.commands.generation.decode import Generator, Ids
+from acsgd.commands.generation.decode import Generator
+from acsgd.commands.generation.prompts import PromptIds, describe_cuts
 from acsgd.commands.generation.records import PromptReader
 from acsgd.io.data.formats.messages import ASSISTANT, USER
 from acsgd.notes import print_note
@@ -46,28 +47,30 @@ class Chat:
         """Print the reply to a line. Raises ValueError if the line alone is too long."""
         prompts, messages = self._generator.prompts, self._messages
         if prompts.has_chat_template:
-            messages, ids = self._newest([*messages, {"role": USER, "content": line}])
+            messages, prompt = self._newest([*messages, {"role": USER, "content": line}])
         else:
-            ids = prompts.encode(self._reader.of_text(line)).ids
+            prompt = prompts.encode(self._reader.of_text(line))
+        for note in describe_cuts([prompt.cut_by]):
+            print_note(note)
         with _interrupts() as is_interrupted:
-            text = self._generator.stream(ids, index=self._turn, is_stopped=is_interrupted)
+            text = self._generator.stream(prompt.ids, index=self._turn, is_stopped=is_interrupted)
         self._turn += 1
         if prompts.has_chat_template:
             self._messages = [*messages, {"role": ASSISTANT, "content": text}]
 
-    def _newest(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], Ids]:
-        """Return the newest messages that leave room for a reply, and their ids."""
+    def _newest(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], PromptIds]:
+        """Return the newest messages that leave room for a reply, or the last one, and their ids."""
         prompts, wanted = self._generator.prompts, self._generator.decoding.max_new_tokens
         if prompts.max_positions is not None:
             wanted = min(wanted, prompts.max_positions // 4)
         while len(messages) > 1:
             with contextlib.suppress(ValueError):  # too long
-                ids = prompts.encode(self._reader.of_messages(messages)).ids
-                if prompts.max_new_tokens(len(ids)) >= wanted:
-                    return messages, ids
+                prompt = prompts.encode(self._reader.of_messages(messages))
+                if not prompt.cut_by and prompts.max_new_tokens(len(prompt.ids)) >= wanted:
+                    return messages, prompt
             messages = messages[2:]
             print_note("the conversation is too long for the model: its oldest message and reply are left out")
-        return messages, prompts.encode(self._reader.of_messages(messages)).ids
+        return messages, prompts.encode(self._reader.of_messages(messages))
 
 
 def _lines() -> Iterator[str]:
