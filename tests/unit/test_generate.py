@@ -224,7 +224,15 @@ def test_an_encoder_decoder_generates_the_text_of_transformers(
     assert cut != expected, "a test that can fail"
 
 
-@pytest.mark.parametrize("options", [{"stop_strings": ["e"]}, {"eos_token_id": -1}, {"eos_token_id": [9999]}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stop_strings": ["e"]},
+        {"stop_strings": ["e"], "eos_token_id": -1},
+        {"eos_token_id": -1},
+        {"eos_token_id": [9999]},
+    ],
+)
 def test_texts_end_as_generation_config_says(options: dict[str, Any], tiny_model: TinyModel, tmp_path: Path) -> None:
     """Ids that the model cannot generate end nothing, and pad nothing."""
     model = Path(shutil.copytree(tiny_model("llama", num_hidden_layers=1), tmp_path / "model"))

@@ -201,7 +201,7 @@ def _generate_file(
     for note in (*reader.notes(), *cuts):
         ranks.note(note)
     if generator.decoding.batch > 1 and not _pads_exactly(generator):
-        ranks.note("padding changes the results of this model: prompts are run one at a time, as with --batch 1")
+        ranks.note("padding changes the texts of this model: prompts are run one at a time, as with --batch 1")
         decoding = dataclasses.replace(generator.decoding, batch=1)
         generator = dataclasses.replace(generator, decoding=decoding)
     model = generator.loaded.model

@@ -57,11 +57,16 @@ class Generator:
         return text
 
     def pads_exactly(self) -> bool:
-        """Return whether padding leaves the logits of a prompt unchanged, from a trial with a few tokens.
+        """Return whether padding leaves the text of a prompt unchanged, by a trial with a few tokens.
 
         It does if the model takes positions from the mask, or uses none. Not so in some recurrent models, and where an
-        indexer chooses a fixed number of tokens to attend to, of which padding takes some.
+        indexer chooses a fixed number of tokens to attend to, of which padding takes some. Nor if texts end at strings
+        alone: transformers pads one that ended earlier than others of its batch only if there are ids that end texts.
         """
+        options = self.loaded.model.generation_config
+        assert options is not None
+        if options.stop_strings and not self.prompts.ends:
+            return False
         config = self.loaded.model.config.get_text_config()
         if getattr(config, "index_topk", None) is not None:
             return False
