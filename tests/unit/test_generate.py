@@ -48,6 +48,7 @@ from acsgd.config.run_file import parse_flags
 from acsgd.errors import RunError
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.data.formats.formats import read_options
+from acsgd.optim.fetch import LayerFetch
 
 TinyModel = Callable[..., Path]
 
@@ -143,10 +144,11 @@ def test_offloaded_parameters_have_values_while_their_block_runs(
 ) -> None:
     path, cpu = tiny_model("gpt2", tie_word_embeddings=True, **blocks_of("gpt2", 3)), torch.device("cpu")
     expected = dict(load(str(path), dtype=None, device=cpu).model.named_parameters())
-    with pytest.raises(
-        ValueError, match=r"device is the CPU, .*; give --offload disk|convert it: acsgd convert from-hf"
-    ):
-        load(str(path), dtype=None, device=cpu, offload=offload)
+    refused = r"device is the CPU, .*; give --offload disk|convert it: acsgd convert from-hf"
+    with monkeypatch.context() as patch:
+        patch.delattr(loading, "_fill")  # refused before anything is read
+        with pytest.raises(ValueError, match=refused):
+            load(str(path), dtype=None, device=cpu, offload=offload)
     with pytest.raises(ValueError, match="acsgd convert merge ADAPTER TARGET"):
         load(str(path), dtype=None, device=cpu, offload="disk", adapter=cast("PEFTAdapter", object()))
     if offload == "disk":
@@ -196,7 +198,7 @@ def test_a_model_that_padding_changes_gets_one_prompt_at_a_time(
 
 @pytest.mark.parametrize("model_type", ["t5", "bart"])
 def test_an_encoder_decoder_generates_the_text_of_transformers(
-    model_type: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    model_type: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Relative positions, and learned ones, which count padding: prompts of a batch are padded on the right.
 
@@ -216,6 +218,15 @@ def test_an_encoder_decoder_generates_the_text_of_transformers(
     assert acsgd("convert", "from-hf", tmp_path / "model", tmp_path / "shards", "--task", "seq2seq")[0] == 0
     for source in ("model", "shards"):
         assert texts_of(generate_file(tmp_path / source, tmp_path, source, "--batch", 4)) == expected
+    enter, behind = LayerFetch.enter, dict[int, int]()
+
+    def look(fetch: LayerFetch, group: int, ahead: int) -> None:
+        behind[group] = ahead
+        enter(fetch, group, ahead)
+
+    monkeypatch.setattr(LayerFetch, "enter", look)
+    assert texts_of(generate_file(tmp_path / "shards", tmp_path, "disk", "--offload", "disk")) == expected
+    assert behind == {0: 1, 1: 2, 2: 3, 3: 2}, "behind the last block, the first one of the decoder is fetched"
     assert len(set(expected)) > 1, "a test that can fail"
     options = {"model.task": "seq2seq", "data.sequence": 1, "data.long": "auto"}
     (tmp_path / "model" / "run_options.json").write_text(json.dumps(options))

@@ -120,8 +120,11 @@ class OffloadedBlocks:
             source.add(layer, (), model)
         self._groups = [source.of([layer]) for layer in layers]
         self._fetch = LayerFetch(self._groups, source, Meter())
+        stacks = [(layer.block or "").rpartition(".")[0] for layer in layers]
+        # the next token runs the blocks of the decoder alone
+        first = stacks.index(stacks[-1]) if model.config.is_encoder_decoder else 0
         for group, layer in enumerate(layers):
-            block, ahead = model.get_submodule(layer.block or ""), (group + 1) % len(layers)
+            block, ahead = model.get_submodule(layer.block or ""), group + 1 if group + 1 < len(layers) else first
             block.register_forward_pre_hook(lambda *_, group=group, ahead=ahead: self._fetch.enter(group, ahead))
             block.register_forward_hook(lambda *_, group=group: self._fetch.leave(group), always_call=True)
 
@@ -238,6 +241,11 @@ def _load(
     place: StagePlace | None,
 ) -> LoadedModel:
     opened = _open(directory)
+    if offload == "disk" and opened.stored is None:
+        raise ValueError(
+            f"--offload disk reads layer shards, and {directory} is a Hugging Face directory; convert it: acsgd "
+            f"convert from-hf {directory} TARGET"
+        )
     adapter = opened.adapter
     of_run = RecordedModel.of(str(directory)).options.get("model.dtype")
     own = DTYPES[of_run] if of_run else (peft and peft.dtype) or dtype_of(opened.config)
@@ -278,21 +286,25 @@ def _load(
 
 
 def _parameters_of_blocks(layers: ModelLayers) -> frozenset[str]:
-    """Return the parameters that blocks alone use."""
-    of_blocks, others = (
-        {key for layer in layers.layers if (layer.block is None) == is_other for key in layer.parameters}
-        for is_other in (False, True)
-    )
-    return frozenset(of_blocks - others)
+    """Return the parameters that lie within a block, and that no layer with another one uses.
+
+    A layer also has those that forward uses behind its block, such as the last norm of an encoder.
+    """
+    blocks = dict[str, set[str | None]]()
+    for layer in layers.layers:
+        for key in layer.parameters:
+            blocks.setdefault(key, set()).add(layer.block)
+    return frozenset(key for key, (block, *others) in blocks.items() if not others and key.startswith(f"{block}."))
 
 
 def _offload(
     opened: _Opened, model: PreTrainedModel, keys: frozenset[str], device: torch.device, offload: Offload
 ) -> OffloadedBlocks:
-    """Load parameters of blocks to where they lie between uses, one block at a time. Raises ValueError."""
+    """Load parameters of blocks to where they lie between uses, one block at a time."""
     streams, owned = open_streams(device.type, device.index or 0), OwnedWeights((), Ownership(0, 1))
     source: ParamSource = HostParams(owned, keys, streams)
     if offload == "disk":
+        assert opened.stored is not None
         source = FileParams(owned, keys, opened.stored, streams)
 
     def fill(layer: LayerSpec) -> None:
@@ -368,8 +380,8 @@ class _Opened(NamedTuple):
     """Returns the layers of the model. Raises LayersError."""
     read: Callable[[PreTrainedModel, Collection[str]], NamedTensors]
     """Yields parameters and stored buffers of the model, those with one of the names. Raises CorruptFileError."""
-    stored: Callable[[str], OpenTensor]
-    """Returns where a parameter is in a file. Raises ValueError for a Hugging Face directory."""
+    stored: Callable[[str], OpenTensor] | None
+    """Returns where a parameter is in a file. None = in a Hugging Face directory."""
 
 
 def _open(directory: Path) -> _Opened:
@@ -391,14 +403,7 @@ def _open(directory: Path) -> _Opened:
     task = "seq2seq" if read_json_object(directory / CONFIG).get("is_encoder_decoder") else "lm"
     opened = open_hf(directory, task)
     layers = functools.cache(functools.partial(derive_layers, directory, opened.config, task))
-
-    def refuse(key: str) -> OpenTensor:
-        raise ValueError(
-            f"--offload disk reads layer shards, and {directory} is a Hugging Face directory; convert it: acsgd "
-            f"convert from-hf {directory} TARGET"
-        )
-
-    return _Opened(MODEL_CLASSES[task], opened.config, None, layers, functools.partial(_hf_tensors, opened), refuse)
+    return _Opened(MODEL_CLASSES[task], opened.config, None, layers, functools.partial(_hf_tensors, opened), None)
 
 
 def _shard_tensors(shards: ShardDirectory, model: PreTrainedModel, names: Collection[str]) -> NamedTensors:
