@@ -109,6 +109,7 @@ def test_check_counts_everything(run: Run, tmp_path: Path, monkeypatch: pytest.M
     assert findings == (
         f"2\n  {path}, line 2 is not JSON (Expecting value at column 1): bad\n"
         f'  {path}, line 5 has no string under "text"; its fields: "txt" (a number)\n'
+        '  for the first: write one JSON object per line, such as {"text": "..."}\n'
         f"empty: 1\n  {path}, line 3\nrepeated: 1\n  {path}, line 4 repeats {path}, line 1\n"
         f"too long: 1\n  {path}, line 6: {re.search('([0-9]+) tokens', findings)[1]} tokens\n"
         "special tokens in messages: 0\nnothing learned: 0\n"
@@ -163,13 +164,14 @@ def test_check_counts_the_labels_and_names_those_outside_the_classes(
         '{"0": "LABEL_0", "1": "LABEL_1", "2": "good"}\n'
     )
     lines = findings.splitlines()
-    assert lines[:4] == [
+    assert lines[:5] == [
         "1",
         f'  {path}, line 7 has no number or name under "label"; its fields: "text", "label" (null)',
+        '  for the first: write {"label": 1} or name another field, --fields "label=FIELD"',
         "empty: 0",
         "label outside the classes: 3",
     ]
-    for line, number, reason in ((lines[4], 4, "2, but the model has"), (lines[5], 5, '"good", but the classes of')):
+    for line, number, reason in ((lines[5], 4, "2, but the model has"), (lines[6], 5, '"good", but the classes of')):
         assert line.startswith(f"  {path}, line {number} has the label {reason}")
     assert f"too long: 3\n  {path}, line 1: " in findings
     assert run("check", write(tmp_path / "b.jsonl", {"text": "one", "label": "LABEL_1"}), *options)[0] == 0

@@ -294,10 +294,16 @@ BAD: list[tuple[dict[str, Any], dict[str, str], str]] = [
     (
         {"prompt": "a", "completion": "b", "train": "False"},
         {},
-        'has "train": false, which says that its answer is not ',
+        'has "train": "False", which says that its answer is not ',
     ),
-    ({"text": "a", "weight": 0}, {}, 'has "weight": 0, which says that it is not learned; remove it or the record or'),
-    ({"text": "a", "weight": "0.5"}, {}, 'has "weight": 0.5, which says how much it is learned; remove it or the'),
+    (
+        {"text": "a", "weight": 0},
+        {},
+        'has "weight": 0, which says that it is not learned; remove it or the record or, if it says something else, '
+        "give --data.format text",
+    ),
+    ({"text": "a", "weight": "0.5"}, {}, 'has "weight": "0.5", which says how much it is learned; remove it or the'),
+    ({"text": "a", "train": False}, {}, 'has "train": false, which says that it is not learned; remove it or the'),
     ({"prompt": "a", "completion": "b", "history": [["c"]]}, {}, 'has no list of pairs under "history"; write'),
 ]
 """Record, options, and the message."""
@@ -440,6 +446,9 @@ def test_fields_without_effect_are_counted(tmp_path: Path, tokenizer: PreTrained
     assert unread(tmp_path, *records) == {"id": 1}
     assert unread(tmp_path, {"text": "a", "body": {"t": "b"}, "m": 1}, fields="text=body.t") == {"text": 1, "m": 1}
     assert unread(tmp_path, {"text": "a", "n": 1, "label": 1}, fields="text=n:text") == {"text": 1, "label": 1}
+    for weight in (72.5, "[" * 10_000):
+        assert unread(tmp_path, {"text": "a", "weight": weight, "loss": 0.0}) == {"weight": 1, "loss": 1}
+    assert unread(tmp_path, {"prompt": "a", "completion": "b", "label": "False"}) == {"label": 1}
     chat = with_template(tokenizer, TURNS + "{% if add_generation_prompt %}A:{% endif %}")
     messages = [{**CHAT[0], "name": "x", "train": True}, {**CHAT[1], "weight": 1, "name": None}]
     found = unread(tmp_path, {"messages": messages, "tools": [{"name": "f"}], "id": 1}, tokenizer=chat)

@@ -77,6 +77,7 @@ class SourceReport:
             finding = self.findings[self.labels.finding]
             self.labels.add_other(record.label)
         finding.add(f"{record.where} {record.reason}")
+        finding.remedy = finding.remedy or record.remedy
 
     def add_documents(
         self, places: Sequence[str], lengths: NDArray[np.int64], first_targets: Sequence[int | None], encoded: Encoded
@@ -116,7 +117,7 @@ def check(data: DataConfig, model: ModelConfig, sequence: int | None, typed: Cal
         report = SourceReport(source.name, task, sequence, counts)
         reports.append(_examine(source, tokenizer, task.encoder(context), report, seen))
     for report in reports:
-        _print(report, console)
+        _print(report, console, typed)
     for sentence in describe_unused(data, {report.counts.format for report in reports} - {""}):
         console.print(Text(typed(sentence), style="bold"))
     return all(report.is_valid for report in reports)
@@ -182,7 +183,7 @@ class _Texts:
         self._hash, self._is_empty = xxhash.xxh3_128(), True
 
 
-def _print(report: SourceReport, console: Console) -> None:
+def _print(report: SourceReport, console: Console, typed: Callable[[str], str]) -> None:
     learned = f", {report.targets:,} of them learned" if report.labels is None else ""
     lines = [
         f"{report.name}: {report.counts.describe_format()}",
@@ -205,3 +206,5 @@ def _print(report: SourceReport, console: Console) -> None:
         console.print(Text(f"{name}: {finding.count:,}", style="bold" if finding.count else ""))
         for line in finding.lines():
             console.print(Text(line))
+        if finding.remedy:
+            console.print(Text(f"  for the first: {typed(finding.remedy)}"))

@@ -25,6 +25,8 @@ class Finding:
     count: int = 0
     first: list[str] = field(default_factory=list)
     """Descriptions of the first of them."""
+    remedy: str = ""
+    """Imperative: what to change in the first of them; "" if it may be as it is."""
 
     def add(self, description: str) -> None:
         """Count a record."""

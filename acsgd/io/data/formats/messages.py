@@ -31,15 +31,17 @@ FUNCTION_CALL = "function_call"
 """Speaker of ShareGPT whose text is a tool call, or a list of them: {"name": ..., "arguments": {...}}."""
 FUNCTIONS = "functions"
 """Tools as OpenAI had them before "tools". A message calls one with FUNCTION_CALL in place of TOOL_CALLS."""
-FLAGS = ("weight", "train", "training", "loss")
+WEIGHT, TRAIN = "weight", "train"
+"""Fields of a record, or of a message, that say how much it is learned, and whether it is."""
+FLAGS = (WEIGHT, TRAIN, "training", "loss")
 """Fields of a message, or record, that say whether it is learned: 1 or true, 0 or false. They are those of OpenAI,
 axolotl and ms-swift."""
 UNDESIRABLE = ("label", "kto_tag")
 """Fields of a record that are false if its answer is one to avoid. They are those of TRL and LLaMA-Factory."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Fields of a record with what belongs to its text in data of models that see or hear."""
-WEIGHT = "weight"
-"""Field of a record, or of a message, that says how much it is learned."""
+MAX_NUMBER_CHARS = 32
+"""Maximum length of a text that may be a number or a flag, characters."""
 TOOL_CALLS = "tool_calls"
 
 
@@ -53,7 +55,7 @@ def check_learnable(fields: Mapping[str, Any], options: ReadOptions) -> None:
     problems = [
         f'"{name}": false, which says that its answer is one to avoid'
         for name in UNDESIRABLE
-        if _typed(fields.get(name)) is False
+        if fields.get(name) is False  # the text "False" may be the name of a class
     ]
     problems += [
         f'"{name}", which are not read, and may be what its text is about'
@@ -64,33 +66,44 @@ def check_learnable(fields: Mapping[str, Any], options: ReadOptions) -> None:
 
 
 def check_weight(fields: Mapping[str, Any], options: ReadOptions) -> None:
-    """Raise FormatError if a text has a flag or a weight, unless its format is given: all texts are learned equally."""
-    if options.format == "auto":
-        _refuse([*_weights(fields, "it")])
+    """Raise FormatError if a text has `train` or a weight by which it is not learned as others are, unless its format is
+    given.
+
+    A weight is a number from 0 to 1: others are those of things, as "loss" is often a score.
+    """
+    if options.format != "auto":
+        return
+    weight = _flag_or_number(fields.get(WEIGHT))
+    is_fraction = isinstance(weight, int | float) and 0 <= weight <= 1
+    names = (TRAIN, WEIGHT) if is_fraction else (TRAIN,)
+    _refuse([*_weights({name: fields.get(name) for name in names}, "it")], " text")
 
 
 def _weights(fields: Mapping[str, Any], what: str) -> Iterator[str]:
     """Yield the fields of a record that say that it is not learned, or how much. what: that is learned."""
     for name in FLAGS:
-        if (flag := _typed(fields.get(name))) == 0:
-            yield f'"{name}": {json.dumps(flag, default=str)}, which says that {what} is not learned'
-    weight = _typed(fields.get(WEIGHT))
+        if _flag_or_number(fields.get(name)) == 0:
+            yield f'"{name}": {json.dumps(fields[name], default=str)}, which says that {what} is not learned'
+    weight = _flag_or_number(fields.get(WEIGHT))
     if isinstance(weight, int | float) and weight != 1 and not is_null(weight):
-        yield f'"{WEIGHT}": {json.dumps(weight)}, which says how much it is learned'
+        yield f'"{WEIGHT}": {json.dumps(fields[WEIGHT])}, which says how much it is learned'
 
 
-def _refuse(problems: Sequence[str]) -> None:
+def _refuse(problems: Sequence[str], form: str = "") -> None:
     if problems:
         raise FormatError(
-            f"has {problems[0]}", "remove it or the record or, if it says something else, give --data.format"
+            f"has {problems[0]}", f"remove it or the record or, if it says something else, give --data.format{form}"
         )
 
 
-def _typed(value: Any) -> Any:
-    """Return the number or flag that a text is, as in tables without types; other values themselves."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            return json.loads(value.lower())
+def _flag_or_number(value: Any) -> Any:
+    """Return the flag or number that a short text is, as in tables without types; other values themselves."""
+    if not isinstance(value, str) or len(value) > MAX_NUMBER_CHARS:
+        return value
+    if (text := value.strip().lower()) in ("true", "false"):
+        return text == "true"
+    with contextlib.suppress(ValueError):
+        return float(text)
     return value
 
 
