@@ -66,10 +66,9 @@ def check_learnable(fields: Mapping[str, Any], options: ReadOptions) -> None:
 
 
 def check_weight(fields: Mapping[str, Any], options: ReadOptions) -> None:
-    """Raise FormatError if a text has `train` or a weight by which it is not learned as others are, unless its format is
-    given.
+    """Raise FormatError if a text says that it is not learned as others are, unless its format is given.
 
-    A weight is a number from 0 to 1: others are those of things, as "loss" is often a score.
+    It does so by `train` and by a weight: a number from 0 to 1. Others are those of things, as "loss" is often a score.
     """
     if options.format != "auto":
         return
