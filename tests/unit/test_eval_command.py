@@ -22,7 +22,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 
 from acsgd.commands.evaluation import command
 from acsgd.commands.evaluation.answers import compare, evaluate_answers, read_questions
-from acsgd.commands.evaluation.job import config_of, data_of, find_evaluated
+from acsgd.commands.evaluation.job import config_of, data_of, describe_trained, find_evaluated
 from acsgd.commands.evaluation.options import EvalOptions
 from acsgd.commands.generation.command import open_generator
 from acsgd.commands.generation.options import Decoding
@@ -103,7 +103,11 @@ def test_it_evaluates_what_the_run_has_evaluated_as_the_run_did_to_the_last_bit(
         rows="single",
         long="truncate",
     )
-    train_alone(dataclasses.replace(config, data=data, eval=EvalConfig(metrics="")))
+    logged = dataclasses.replace(config.log, to=f"{config.log.to},text")
+    train_alone(dataclasses.replace(config, data=data, eval=EvalConfig(metrics=""), log=logged))
+    [log] = (run / "logs").iterdir()
+    warning = f"warning: data.eval_sources: {source} has the text of a source in data.sources: held-out losses"
+    assert log.read_text().count(warning) == (held_out == "sources")
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     for arguments in [(), *([("--data", source)] if held_out == "sources" else [])]:
         found = evaluate(run, *arguments, "--cache", tmp_path / "runs" / "cache")
@@ -115,6 +119,17 @@ def test_it_evaluates_what_the_run_has_evaluated_as_the_run_did_to_the_last_bit(
         assert (warning in printed) == (held_out == "sources")
     other = evaluate(run, "--data", source, "--input-format", "__input__", "--cache", tmp_path / "runs" / "cache")
     assert other["metrics"] != {"eval_loss": last["eval_loss"]}
+
+
+def test_trained_sources_that_were_removed_are_counted_and_the_others_compared(tmp_path: Path) -> None:
+    kept = tmp_path / "a.txt"
+    kept.write_text("text")
+    model = RecordedModel("run", options={"data.sources": f"gone.txt:0.5,{kept}:0.5,memory://gone/b.txt"})
+    warning, moved = describe_trained(model, {"sources": f"{kept},demo"})
+    assert warning.startswith(f"warning: {kept} reads {kept}, which is in data.sources of the run")
+    assert moved.startswith("1 of 3 sources that the run has trained on are no longer there")
+    assert "evaluated: gone.txt:0.5" in moved
+    assert describe_trained(model, {"sources": "demo", "eval_fraction": 0.5}) == []
 
 
 def test_a_run_with_an_adapter_is_evaluated_in_every_form(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from acsgd.config.run_file import parse
 from acsgd.io.data.batches import BatchReader
 from acsgd.io.data.held_out import HeldOut, held_out, parse_eval, split
+from acsgd.io.data.rows.base import Rows
 from acsgd.io.data.sampler import Sampler
 from acsgd.io.data.sources import files
 from acsgd.io.data.sources.base import ReadOptions
@@ -24,7 +26,7 @@ from acsgd.io.data.tokens.corpus import Corpus
 from acsgd.launch import Launch
 from acsgd.layers.batch import Batch
 from acsgd.run.plan.job import prepare
-from acsgd.run.setup.data import Data, open_data
+from acsgd.run.setup.data import Data, describe_overlaps, open_data
 
 T = 5
 LENGTHS = [T + 1, 7 * T + 3, 20 * T + 1, 3 * T + T]
@@ -245,16 +247,41 @@ def test_options_of_a_run_select_its_held_out_data(tiny_model: Callable[..., Pat
     assert held is not None
     assert reader.sampler.sizes == (size,)
     assert len(held) == len(held.rows.rows[0]) > 1000
-    [warning] = opened(0, f"--data.eval_sources {tmp_path / 'a.txt'}").notes
-    assert warning.startswith(
-        f"warning: data.eval_sources: {tmp_path / 'a.txt'} has the text of a source in data.sources"
-    )
-    (tmp_path / "b.txt").write_text("other words\n" * 200)
-    *_, notes, _ = opened(0, f"--data.sources {tmp_path}/*.txt --data.eval_sources {tmp_path / 'b.txt'}")
-    assert (
-        f"warning: data.eval_sources: {tmp_path / 'b.txt'} reads {tmp_path / 'b.txt'}, which is in data.sources"
-        in (notes[-1])
-    )
+
+
+def test_text_that_is_trained_on_twice_or_evaluated_is_named(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of each source are listed once."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b", "c"):
+        Path(f"{name}.txt").write_text(f"some words in a line of {name}\n" * 20)
+    flags = f"--model.name {tiny_model()} --data.sequence 16 --data.batch 4 --optim.lr 1 --optim.steps 2"
+    names, listed = files.Files.names, list[str]()
+    twice = "lists a source, or a file of it, more than once"
+    for sources, evaluated, expected in (
+        ("a.txt,b.txt", "demo", []),
+        ("memory://absent/a.txt,c.txt", None, []),  # whose fingerprint would need the network
+        ("a.txt,b.txt,a.txt", None, [twice]),
+        ("a.txt,b.txt,*.txt", None, [twice]),
+        ("demo,demo", None, [twice]),
+        ("a.txt", "a.txt", ["warning: data.eval_sources: a.txt has the text of a source in data.sources: held-out"]),
+        ("*.txt", "demo,b.txt", ["warning: data.eval_sources: b.txt reads b.txt, which is in data.sources: held-out"]),
+    ):
+        options = ["--data.sources", sources, *(["--data.eval_sources", evaluated] if evaluated else [])]
+        job, training, separate = prepare(parse([*flags.split(), *options]), Launch()), list[Rows](), list[Rows]()
+        if evaluated is not None:
+            data = open_data(job)
+            assert data.held_out is not None
+            training, separate = [*data.reader.rows.rows], [*data.held_out.rows.rows]
+            assert not data.notes
+        with monkeypatch.context() as patched:
+            patched.setattr(files.Files, "names", lambda self: (listed.append(self.name), names(self))[1])
+            found = [*describe_overlaps(job, training, separate)]
+        assert len(found) == len(expected)
+        assert all(part in sentence for part, sentence in zip(expected, found, strict=True))
+        assert max(Counter(listed).values(), default=0) <= 2  # a.txt may be two sources
+        listed.clear()
 
 
 def test_a_start_opens_each_source_once(

@@ -27,8 +27,9 @@ from acsgd.io.data.sources import json_records
 from acsgd.io.data.sources import text as pieces
 from acsgd.io.data.sources.address import FsspecFiles
 from acsgd.io.data.sources.base import OnError, ReadOptions, RecordCounts, Source
+from acsgd.io.data.sources.files import WHOLE_BYTES
 from acsgd.io.data.sources.remote import ConnectionLostError
-from acsgd.io.data.sources.sources import SOURCES, describe_shared, parse_sources
+from acsgd.io.data.sources.sources import SOURCES, describe_shared, local_files, parse_sources
 
 LINES = '{"text": "one\\ntwo"}\n\n  \n{"meta": 1, "text": "zwölf"}\r\n{"text": ""}'
 TABLE = ["one\ntwo", "zwölf", ""]
@@ -538,7 +539,8 @@ def test_copies_of_a_file_on_several_hosts_have_one_fingerprint(tmp_path: Path) 
         ("data/a.jsonl", "reads data/a.jsonl, which is in data.sources"),
         ("stream:data/a.jsonl", "reads data/a.jsonl, which is in data.sources"),
         ("link.jsonl", "reads link.jsonl, which is in data.sources"),
-        ("*.jsonl", "reads copy.jsonl, which is equal to data/a.jsonl of data.sources"),
+        ("c*.jsonl", "reads copy.jsonl, which is equal to data/a.jsonl of data.sources"),
+        ("large.jsonl", "reads large.jsonl, which looks equal to data/b.jsonl (same size and samples) of data.sources"),
         ("cot:data/c.json", "reads data/c.json, which is in data.sources"),
         ("other.jsonl", ""),
         ("demo", ""),
@@ -554,9 +556,12 @@ def test_files_that_two_sources_share_are_found(
     write(tmp_path / "copy.jsonl", '{"text": "one"}\n')
     write(tmp_path / "other.jsonl", '{"text": "two"}\n')  # of the same size
     (tmp_path / "link.jsonl").symlink_to("data/a.jsonl")
-    trained = [each.source for each in parse_sources("demo,data")]
+    for name in ("large.jsonl", "data/b.jsonl"):
+        write(tmp_path / name, "{}\n")
+        os.truncate(tmp_path / name, WHOLE_BYTES + 1)
+    trained = [file for each in parse_sources("demo,data") for file in local_files(each.source)]
     [found] = parse_sources(source, key="data.eval_sources")
-    assert describe_shared(found.source, trained) == shared
+    assert describe_shared(local_files(found.source), trained) == shared
 
 
 def test_no_message_holds_the_password_of_an_address() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +27,8 @@ from acsgd.config.options import (
 from acsgd.errors import missing
 from acsgd.io.checkpoint.directory import newest_checkpoint
 from acsgd.io.data.row_spec import RowStage, data_options
-from acsgd.io.data.sources.sources import describe_shared, parse_sources
+from acsgd.io.data.sources.sources import LocalFile, describe_shared, local_files, parse_sources
+from acsgd.io.data.sources.text import excerpt
 from acsgd.io.files.cache import open_cached
 from acsgd.run.initial_weights import CachedModel
 from acsgd.shards.hub import check_adapter, find_model
@@ -114,16 +114,33 @@ def data_of(options: EvalOptions, model: RecordedModel) -> EvaluationOptions:
 def describe_trained(model: RecordedModel, data: Mapping[str, Any]) -> list[str]:
     """Return a sentence on each evaluated source with files that the run that saved the model has trained on.
 
-    data: `EvaluationOptions.values`.
+    And one on the number of sources of the run that could not be compared. data: `EvaluationOptions.values`.
     """
     trained = model.options.get("data.sources")
     if trained is None or "eval_fraction" in data:
         return []
-    with contextlib.suppress(ValueError, OSError):  # files that were moved since
-        known = [source for source, _ in parse_sources(trained)]
-        found = ((source.name, describe_shared(source, known)) for source, _ in parse_sources(data["sources"]))
-        return [f"warning: {name} {shared} of the run: it has trained on this text" for name, shared in found if shared]
-    return []
+    known = _files_in(trained)
+    files = [each for of_source in known.values() for each in of_source or ()]
+    shared = {name: describe_shared(each or (), files) for name, each in _files_in(data["sources"]).items()}
+    found = [f"warning: {name} {text} of the run: it has trained on this text" for name, text in shared.items() if text]
+    if moved := [name for name, each in known.items() if each is None]:
+        found.append(
+            f"{len(moved)} of {len(known)} sources that the run has trained on are no longer there, and could not be "
+            f"compared with what is evaluated: {excerpt(', '.join(moved))}"
+        )
+    return found
+
+
+def _files_in(spec: str) -> dict[str, Sequence[LocalFile] | None]:
+    """Return the local files of each source that a string lists, by its name; None if they were moved since."""
+    found = dict[str, Sequence[LocalFile] | None]()
+    for part in spec.split(","):
+        try:
+            [(source, _)] = parse_sources(part)
+            found[source.name] = local_files(source)
+        except (ValueError, OSError):
+            found[part.strip()] = None
+    return found
 
 
 def _changed_rows(options: EvalOptions, model: RecordedModel, data: Mapping[str, Any]) -> list[str]:

@@ -16,7 +16,6 @@ from acsgd.config.options import Config, DataConfig, ElasticConfig, ModelConfig,
 from acsgd.dp.modes.diloco import DiLoCo
 from acsgd.dp.modes.sparseloco import SparseLoCo
 from acsgd.io.checkpoint.progress import RECENT
-from acsgd.io.data.sources.sources import describe_shared
 from acsgd.io.data.sources.streamed import Streamed
 from acsgd.optim.adamw import AdamW
 from acsgd.optim.adamw8bit import AdamW8bit
@@ -249,11 +248,6 @@ CHOICES = (
         "write stream:SOURCE in data.sources, or ",
     ),
     without_effect("data.weights", lambda job: len(job.sources) == 1, "there is one source"),
-    Choice(
-        lambda job, _: _repeats_source(job),
-        "data.sources={config.data.sources} lists a source, or a file of it, more than once, and its records are "
-        "trained on as often; list it once and, to train on it more than on others, write SOURCE:WEIGHT",
-    ),
     without_effect(
         "data.split_special_tokens",
         lambda job: job.config.model.task == "seq2seq",
@@ -406,16 +400,6 @@ def _has_dropout(job: Job) -> bool:
 def _is_alone(job: Job) -> bool:
     """Return whether there is one replica, and no other can join."""
     return job.topology.replicas == 1 and not (job.is_elastic and job.config.elastic.max_replicas != 1)
-
-
-def _repeats_source(job: Job) -> bool:
-    """Return whether a source of training, or a file of one, is listed twice, to be read in the same way."""
-    sources = [source for source, _ in job.sources]  # fingerprints may need the network
-    for index, source in enumerate(sources):
-        others = [other for other in sources[:index] if other.options == source.options]
-        if source.name in (other.name for other in others) or describe_shared(source, others):
-            return True
-    return False
 
 
 def _evaluates(data: DataConfig) -> bool:

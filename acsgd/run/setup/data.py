@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from acsgd.config.options import EPOCHS, Config, OptimConfig, in_steps
@@ -15,8 +16,8 @@ from acsgd.io.data.rows.base import RowReader, Rows, describe, described
 from acsgd.io.data.rows.documents import ConcatRows, DocumentRows
 from acsgd.io.data.rows.labelled import PairRows
 from acsgd.io.data.sampler import Sampler, block_counts
-from acsgd.io.data.sources.base import RecordCounts
-from acsgd.io.data.sources.sources import WeightedSource, describe_shared
+from acsgd.io.data.sources.base import ReadOptions, RecordCounts
+from acsgd.io.data.sources.sources import LocalFile, WeightedSource, describe_shared, local_files
 from acsgd.io.data.tokens.pipeline import encode_source
 from acsgd.io.files.cache import TIMEOUT_S
 from acsgd.run.plan.job import Job
@@ -65,7 +66,6 @@ def open_data(job: Job, groups: Groups | None = None) -> Data:
     held = held_out(training, separate, fraction, replicas=topology.replicas, replica=topology.replica, unit=unit)
     steps = _steps(config.optim, sampler)
     notes = (*_describe_steps(config, sampler, steps), *_describe_epochs(job.sources, sampler, steps))
-    notes += (*_describe_trained(job, separate.rows, training.rows),)
     return Data(BatchReader(training, sampler, job.micro_ids), held, steps, notes, maker.spec)
 
 
@@ -148,13 +148,39 @@ def _describe_epochs(sources: Sequence[WeightedSource], sampler: Sampler, steps:
     ]
 
 
-def _describe_trained(job: Job, rows: Sequence[Rows], training: Sequence[Rows]) -> Iterator[str]:
-    """Yield a sentence on each evaluation source with the rows, or with files, of a source of training."""
-    trained, sources = [each.fingerprint() for each in training], [source for source, _ in job.sources]
-    for (source, _), each in zip(job.eval_sources, rows, strict=True):
-        is_same = each.fingerprint() in trained
-        if shared := "has the text of a source in data.sources" if is_same else describe_shared(source, sources):
+def describe_overlaps(job: Job, training: Sequence[Rows], separate: Sequence[Rows]) -> Iterator[str]:
+    """Yield a sentence on each evaluation source with text that is trained on, and one if a text is trained on twice.
+
+    Lists the files of each source once, which may take seconds: for rank 0, once. training: rows of data.sources;
+    separate: those of data.eval_sources, if any. Raises ValueError or OSError if a file was removed.
+    """
+    files = [local_files(source) for source, _ in job.sources]
+    if _repeats_source(job, files):
+        yield (
+            f"data.sources={job.config.data.sources} lists a source, or a file of it, more than once, and its records "
+            "are trained on as often; list it once and, to train on it more than on others, write SOURCE:WEIGHT"
+        )
+    trained, rows = [*chain.from_iterable(files)], [each.fingerprint() for each in training]
+    for (source, _), each in zip(job.eval_sources, separate, strict=True):
+        is_same = each.fingerprint() in rows
+        shared = "has the text of a source in data.sources" if is_same else ""
+        if shared := shared or describe_shared(local_files(source), trained):
             yield f"warning: data.eval_sources: {source.name} {shared}: {OF_TRAINED_TEXT}"
+
+
+def _repeats_source(job: Job, files: Sequence[Sequence[LocalFile]]) -> bool:
+    """Return whether a source of training, or a file of one, is listed twice, to be read in the same way.
+
+    files: of each source.
+    """
+    names, earlier = set[tuple[str, ReadOptions]](), dict[ReadOptions, list[LocalFile]]()
+    for (source, _), each in zip(job.sources, files, strict=True):  # not by fingerprints, which may need the network
+        known = earlier.setdefault(source.options, [])
+        if (source.name, source.options) in names or describe_shared(each, known):
+            return True
+        names.add((source.name, source.options))
+        known += each
+    return False
 
 
 def _open_or_receive_rows(

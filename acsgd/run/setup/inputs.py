@@ -24,7 +24,7 @@ from acsgd.run.initial_weights import check_base_of, checksum_of, open_weight_so
 from acsgd.run.plan.job import Job
 from acsgd.run.session import Session
 from acsgd.run.setup.choices import describe_choices
-from acsgd.run.setup.data import Data, open_data
+from acsgd.run.setup.data import Data, describe_overlaps, open_data
 from acsgd.run.setup.describe import describe_padding, has_padding
 from acsgd.run.setup.directories import SHARED_DISKS, RunDisks
 from acsgd.shards.chat_template import describe_date, describe_template
@@ -62,8 +62,8 @@ class RunInputs:
         """Return `notes`, and sentences on what the sources of the next step contain, for which it waits if streamed.
 
         These are about how the learned texts end, if generation with the files of the model would not stop there, a
-        chat template that writes the date, and options of [data] that no format reads. Raises RunError if a streamed
-        source cannot be read.
+        chat template that writes the date, and options of [data] that no format reads. On rank 0, which prints them,
+        also those of `describe_overlaps`. Raises RunError if a streamed source cannot be read.
         """
         following = range(step, min(step + 1, self.steps))  # none after the last step
         for _ in read_ahead(self.reader.look_ahead, following, 0, waits=session.groups.waits):
@@ -74,7 +74,11 @@ class RunInputs:
         found = [note for note in self.reader.notes if note not in self.notes]  # of streamed sources, known only now
         date = describe_date(job.tokenizer) if formats & {*CHATS} else []
         domains = describe_domains(session)
-        return [*self.notes, *domains, *found, *ends, *date, *describe_unused(job.config.data, formats)]
+        of_data = [*found, *ends, *date, *describe_unused(job.config.data, formats)]
+        if job.topology.rank == 0:
+            separate = self.held_out.rows.rows if self.held_out is not None and job.eval_sources else ()
+            of_data += describe_overlaps(job, self.reader.rows.rows, separate)
+        return [*self.notes, *domains, *of_data]
 
     def fingerprint(self) -> str:
         """Return a string that must be equal on all ranks."""

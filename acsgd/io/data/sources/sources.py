@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
 from glob import has_magic
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -24,7 +23,15 @@ from acsgd.config.options import DataConfig
 from acsgd.config.spec import suggest
 from acsgd.io.data.sources.address import FsspecFiles
 from acsgd.io.data.sources.base import TEXT, NamedSource, ReadOptions, RecordCounts, Source, SourceRecord
-from acsgd.io.data.sources.files import READERS, Files, readable_endings, reader_of, refuse_missing, version_of
+from acsgd.io.data.sources.files import (
+    READERS,
+    WHOLE_BYTES,
+    Files,
+    readable_endings,
+    reader_of,
+    refuse_missing,
+    version_of,
+)
 from acsgd.io.data.sources.glue import Glue
 from acsgd.io.data.sources.hub import HubDataset
 from acsgd.io.data.sources.natural_instructions import NaturalInstructions
@@ -114,30 +121,45 @@ def parse_sources(
     return tuple(WeightedSource(part.source, weight / total) for part, weight in zip(parts, weights, strict=True))
 
 
-def describe_shared(source: Source, others: Sequence[Source]) -> str:
-    """Return a predicate that names a file of a source that others have, too, or a copy of it; "" if there is none.
+class LocalFile(NamedTuple):
+    """A local file of a source."""
 
-    Sources without local files have none. Raises OSError if a file cannot be read.
-    """
-    by_size = dict[int, list[Path]]()
-    for path in (path for other in others for path in _local_files(other)):
-        by_size.setdefault(path.stat().st_size, []).append(path)
-    version = cache(version_of)
-    for path in _local_files(source):
-        for other in by_size.get(path.stat().st_size, ()):
-            if path.samefile(other):
-                return f"reads {path}, which is in {others[0].key}"
-            if version(path) == version(other):
-                return f"reads {path}, which is equal to {other} of {others[0].key}"
-    return ""
+    path: Path
+    inode: tuple[int, int]
+    """Device and number, which are those of all names of the file."""
+    size: int
+    """Bytes."""
 
 
-def _local_files(source: Source) -> Sequence[Path]:
+def local_files(source: Source) -> list[LocalFile]:
+    """Return the local files of a source, of which some have none. Raises ValueError or OSError if they are removed."""
     if isinstance(source, Streamed) and _kind(name := source.name.removeprefix(PREFIX)) is Files:
         source = Files(name, source.key)
     if isinstance(source, Files):
-        return [Path(name).expanduser() for name in source.names()]
-    return source.files() if isinstance(source, LocalSet) else ()
+        paths: Sequence[Path] = [Path(name).expanduser() for name in source.names()]
+    else:
+        paths = source.files() if isinstance(source, LocalSet) else ()
+    states = [(path, path.stat()) for path in paths]
+    return [LocalFile(path, (state.st_dev, state.st_ino), state.st_size) for path, state in states]
+
+
+def describe_shared(files: Sequence[LocalFile], trained: Sequence[LocalFile]) -> str:
+    """Return a predicate that names a file that data.sources has, too, or a copy of it; "" if there is none.
+
+    trained: files of data.sources. Reads only files of equal size, as `version_of` does. Raises OSError.
+    """
+    inodes = {each.inode for each in trained}
+    if same := next((each for each in files if each.inode in inodes), None):
+        return f"reads {same.path}, which is in data.sources"
+    sizes, trained_sizes = {each.size for each in files}, {each.size for each in trained}
+    versions = {version_of(each.path): each.path for each in reversed(trained) if each.size in sizes}
+    for path, _, size in files:
+        if size in trained_sizes and (other := versions.get(version_of(path))):
+            equal = f"is equal to {other}"
+            if size > WHOLE_BYTES:
+                equal = f"looks equal to {other} (same size and samples)"
+            return f"reads {path}, which {equal} of data.sources"
+    return ""
 
 
 def files_of(data: DataConfig) -> list[str]:
