@@ -1,7 +1,8 @@
-"""Memory of this host that this process may use: all of it, or what its control groups allow, as in a container."""
+"""Memory and processors that this process may use: all of the host, or what control groups allow, as in containers."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +39,16 @@ def host_memory() -> HostMemory:
         swap_limit = _number(group / "memory.swap.max")
         swap = swap if swap_limit is None else min(swap, swap_limit)
     return HostMemory(total, available, swap, total < host.total)
+
+
+def usable_processors() -> float:
+    """Return the number of processors that this process may use; a control group may allow a part of one."""
+    usable: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for path in (group / "cpu.max" for group in _cgroups()):
+        quota, period = path.read_text().split() if path.exists() else ("max", "")
+        if quota != "max":
+            usable = min(usable, int(quota) / int(period))
+    return usable
 
 
 def _cgroups() -> Iterator[Path]:

@@ -172,7 +172,7 @@ class PlanCommand:
 
 
 def measure_here(config: Config) -> Rates:
-    """Measure this machine with the layers of a run. Raises ValueError if its memory is too small for that."""
+    """Measure this machine with the layers of a run. Raises ValueError if that is not possible."""
     from acsgd.run.plan.measure import measure_rates
     from acsgd.run.plan.measure_messages import measure_messages
     from acsgd.run.plan.model import describe_run_model
@@ -181,8 +181,8 @@ def measure_here(config: Config) -> Rates:
 
     streams = open_streams(config.run.device, local_rank=0)
     planner = RunPlanner(config, config.pp.stages, describe_run_model(config), on_gpu=bool(streams.gpu))
+    messages = measure_messages(CALIBRATED_S / 20)  # first: it may fail, and takes less time
     rates = measure_rates(replace(planner.partition(config), streams=streams), CALIBRATED_S)
-    messages = measure_messages(CALIBRATED_S / 20)
     return replace(rates, link=messages.link, messages=messages.times)
 
 

@@ -45,7 +45,6 @@ def _old_package(patch: pytest.MonkeyPatch, path: Path) -> None:
 def _cgroup(name: str, content: str) -> Break:
     def limit(patch: pytest.MonkeyPatch, path: Path) -> None:
         (path / name).write_text(content)
-        patch.setattr(host, "CGROUPS", path)
         patch.setattr(host_memory, "CGROUPS", path)
         patch.setattr(os, "getloadavg", lambda: (3.0, 0, 0))
 
@@ -446,6 +445,8 @@ def test_the_memory_of_a_process_is_what_the_least_of_its_control_groups_allows(
         (tmp_path / "own", "3:memory:/other\n0::/job_1/step_0\n"),
         (own / "memory.max", "max\n"),
         (own / "memory.swap.max", "1024\n"),
+        (own / "cpu.max", "max 100000\n"),
+        (own.parent / "cpu.max", "25000 100000\n"),
         (own.parent / "memory.max", f"{2**30}\n"),
         (own.parent / "memory.current", f"{2**29 + 4096}\n"),
         (own.parent / "memory.stat", "anon 1\ninactive_file 4096\n"),
@@ -457,6 +458,7 @@ def test_the_memory_of_a_process_is_what_the_least_of_its_control_groups_allows(
     monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(host_memory, "OWN_CGROUP", tmp_path / "own")
     assert host_memory.host_memory() == (2**30, 2**29, 1024, True)
+    assert host_memory.usable_processors() == 0.25
     assert Streams(torch.device("cpu")).memory_bytes() == 2**30 + 1024
     (tmp_path / "own").unlink()  # as where there is no Linux
     assert host_memory.host_memory() == (2**40, 2**39, 2**20, False)

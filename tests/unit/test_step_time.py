@@ -6,7 +6,11 @@ import contextlib
 import itertools
 import json
 import math
+import multiprocessing
+import os
+import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +26,24 @@ from acsgd.dp.modes import measured_work
 from acsgd.errors import CorruptFileError
 from acsgd.pp.schedules.simulate import Cost
 from acsgd.pp.wire.frame import HEADER_BYTES
+from acsgd.run.plan import measure_messages as measure_module
 from acsgd.run.plan import planner as planner_module
 from acsgd.run.plan import step_time
 from acsgd.run.plan.layer_trace import RecordingModel
 from acsgd.run.plan.measure import measure_layers
-from acsgd.run.plan.measure_messages import MeasuredMessages, measure_messages
+from acsgd.run.plan.measure_messages import NBYTES, MeasuredMessages, _bytes_per_s, _MessageTime, measure_messages
 from acsgd.run.plan.model import describe_run_model
 from acsgd.run.plan.planner import RunPlanner
-from acsgd.run.plan.rates import VERSION, LayerTimes, LinkRate, MessageTimes, Rates, parse_link, rates_of_gpu
+from acsgd.run.plan.rates import (
+    HOST_BYTES_PER_S,
+    VERSION,
+    LayerTimes,
+    LinkRate,
+    MessageTimes,
+    Rates,
+    parse_link,
+    rates_of_gpu,
+)
 from acsgd.run.plan.step_time import SPLIT, PlannedStep
 from tests.lib.training import make_config
 
@@ -306,6 +320,44 @@ def test_messages_are_measured_between_two_processes() -> None:
     assert link.bytes_per_s > 1e7
     assert 1e-5 < times.end_s < 0.1
     assert 0 < times.sum_byte_s < times.part_byte_s < 1e-6
+
+
+def _end(*arguments: Any) -> None:
+    os._exit(1)
+
+
+def _fail(*arguments: Any) -> None:
+    raise RuntimeError("no network\nand more")
+
+
+@pytest.mark.parametrize(
+    ("name", "breaks", "message"),
+    [
+        ("_be_rank", _end, "process 0: it ended without a message"),
+        ("_measure", _fail, "process 0: RuntimeError: no network; acsgd doctor"),
+        ("_be_rank", lambda *arguments: time.sleep(60), "process 0: no result after 0.4 s"),
+    ],
+    ids=["ends", "fails", "hangs"],
+)
+def test_processes_that_cannot_measure_messages_say_why(
+    name: str, breaks: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forked processes have the broken function."""
+    monkeypatch.setattr(measure_module, name, breaks)
+    monkeypatch.setattr(measure_module, "TIMEOUT", timedelta())
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: fork)
+    with pytest.raises(ValueError, match=message):
+        measure_messages(0.1)
+
+
+def test_a_link_is_no_faster_than_memory_and_carries_long_messages_in_their_time() -> None:
+    def rate(waited_s: float, wall_s: float) -> float:
+        return _bytes_per_s(_MessageTime(0.003, 0.001), _MessageTime(wall_s, wall_s - waited_s))
+
+    assert rate(0.012, 0.02) == pytest.approx(NBYTES / 0.01)
+    assert rate(0.001, 0.02) == NBYTES / 0.02, "shorter than the wait for a short message"
+    assert rate(0.002 + 1e-9, 0.02) == HOST_BYTES_PER_S
 
 
 def test_links_and_devices_are_named() -> None:

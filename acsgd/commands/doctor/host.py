@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 
 from acsgd.comm.addresses import VIRTUAL, find_interface
 from acsgd.errors import explain
-from acsgd.host_memory import CGROUPS, host_memory
+from acsgd.host_memory import host_memory, usable_processors
 from acsgd.io.files.atomic import missing_operations
 
 Level = Literal["ok", "warning", "error"]
@@ -158,11 +158,7 @@ def check_memory() -> Iterator[Diagnosis]:
 
 def check_processors() -> Iterator[Diagnosis]:
     """Compare the load with the processors that this process may use."""
-    usable: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = CGROUPS / "cpu.max"
-    if quota.exists() and not (words := quota.read_text().split())[0].startswith("max"):
-        usable = min(usable, int(words[0]) / int(words[1]))
-    load = os.getloadavg()[0]
+    usable, load = usable_processors(), os.getloadavg()[0]
     text = f"{usable:g} processors, load {load:.1f}"
     if load > usable + 1:
         yield Diagnosis("warning", "processors", text, "other programs slow down training here; end them")

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 import tempfile
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -27,12 +27,14 @@ from acsgd.dp.exchange.buckets import BUCKET_MB
 from acsgd.dp.modes.allreduce import AllReduce, open_sync
 from acsgd.dp.peers import Peers
 from acsgd.dp.sync import GradSync
+from acsgd.errors import reason
 from acsgd.groups import Groups, connect
+from acsgd.host_memory import usable_processors
 from acsgd.optim.base import SecondMoments
 from acsgd.optim.ownership import OwnedWeights, Ownership, divide
 from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.link import Link, LinkFactory
-from acsgd.run.plan.rates import LinkRate, MessageTimes
+from acsgd.run.plan.rates import HOST_BYTES_PER_S, LinkRate, MessageTimes
 from acsgd.shards.weights import Weight
 from acsgd.streams import Streams
 from acsgd.topology import Topology
@@ -40,6 +42,8 @@ from acsgd.topology import Topology
 TIMEOUT = timedelta(seconds=60)
 SHORT, LONG = 2**12, 2**20
 """Elements of the messages between stages that are measured, fp32."""
+NBYTES = 4 * (LONG - SHORT)
+"""Their difference in bytes."""
 MIN_ROUNDS = 4
 
 
@@ -51,19 +55,24 @@ class MeasuredMessages(NamedTuple):
 
 
 def measure_messages(seconds: float) -> MeasuredMessages:
-    """Measure two processes, with as many threads each as this one. seconds: of each of four measurements."""
+    """Measure two processes, with as many threads each as this one. seconds: of each of four measurements.
+
+    Raises ValueError if a process fails.
+    """
     context, threads = multiprocessing.get_context("spawn"), torch.get_num_threads()
+    pipes, processes = list[Connection](), list[BaseProcess]()
     with tempfile.TemporaryDirectory() as directory:
-        pipes, processes = [], []
-        for rank in range(2):
-            ours, theirs = context.Pipe()
-            pipes.append(ours)
-            arguments = (rank, str(Path(directory) / "store"), seconds, threads, theirs)
-            processes.append(context.Process(target=_be_rank, args=arguments, daemon=True))
-        for process in processes:
-            process.start()
         try:
-            found: list[MeasuredMessages] = [pipe.recv() for pipe in pipes]
+            for rank in range(2):
+                ours, theirs = context.Pipe(duplex=False)
+                arguments = (rank, str(Path(directory) / "store"), seconds, threads, theirs)
+                process = context.Process(target=_be_rank, args=arguments, daemon=True)
+                process.start()
+                theirs.close()  # so that the pipe ends with the process
+                pipes.append(ours)
+                processes.append(process)
+            limit_s = 4 * seconds + 2 * TIMEOUT.total_seconds()
+            found = [_receive(pipe, rank, limit_s) for rank, pipe in enumerate(pipes)]
         finally:
             for process in processes:
                 process.kill()
@@ -71,19 +80,38 @@ def measure_messages(seconds: float) -> MeasuredMessages:
     return found[0]
 
 
+def _receive(pipe: Connection, rank: int, limit_s: float) -> MeasuredMessages:
+    """Return what a process has measured. Raises ValueError if it fails or takes longer."""
+    try:
+        found: MeasuredMessages | str = pipe.recv() if pipe.poll(limit_s) else f"no result after {limit_s:g} s"
+    except EOFError:
+        found = "it ended without a message, as for want of memory"
+    if isinstance(found, str):
+        raise ValueError(
+            f"messages between two processes of this host cannot be measured: process {rank}: {found}; acsgd doctor "
+            "checks this host, and --device NAME plans for a known GPU without measuring"
+        )
+    return found
+
+
 def _be_rank(rank: int, store: str, seconds: float, threads: int, pipe: Connection) -> None:
-    """Measure as one of the two processes, and send the result."""
+    """Measure as one of the two processes, and send the result, or why there is none."""
     torch.set_num_threads(threads)
+    try:
+        pipe.send(_measure(rank, store, seconds, threads))
+    except Exception as error:
+        first_line = reason(error).partition("\n")[0]
+        pipe.send(f"{type(error).__name__}: {first_line}")
+
+
+def _measure(rank: int, store: str, seconds: float, threads: int) -> MeasuredMessages:
     with connect(Topology.of(rank, 2, 1), timeout=TIMEOUT, store=dist.FileStore(store, 2)) as groups:
         short, long = (_time_message(groups, number, size, seconds) for number, size in enumerate((SHORT, LONG)))
-        nbytes, cores = 4 * (LONG - SHORT), len(os.sched_getaffinity(0)) / threads
-        waits = [max(0.0, each.wall_s - each.cpu_s) for each in (short, long)]
-        bytes_per_s = nbytes / max(1e-9, waits[1] - waits[0])
-        end_byte_s = max(0.0, long.cpu_s - short.cpu_s) / 2 / nbytes
+        end_byte_s = max(0.0, long.cpu_s - short.cpu_s) / 2 / NBYTES
         summed, divided = (_cpu_per_byte(groups, seconds, is_divided=each) for each in (False, True))
-        times = MessageTimes(short.cpu_s / 2, end_byte_s, summed, divided, cores)
-        pipe.send(MeasuredMessages(LinkRate(bytes_per_s, waits[0]), times))
+        times = MessageTimes(short.cpu_s / 2, end_byte_s, summed, divided, usable_processors() / threads)
         groups.wait_for_all("measuring messages", timeout_s=TIMEOUT.total_seconds())
+    return MeasuredMessages(LinkRate(_bytes_per_s(short, long), short.wait_s), times)
 
 
 class _MessageTime(NamedTuple):
@@ -92,6 +120,20 @@ class _MessageTime(NamedTuple):
     wall_s: float
     cpu_s: float
     """CPU time of both threads."""
+
+    @property
+    def wait_s(self) -> float:
+        """Time in which neither thread computes."""
+        return max(0.0, self.wall_s - self.cpu_s)
+
+
+def _bytes_per_s(short: _MessageTime, long: _MessageTime) -> float:
+    """Return the rate of the link; no more than that of copies in memory.
+
+    On a busy machine long messages may seem to wait no longer than short ones; then all of their time counts.
+    """
+    waited = long.wait_s - short.wait_s
+    return min(HOST_BYTES_PER_S, NBYTES / (waited if waited > 0 else long.wall_s))
 
 
 def _time_message(groups: Groups, boundary: int, size: int, seconds: float) -> _MessageTime:
