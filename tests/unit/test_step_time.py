@@ -394,7 +394,15 @@ def test_what_is_not_known_is_refused(
 
 @pytest.mark.parametrize(
     ("forward", "bits"),
-    [("delta:step=1.5", 1.65), ("delta:step=1.3,transform=true,first_bits=8", 1.09), ("transform:step=0.1", 2.71)],
+    [
+        ("delta:step=1.5", 1.65),
+        ("delta:first_bits=8,step=1.8", 1.65),
+        ("delta:bits=4", 4.5625),  # not entropy-coded: with scales
+        ("delta:step=1.3,transform=true,first_bits=8", 1.09),
+        ("delta:transform=true,step=1.5", 1.09),
+        ("transform:step=0.1", 2.71),
+        ("transform:step=0.17", 2.33),
+    ],
 )
 def test_entropy_coded_messages_have_the_bits_that_were_measured(config: Config, forward: str, bits: float) -> None:
     config = replace(config, pp=replace(config.pp, stages=2, forward=forward))

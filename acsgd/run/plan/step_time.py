@@ -24,6 +24,15 @@ from acsgd.shards.plan import training_costs
 
 CHOSEN = "fixpoint:bits=8"
 """Codec that is planned where pp.compress chooses."""
+MEASURED = (
+    *FORWARD,
+    *NO_CACHE,
+    Rung("transform:step=0.15", 0.0088, 2.33),
+    Rung("delta:step=0.5", 0.0004, 3.12),
+    Rung("delta:step=2.5", 0.0227, 1.05),
+    Rung("delta:step=0.2,transform=true", 0.0006, 2.79),
+)
+"""Codecs of activations whose bits after entropy coding are in docs/measurements/stages.md."""
 SPLIT = 1.05
 """Time of a backward in two parts relative to that of a whole one: a few percent longer, more in small blocks."""
 MAX_MICROS = 32
@@ -100,7 +109,8 @@ class StepPlanner:
         """Return the time of a step. key: `measure.layers_key` of the partition.
 
         saved: bytes of activations of a micro-batch that each rank of a pipeline offloads; default: none. splits_waits:
-        whether waits for messages are told from the bubble, which needs another simulation; else all count as these.
+        whether to report waits for messages and the pipeline bubble separately, which needs a second simulation. False =
+        all idle time counts as messages.
         """
         sizes, link = message_bytes(partition), self._link
         forward, backward = of_stages = self._stage_times(partition, key, sizes)
@@ -285,7 +295,7 @@ def message_bytes(partition: Partition) -> tuple[list[float], list[float]]:
     sizes: tuple[list[float], list[float]] = ([], [])
     for boundary, tensors in enumerate(partition.shapes.boundaries):
         floats = [spec for spec in tensors.values() if spec.dtype.is_floating_point]
-        sizes[0].append(_rung(specs[0], (*FORWARD, *NO_CACHE)).message_bytes([*tensors.values()]))
+        sizes[0].append(_rung(specs[0], MEASURED).message_bytes([*tensors.values()]))
         sizes[1].append(_rung(specs[1], BACKWARD).message_bytes(floats) * (boundary >= first))
     return sizes
 
@@ -344,9 +354,17 @@ def attention_share(block: nn.Module, config: PreTrainedConfig, sequence: int) -
 
 
 def _rung(spec: str, rungs: Sequence[Rung]) -> Rung:
-    """Return the codec with its mean bits after entropy coding, if these are known."""
-    alike = [each for each in rungs if spec.startswith(each.spec.removesuffix(",first_bits=8")) and each.bits]
-    return Rung(spec, 0.0, max(alike, key=lambda each: len(each.spec)).bits if alike else None)
+    """Return the codec with the mean bits that were measured of its kind with the nearest step, if there are any."""
+    kind, step = _kind_and_step(spec)
+    measured = [(*_kind_and_step(each.spec), each.bits) for each in rungs if each.bits]
+    alike = {math.log(of / step): bits for of_kind, of, bits in measured if of_kind == kind and step}
+    return Rung(spec, 0.0, alike[min(alike, key=abs)] if alike else None)
+
+
+def _kind_and_step(spec: str) -> tuple[tuple[type, bool], float]:
+    """Return what the bits of a codec with a quantization step depend on: its kind and the step; 0 = it has none."""
+    codec = Rung(spec, 0.0).codec
+    return (type(codec), getattr(codec, "transform", False)), getattr(codec, "step", 0.0)
 
 
 def _exposed(partition: Partition, exchange: LinkLoad, step_s: float, backward_s: float, weights: RankWeights) -> float:
