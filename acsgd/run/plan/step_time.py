@@ -109,8 +109,8 @@ class StepPlanner:
         """Return the time of a step. key: `measure.layers_key` of the partition.
 
         saved: bytes of activations of a micro-batch that each rank of a pipeline offloads; default: none. splits_waits:
-        whether to report waits for messages and the pipeline bubble separately, which needs a second simulation. False =
-        all idle time counts as messages.
+        whether to report waits for messages and the pipeline bubble separately, which needs a second simulation.
+        False = all idle time counts as messages.
         """
         sizes, link = message_bytes(partition), self._link
         forward, backward = of_stages = self._stage_times(partition, key, sizes)
