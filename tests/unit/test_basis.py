@@ -15,10 +15,11 @@ from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.lossless import compress_
 from acsgd.codecs.transform import Transform
 from acsgd.comm.waits import Meter
-from acsgd.pp.wire.coder import Coder, TensorSpec, TransferInfo
+from acsgd.layers.batch import Lengths
+from acsgd.layers.description import Dim
+from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.pp.wire.mailbox import Received
-from acsgd.pp.wire.shared_basis import TransformCoder
 from acsgd.streams import Streams
 
 CPU = Streams(torch.device("cpu"))
@@ -112,17 +113,19 @@ def test_the_unit_of_a_tensor_changes_no_code(size: float) -> None:
     assert torch.allclose(decoded, basis.decode(plain, fitted, (3, 5, 8)) * size, rtol=1e-3, atol=1e-6 * size)
 
 
+HIDDEN = TensorSpec((2, 40, 8), torch.float32, (Dim("batch", 0), Dim("sequence", 0), Dim(None, 8)))
+
+
 class Ends:
     """Both ends of a link whose first codec is a Transform."""
 
-    def __init__(self, step: float = 0.2) -> None:
-        spec = TensorSpec((2, 40, 8), torch.float32)
-        self.sender: Coder = TransformCoder([Transform(step)], spec, CPU)
-        self.receiver: Coder = TransformCoder([Transform(step)], spec, CPU)
+    def __init__(self, spec: TensorSpec = HIDDEN) -> None:
+        factory = LinkFactory(Mock(), Mock(), CPU, [], [], [], Meter(), Meter())
+        self.sender, self.receiver = (factory._coder([Transform(0.2)], spec) for _ in range(2))
 
-    def transfer(self, step: int, x: Tensor, codec: int = 1) -> tuple[Tensor, int]:
+    def transfer(self, step: int, x: Tensor, codec: int = 1, lengths: Lengths | None = None) -> tuple[Tensor, int]:
         """Return what arrives of a tensor, and the number of fields."""
-        info = TransferInfo(step, 0, codec)
+        info = TransferInfo(step, 0, codec, lengths=lengths)
         wire = self.sender.wire(info)
         assert self.receiver.wire(info) == wire
         assert wire_bytes(wire) <= self.sender.max_bytes
@@ -146,6 +149,19 @@ def test_ends_of_a_link_keep_a_basis_until_as_many_elements_have_followed() -> N
     context = ends.sender.context(TransferInfo(22, 0))
     assert torch.equal(ends.transfer(22, x, codec=0)[0], x), "the lossless codec"
     assert ends.sender.context(TransferInfo(23, 0)) == context
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 3, 130)])
+def test_where_channels_are_tokens_messages_have_bases_of_their_own(shape: tuple[int, ...]) -> None:
+    """Of 130 tokens, bases of 65 are smaller than one of 128."""
+    sequence = Dim("sequence", 0)
+    dims = Dim("batch", 0), *(Dim(None, 3), sequence)[: len(shape) - 1], sequence
+    ends = Ends(TensorSpec((*shape, 130), torch.float32, dims))
+    for step, length in enumerate((130, 24, 8, 128)):
+        x = draw(*ends.sender.shape(TransferInfo(0, 0, lengths=Lengths(length))), seed=step)
+        got, fields = ends.transfer(step, x, lengths=Lengths(length))
+        assert (got - x).square().mean().sqrt() < 0.1
+        assert fields == 4
 
 
 def test_a_message_that_cannot_be_sent_changes_no_basis() -> None:

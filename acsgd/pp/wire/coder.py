@@ -60,6 +60,11 @@ class TensorSpec(NamedTuple):
     dims: tuple[Dim, ...] | None = None
     """Sizes of the axes for rows of any length; None = the shape is always the same."""
 
+    @property
+    def has_variable_channels(self) -> bool:
+        """Whether the size of the last axis depends on the lengths of rows, as of a bias of attention."""
+        return bool(self.dims) and self.dims[-1].symbol not in (None, BATCH)
+
     def shape_for(self, lengths: Lengths | None) -> tuple[int, ...]:
         """Return the shape for rows of some lengths; None = the longest."""
         if self.dims is None or lengths is None:
@@ -144,7 +149,11 @@ class StatelessCoder:
 
     @property
     def max_bytes(self) -> int:
-        return max(wire_bytes(codec.wire(self._spec.shape, self._spec.dtype)) for codec in self._codecs)
+        shape, dtype = self._spec.shape, self._spec.dtype
+        shapes = [shape]
+        if self._spec.has_variable_channels:  # of which fewer may have a larger basis
+            shapes = [(*shape[:-1], channels) for channels in range(1, shape[-1] + 1)]
+        return max(wire_bytes(codec.wire(each, dtype)) for codec in self._codecs for each in shapes)
 
     def shape(self, info: TransferInfo) -> tuple[int, ...]:
         return self._spec.shape_for(info.lengths)

@@ -210,8 +210,8 @@ class LinkFactory:
         )
 
     def _coder(self, codecs: Sequence[Codec], spec: TensorSpec) -> Coder:
-        """Return a coder of tensors that have no cache."""
-        if any(isinstance(codec, Transform) for codec in codecs):
+        """Return a coder of tensors that have no cache; its ends keep a basis if all messages have as many channels."""
+        if any(isinstance(codec, Transform) for codec in codecs) and not spec.has_variable_channels:
             return TransformCoder(codecs, spec, self.streams)
         return StatelessCoder(codecs, spec)
 
