@@ -63,7 +63,7 @@ class TensorSpec(NamedTuple):
     @property
     def has_variable_channels(self) -> bool:
         """Whether the size of the last axis depends on the lengths of rows, as of a bias of attention."""
-        return bool(self.dims) and self.dims[-1].symbol not in (None, BATCH)
+        return any(dim.symbol not in (None, BATCH) for dim in (self.dims or ())[-1:])
 
     def shape_for(self, lengths: Lengths | None) -> tuple[int, ...]:
         """Return the shape for rows of some lengths; None = the longest."""

@@ -74,9 +74,9 @@ def measure_messages(seconds: float) -> MeasuredMessages:
             limit_s = 4 * seconds + 2 * TIMEOUT.total_seconds()
             found = [_receive(pipe, rank, limit_s) for rank, pipe in enumerate(pipes)]
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
+            for each in processes:
+                each.kill()
+                each.join()
     return found[0]
 
 
