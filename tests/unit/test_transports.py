@@ -118,7 +118,18 @@ def test_a_measurement_of_hosts_holds_for_fewer_and_one_that_did_not_connect_for
         ("dp.transport=nccl", [*ONE_HOST[:3], Endpoint("b", "gpu", "")], False, "b is built without NCCL"),
         ("run.transport=nccl", ONE_HOST, True, "a mesh does not carry"),
         ("dp.transport=nccl data.deal=speed", ONE_HOST, False, "data.deal=speed needs the times of waits"),
-        (f"run.transport=nccl pp.forward={ENTROPY}", ONE_HOST, False, "entropy_coding of pp.forward"),
+        (
+            f"run.transport=nccl pp.forward={ENTROPY}",
+            ONE_HOST,
+            False,
+            f"those of pp.forward={ENTROPY} are entropy-coded",
+        ),
+        (
+            "pp.transport=nccl pp.backward=transform",
+            ONE_HOST,
+            False,
+            "those of pp.backward=transform are entropy-coded",
+        ),
         ("pp.transport=nccl pp.forward=delta:bits=4", ONE_HOST, False, "caches of pp.forward"),
     ],
 )

@@ -177,7 +177,7 @@ def _obstacle(config: Config, plugins: Plugins, axis: Axis, *, has_mesh: bool) -
     for key, (codec, *_) in (("forward", plugins.forward), ("backward", plugins.backward)):
         if codec.entropy_coding:
             spec = getattr(config.pp, key)
-            return f"NCCL needs messages of known sizes, and entropy_coding of pp.{key}={spec} shortens them"
+            return f"NCCL needs messages of known sizes, and those of pp.{key}={spec} are entropy-coded"
     return None
 
 
