@@ -23,7 +23,7 @@ END_S = 5.0
 """Time for the thread to start or to end, seconds."""
 DRAWS = 3
 """Number of keys that a host tries whose virtual address is taken."""
-DIRECTORY, SOCKET = "acsgd-", "mesh"
+DIRECTORY, SOCKET = "acsgd-host-", "mesh"
 """Start of the name of the temporary directory of a host, and name of the socket of its mesh there."""
 PROBLEM = "error: "
 """Start of an answer to a request that has failed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -150,6 +151,34 @@ def test_a_host_of_ipv6_is_its_endpoint_and_its_daemon_answers(environment: pyte
         Worker(Path(os.environ["ACSGD_DAEMON"]), tmp_path / "run").close()
     finally:
         host.shutdown()
+
+
+def test_a_host_removes_the_directories_of_hosts_that_were_killed(
+    environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not that of a host that runs, nor a young one, whose host may be about to lock it."""
+    environment.setattr(rendezvous.tempfile, "tempdir", str(tmp_path))
+    names = ["acsgd-host-killed", "acsgd-host-running", "acsgd-host-young", "acsgd-other"]
+    killed, running, young, other = (tmp_path / name for name in names)
+    for path in (killed, running, young, other):
+        path.mkdir()
+        (path / "0").touch()
+    for path in (killed, running, other):
+        os.utime(path, (0, 0))
+    descriptor = os.open(running, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    host = handler(free_addresses(1)[0])
+    try:
+        host.next_rendezvous()
+        (own,) = set(tmp_path.glob("acsgd-host-*")) - {killed, running, young}
+        assert not killed.exists()
+        assert all((path / "0").exists() for path in (running, young, other))
+        os.utime(own, (0, 0))
+        with pytest.raises(BlockingIOError):
+            rendezvous._lock_directory(own)
+    finally:
+        host.shutdown()
+        os.close(descriptor)
 
 
 def test_no_endpoint_that_can_be_reached_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1086,8 +1086,8 @@ def test_the_run_is_found_by_its_name(
     with pytest.raises(ValueError, match="give the name of a run; runs with a mesh, of this user on this host: none"):
         mesh.rotate(None)
     one = start()
-    (tmp_path / "acsgd-1").mkdir()
-    (tmp_path / "acsgd-1" / "mesh").symlink_to(one.socket_path)
+    (tmp_path / "acsgd-host-1").mkdir()
+    (tmp_path / "acsgd-host-1" / "mesh").symlink_to(one.socket_path)
     with pytest.raises(ValueError, match=r"no run other with a mesh; .*: run"):
         mesh.rotate("other")
     assert "is on this host; any other" in mesh.rotate(None)

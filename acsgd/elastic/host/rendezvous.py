@@ -7,11 +7,15 @@ store is shared. Which hosts take part is decided between the daemons.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
+import fcntl
+import os
 import shutil
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from signal import SIGTERM
@@ -40,6 +44,7 @@ from acsgd.elastic.host.joining import DaemonOptions
 from acsgd.elastic.host.transport import Rejection
 from acsgd.errors import explain
 from acsgd.failures.report import REPORTED, print_error
+from acsgd.io.files.cache import LEFTOVER_S
 from acsgd.launch import is_restart_forbidden, publish_daemon, publish_mesh, run_secret
 from acsgd.mesh.identity import NEW_SECRET, read_secret
 from acsgd.mesh.mesh import DIRECTORY, SOCKET, Mesh, MeshOptions
@@ -164,8 +169,7 @@ def _start_daemon(parameters: RendezvousParameters) -> tuple[Daemon, Mesh | None
     Raises OSError, ValueError.
     """
     endpoints = parse_endpoints(parameters.endpoint)
-    directory = Path(tempfile.mkdtemp(prefix=DIRECTORY))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    directory = _temporary_directory()
     secret = _secret(parameters)
     if _wants_mesh(parameters, endpoints):
         return _start_in_mesh(parameters, endpoints, secret, directory)
@@ -188,6 +192,33 @@ def _start_daemon(parameters: RendezvousParameters) -> tuple[Daemon, Mesh | None
             "private; --rdzv-conf mesh=true encrypts it"
         )
     return daemon, None, path
+
+
+def _temporary_directory() -> Path:
+    """Return a new directory for the sockets of this host, and remove those of this user's hosts that were killed."""
+    directory = Path(tempfile.mkdtemp(prefix=DIRECTORY))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    with contextlib.suppress(OSError):  # a file system without locks
+        _lock_directory(directory)
+    for path in directory.parent.glob(f"{DIRECTORY}*"):
+        with contextlib.suppress(OSError):  # of a host that runs, or removed meanwhile
+            status = path.lstat()
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime >= LEFTOVER_S:
+                descriptor = _lock_directory(path)
+                shutil.rmtree(path)
+                os.close(descriptor)
+    return directory
+
+
+def _lock_directory(path: Path) -> int:
+    """Lock a directory until this process ends or closes the descriptor, which is returned. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _options(parameters: RendezvousParameters, address: str, endpoints: Sequence[str], secret: bytes) -> DaemonOptions:
