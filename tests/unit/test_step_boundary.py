@@ -20,6 +20,7 @@ from acsgd.errors import RunError
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.run import report
+from acsgd.run.plan.job import Job
 from acsgd.run.report import CHECKSUM, LOSS, STEP_FIELDS, Report, StepExchange, StepField, StepSummary, check_texts
 from acsgd.run.session import Computed, Session, StepResult
 from acsgd.run.step.checkpointing import FAILED_SAVE, SAVE
@@ -29,6 +30,7 @@ from acsgd.run.step.spikes import SKIP, SpikeGuard
 from acsgd.streams import peak_of_gpu
 from acsgd.tasks import find_task
 from acsgd.topology import Topology
+from acsgd.train import _describe_difference
 
 NOTHING: Report = dict.fromkeys(STEP_FIELDS, 0.0)
 
@@ -290,3 +292,25 @@ def test_an_observer_takes_part_in_exchanges_with_the_first_step_that_was_dealt_
         if admitted:
             break
     assert admitted == [10], "its first step is the 11th: after the 8th, when it had all, two had been dealt"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"log": {"dir": "b"}}, "rank 0 and rank 1 have log.dir=a and b; give all"),
+        ({"elastic": {"force": True}}, "compare run files"),  # an option in which hosts may differ
+    ],
+)
+def test_ranks_with_different_options_are_told_which(change: dict[str, dict[str, Any]], named: str) -> None:
+    config = small_run(Path("model"), Path("a"))
+    sections = {name: dataclasses.replace(getattr(config, name), **options) for name, options in change.items()}
+    texts: list[str] = []
+
+    def gather(name: str, text: str, *, timeout_s: float) -> list[str]:
+        texts.append(text)
+        return texts
+
+    groups: Any = SimpleNamespace(all_gather_text=gather)
+    for each in (config, dataclasses.replace(config, **sections)):
+        described = _describe_difference(cast(Job, SimpleNamespace(config=each, disk_timeout_s=1.0)), groups)
+    assert named in described
