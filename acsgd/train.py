@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from acsgd.errors import NonFiniteError, RunError
@@ -36,7 +34,7 @@ from acsgd.run.report import (
 from acsgd.run.session import Session, StepResult
 from acsgd.run.setup.auto import Chosen
 from acsgd.run.setup.directories import share_metrics
-from acsgd.run.setup.inputs import RunInputs
+from acsgd.run.setup.inputs import RunInputs, describe_difference
 from acsgd.run.setup.resume import start
 from acsgd.run.step.hooks import LoopState
 from acsgd.run.step.run import TrainingRun, open_run, text_log_of
@@ -65,7 +63,7 @@ def train(
     job = job.with_steps(inputs.steps, inputs.reader.sampler)
     config, is_main = job.config, job.topology.rank == 0
     if not groups.all_equal(job.fingerprint() + inputs.fingerprint()):
-        raise RunError(f"ranks differ in their inputs: {_describe_difference(job, groups)}")
+        raise RunError(f"ranks differ in their inputs: {describe_difference(job, groups)}")
     with contextlib.ExitStack() as stack:
         stack.enter_context(text_log_of(job))
         enter_training()
@@ -93,20 +91,6 @@ def train(
         on_start()
         signals.on_signal(groups.expect_stop)
         run_steps(run)
-
-
-def _describe_difference(job: Job, groups: Groups) -> str:
-    """Return which options of two ranks differ, or what else to compare. Collective."""
-    sections = asdict(job.config.common).items()
-    mine = {f"{section}.{key}": str(value) for section, options in sections for key, value in options.items()}
-    texts = groups.all_gather_text("comparing options", json.dumps(mine), timeout_s=job.disk_timeout_s)
-    first = json.loads(texts[0])
-    for rank, text in enumerate(texts):
-        if text != texts[0]:
-            other = json.loads(text)
-            different = [f"{key}={first[key]} and {other[key]}" for key in first if first[key] != other[key]]
-            return f"rank 0 and rank {rank} have {', '.join(different)}; give all hosts the same options"
-    return "compare run files, flags, model configs and texts of all hosts"
 
 
 def run_steps(run: TrainingRun) -> None:

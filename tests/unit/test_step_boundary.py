@@ -23,6 +23,7 @@ from acsgd.run import report
 from acsgd.run.plan.job import Job
 from acsgd.run.report import CHECKSUM, LOSS, STEP_FIELDS, Report, StepExchange, StepField, StepSummary, check_texts
 from acsgd.run.session import Computed, Session, StepResult
+from acsgd.run.setup.inputs import describe_difference
 from acsgd.run.step.checkpointing import FAILED_SAVE, SAVE
 from acsgd.run.step.hooks import LoopState, StepHook, StepHooks
 from acsgd.run.step.run import STOP
@@ -30,7 +31,6 @@ from acsgd.run.step.spikes import SKIP, SpikeGuard
 from acsgd.streams import peak_of_gpu
 from acsgd.tasks import find_task
 from acsgd.topology import Topology
-from acsgd.train import _describe_difference
 
 NOTHING: Report = dict.fromkeys(STEP_FIELDS, 0.0)
 
@@ -312,5 +312,5 @@ def test_ranks_with_different_options_are_told_which(change: dict[str, dict[str,
 
     groups: Any = SimpleNamespace(all_gather_text=gather)
     for each in (config, dataclasses.replace(config, **sections)):
-        described = _describe_difference(cast(Job, SimpleNamespace(config=each, disk_timeout_s=1.0)), groups)
+        described = describe_difference(cast(Job, SimpleNamespace(config=each, disk_timeout_s=1.0)), groups)
     assert named in described

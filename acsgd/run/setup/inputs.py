@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+import json
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -217,3 +218,17 @@ def describe_domains(session: Session) -> list[str]:
         f"dp.domain={job.config.dp.domain} has no effect: "
         "all replicas are in one domain, or no domain has several replicas of all stages"
     ]
+
+
+def describe_difference(job: Job, groups: Groups) -> str:
+    """Return which options of two ranks differ, or what else to compare. Collective."""
+    sections = asdict(job.config.common).items()
+    mine = {f"{section}.{key}": str(value) for section, options in sections for key, value in options.items()}
+    texts = groups.all_gather_text("comparing options", json.dumps(mine), timeout_s=job.disk_timeout_s)
+    first = json.loads(texts[0])
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            other = json.loads(text)
+            different = [f"{key}={first[key]} and {other[key]}" for key in first if first[key] != other[key]]
+            return f"rank 0 and rank {rank} have {', '.join(different)}; give all hosts the same options"
+    return "compare run files, flags, model configs and texts of all hosts"
