@@ -63,9 +63,9 @@ class Generator:
         indexer chooses a fixed number of tokens to attend to, of which padding takes some. Nor if texts end at strings
         alone: transformers pads one that ended earlier than others of its batch only if there are ids that end texts.
         """
-        options = self.loaded.model.generation_config
-        assert options is not None
-        if options.stop_strings and not self.prompts.ends:
+        generation = self.loaded.model.generation_config
+        assert generation is not None
+        if generation.stop_strings and not self.prompts.ends:
             return False
         config = self.loaded.model.config.get_text_config()
         if getattr(config, "index_topk", None) is not None:
