@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from acsgd.errors import CorruptFileError, kind_of_file
+from acsgd.errors import CorruptFileError, is_out_of_memory, kind_of_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -171,10 +171,15 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def blame(path: Path, problem: str, remedy: str) -> Iterator[None]:
-    """Report what a library raises on the content of a file as a ValueError: path, problem, its message, remedy."""
+    """Report what a library raises on the content of a file as a ValueError: path, problem, its message, remedy.
+
+    Short memory is no problem of the file, and raised as it is.
+    """
     try:
         yield
     except Exception as error:  # transformers and tokenizers raise errors of every class, also Exception itself
+        if is_out_of_memory(error):
+            raise
         raise ValueError(f"{path} {problem}: {_first_line(error)}; {remedy}") from None
 
 

@@ -24,6 +24,7 @@ from acsgd.failures.failures import FailureBoard, FailureReport, attribute_failu
 from acsgd.failures.report import report_startup_error
 from acsgd.failures.signals import WATCH_S
 from acsgd.launch import Launch
+from acsgd.shards.files import blame
 
 HOST = socket.gethostname()
 
@@ -187,6 +188,12 @@ def test_an_error_from_outside_is_one_sentence(
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert line.startswith(f"error: {message}")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory")])
+def test_short_memory_is_not_blamed_on_a_file(error: Exception) -> None:
+    with pytest.raises(type(error)), blame(Path("x"), "is wrong", "correct it"):
+        raise error
 
 
 def test_an_unexpected_error_is_called_a_bug_and_its_traceback_is_in_the_log_of_the_rank(
