@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -108,18 +109,24 @@ def _run_alone(options: EvalOptions, launch: Launch) -> None:
         if code := run_lm_eval(options, model):
             sys.exit(code)
         return
-    data = data_of(options, model)
-    for note in (*filter(None, [data.note]), *describe_trained(model, data.values)):
-        print_note(note)
+    data = _described_data(options, model)
     places = None
-    if "eval_fraction" in data.values:  # of the rows, as the run made them, whatever the options say on prompts
+    if "eval_fraction" in data:  # of the rows, as the run made them, whatever the options say on prompts
         as_recorded = EvalOptions(options.model, dtype=options.dtype, device=options.device, cache=options.cache)
         job = prepare(config_of(as_recorded, model, launch.world_size), launch, trains=False)
         if job.model.task.model_class.has_new_head:
             raise ValueError(f"--generate: {model.name} is trained for {job.model.task.name}, which generates no text")
         places = held_out_records(job)
-    config_of_data = DataConfig(**{"sequence": 1, **data.values}, batch=1)
+    config_of_data = DataConfig(**{"sequence": 1, **data}, batch=1)
     evaluate_answers(options, model, config_of_data, places).show(as_json=options.json)
+
+
+def _described_data(options: EvalOptions, model: RecordedModel) -> dict[str, Any]:
+    """Return the options of the data as `data_of` does; print which the run determines, and what it has trained on."""
+    data = data_of(options, model)
+    for note in (*filter(None, [data.note]), *describe_trained(model, data.values)):
+        print_note(note)
+    return data.values
 
 
 @as_typed(EvalOptions)
@@ -130,9 +137,7 @@ def evaluate(
     model, is_main = find_evaluated(options), launch.rank == 0
     config = config_of(options, model, launch.world_size)
     if is_main:
-        data = data_of(options, model)
-        for note in (*filter(None, [data.note]), *describe_trained(model, data.values)):
-            print_note(note)
+        _described_data(options, model)
     job = prepare(config, launch, trains=False)
     _check_head(job.model)
     check_offload(options.offload, job.streams.device)
