@@ -37,11 +37,12 @@ from transformers import (
 )
 
 from acsgd import cli
+from acsgd.commands.generation import command
 from acsgd.commands.generation import model as loading
 from acsgd.commands.generation.adapter import PEFTAdapter
 from acsgd.commands.generation.decode import Generator
 from acsgd.commands.generation.model import load
-from acsgd.commands.generation.options import GenerateOptions
+from acsgd.commands.generation.options import Decoding, GenerateOptions
 from acsgd.commands.generation.records import PromptReader, check_output_path, read_records
 from acsgd.config.options import DataConfig
 from acsgd.config.run_file import parse_flags
@@ -136,6 +137,20 @@ def test_greedy_text_is_that_of_transformers(family: str, dtype: str, tiny_model
         weights.add(json.loads(Path(f"{out}.options.json").read_text())["weights"])
     assert len(weights) == 1, "a file can be resumed with or without --offload"
     assert len(set(expected)) > 3, "a test that can fail"
+
+
+@pytest.mark.parametrize(
+    ("offload", "end"), [("none", "bfloat16, or --offload cpu (on a GPU) or disk"), ("disk", "bfloat16")]
+)
+def test_short_memory_is_reported_with_options_that_need_less(
+    offload: Any, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*args: Any, **options: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(command, "load", load)
+    with pytest.raises(RunError, match=re.escape(end) + "$"):
+        command.open_generator("model", Decoding(), dtype=None, device="cpu", offload=offload)
 
 
 @pytest.mark.parametrize("offload", ["cpu", "disk"])

@@ -89,7 +89,7 @@ def generate(
         records = read_records(options.file)
     generator = _open_model(options, ranks)
     reader = _prompt_reader(options, generator, records)
-    with _short_memory():
+    with _short_memory(options.offload):
         if options.file is not None and options.out is not None:
             _generate_file(generator, options.out, records, reader, on_start)
         elif options.prompt is not None:
@@ -160,7 +160,7 @@ def open_generator(
 
     model, dtype, device, offload: see GenerateOptions. Raises ValueError, or RunError if memory is short.
     """
-    with _short_memory(), report_if_slow(print_note, lambda: f"loading {model}", enabled=ranks.is_main):
+    with _short_memory(offload), report_if_slow(print_note, lambda: f"loading {model}", enabled=ranks.is_main):
         of_parameters = getattr(torch, dtype) if dtype else None
         where = _device(device, ranks.local_rank)
         loaded = load(
@@ -318,11 +318,14 @@ def _weights_digest(generator: Generator) -> str:
 
 
 @contextlib.contextmanager
-def _short_memory() -> Iterator[None]:
-    """Report that memory is short as a RunError with the options of this command."""
+def _short_memory(offload: Offload) -> Iterator[None]:
+    """Report that memory is short as a RunError with options of this command. offload: the given one."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
-            raise RunError("out of memory; give a smaller --batch or --max-new-tokens, or --dtype bfloat16") from None
+            instead = ", or --offload cpu (on a GPU) or disk" if offload == "none" else ""
+            raise RunError(
+                f"out of memory; give a smaller --batch or --max-new-tokens, or --dtype bfloat16{instead}"
+            ) from None
         raise
