@@ -7,7 +7,7 @@ code after the last block. Each layer is a function of its inputs and its parame
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -158,8 +158,10 @@ class ModelLayers:
         frozen = {*self.frozen}
         return next(layer.index for layer in self.layers if not frozen.issuperset(layer.parameters))
 
-    def freeze(self, patterns: Sequence[str]) -> ModelLayers:
+    def freeze(self, patterns: Sequence[str], kept: Collection[str] = ()) -> ModelLayers:
         """Return the layers with further frozen parameters: those whose names match a shell-style pattern.
+
+        kept: names of parameters that stay as they are.
 
         Raises ValueError if a pattern matches no trained parameter, or if none remains.
         """
@@ -167,7 +169,7 @@ class ModelLayers:
         for pattern in patterns:
             if not any(fnmatchcase(key, pattern) for key in trained):
                 raise ValueError(f'"{pattern}" matches no parameter; names are {", ".join(trained[:3])}, ...')
-        frozen = [key for key in trained if any(fnmatchcase(key, pattern) for pattern in patterns)]
+        frozen = [key for key in trained if key not in kept and any(fnmatchcase(key, pattern) for pattern in patterns)]
         if len(frozen) == len(trained):
             raise ValueError("no parameter is left to train")
         return replace(self, frozen=(*self.frozen, *frozen))

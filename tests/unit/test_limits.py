@@ -21,6 +21,7 @@ from acsgd.layers.quantize import QuantizedFormat, is_quantized, quantize
 from acsgd.run.plan import job
 from acsgd.run.plan.job import prepare
 from acsgd.run.plan.limits import ParameterCount, check_memory
+from acsgd.run.plan.model import open_run_model
 from acsgd.streams import Streams
 
 TinyModel = Callable[..., Path]
@@ -53,6 +54,10 @@ def test_gradients_are_counted_for_trained_parameters_alone(tiny_model: TinyMode
     freeze = dataclasses.replace(config.model, freeze="model.*")
     frozen = count_of(dataclasses.replace(config, model=freeze))
     assert frozen == ParameterCount(model.lm_head.weight.numel(), whole.trained - model.lm_head.weight.numel())
+    head = dataclasses.replace(config.model, freeze="model.layers.*,lm_head.*")
+    evaluated = open_run_model(dataclasses.replace(config, model=head), Launch(), HostOf(2**40), trains=False)
+    blocks = {key for key, _ in model.named_parameters() if key.startswith("model.layers.")}
+    assert {*evaluated.description.frozen} == blocks, "without gradients, the last layer counts as trained"
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])

@@ -105,7 +105,7 @@ def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: 
         offloads=config.optim.offload == "cpu",
         params=config.model.offload,
     )
-    return _describe(config, check, has_adapter=not trains)
+    return _describe(config, check, trains=trains)
 
 
 def describe_run_model(config: Config) -> RunModel:
@@ -114,14 +114,16 @@ def describe_run_model(config: Config) -> RunModel:
 
 
 def _describe(
-    config: Config, check: Callable[[ParameterCount], None], *, has_adapter: bool = False, config_only: bool = False
+    config: Config, check: Callable[[ParameterCount], None], *, trains: bool = True, config_only: bool = False
 ) -> RunModel:
-    """Find and describe the model. check: raises ValueError if so many parameters do not fit."""
+    """Find and describe the model. check: raises ValueError if so many parameters do not fit; trains: see
+    `open_run_model`.
+    """
     task, cache = find_task(config.model.task), layers_cache(config)
     found = open_model(
         replace(config.model, task=task.model_class.name),
         is_valid=lambda config: cache.find(config) is not None,
-        has_adapter=has_adapter,
+        has_adapter=not trains,
         config_only=config_only,
     )
     _set_attention(found.config, config.model.attention, task.model_class)
@@ -136,7 +138,7 @@ def _describe(
         found.layers or cache.find(found.config) or derive_layers(found.directory, found.config, task.model_class.name)
     )
     adapter = parse_adapter(config.adapter.spec)
-    description = _freeze(derived, config.model.freeze, keeps_last=has_adapter)
+    description = _freeze(derived, config.model.freeze, trains=trains)
     if has_frozen:
         built = build_adapted(task.model_class, found.config, adapter, blocks=derived.blocks, quantization=quantization)
         if adapter is not None:
@@ -186,17 +188,16 @@ def _least_count(parameters: int, quantization: QuantizedFormat | None, *, has_f
     return ParameterCount(0, parameters) if has_frozen else ParameterCount(parameters, 0)
 
 
-def _freeze(layers: ModelLayers, patterns: str | None, *, keeps_last: bool) -> ModelLayers:
+def _freeze(layers: ModelLayers, patterns: str | None, *, trains: bool) -> ModelLayers:
     """Return the layers without training for the parameters that model.freeze names. Raises ValueError.
 
-    keeps_last: whether the last layer counts as trained anyway, in a job that is only evaluated.
+    trains: if not, the last layer counts as trained anyway, since a model has one that is.
     """
     if patterns is None:
         return layers
-    if keeps_last:
-        return replace(layers, frozen=tuple(key for key in layers.holders() if key not in layers.layers[-1].parameters))
+    kept = () if trains else layers.layers[-1].parameters
     try:
-        return layers.freeze([pattern.strip() for pattern in patterns.split(",")])
+        return layers.freeze([pattern.strip() for pattern in patterns.split(",")], kept)
     except ValueError as error:
         raise ValueError(f'model.freeze="{patterns}": {error}') from None
 
