@@ -78,7 +78,7 @@ def train(
         keeps_files = log_disks.is_leader(job.topology.rank)
         opening = Metrics.open(config, run_dir, resumed_at=resumed_at, is_main=is_main, keeps_files=keeps_files)
         metrics = stack.enter_context(opening)
-        of_metrics = share_metrics(job, groups, log_disks, metrics.file)
+        of_metrics = share_metrics(job, groups, log_disks, metrics.file, resumed_at=resumed_at)
         described = job.describe(), begin.session.describe(), *inputs.describe(begin.session, resumed_at)
         for note in [*described, *begin.notes, *of_metrics]:
             metrics.note(note)

@@ -134,8 +134,9 @@ def metrics() -> str:
         "Lines with `event` and `after_step` (completed steps) are events: a change of "
         "the [hosts](../howto/elastic.md#what-happens-when) of an elastic run, of the "
         "[speed](../howto/several-hosts.md#hosts-of-different-speed) of ranks, or of the "
-        "[codec](../howto/slow-links-stages.md#chosen-from-the-link) of a link, or an option that was chosen at the "
-        "start.\n\n"
+        "[codec](../howto/slow-links-stages.md#chosen-from-the-link) of a link, an option that was chosen at the "
+        "start, or, on [hosts with disks of their own](../howto/several-hosts.md#hosts-with-disks-of-their-own), the "
+        "start of a run.\n\n"
         f"{_table(('field', 'type', 'meaning'), rows)}\n"
     )
 

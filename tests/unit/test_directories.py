@@ -30,7 +30,6 @@ from acsgd.io.checkpoint import copies
 from acsgd.io.checkpoint.copies import Disks, FileTransfer
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.files.atomic import missing_operations, rename
-from acsgd.io.telemetry import json_lines
 from acsgd.io.telemetry.json_lines import JsonLinesSink
 from acsgd.io.telemetry.record import RunEvent
 from acsgd.optim.adamw import AdamW
@@ -160,9 +159,9 @@ def test_metrics_of_all_hosts_have_the_last_execution_of_each_step(
     """Whichever hosts were away while the others repeated steps, with other losses, that these had written.
 
     A host may have completed a step of which no other has all reports, before it ends, or is cut off and joins again.
-    The others return to a snapshot if a stage is lost. It also may have been a spare, while others trained.
+    The others return to a snapshot if a stage is lost. It also may have been a spare, while others trained. And some
+    hosts may have been started without views, from a checkpoint.
     """
-    monkeypatch.setattr(json_lines, "COMPARED_STEPS", 3)
     monkeypatch.setattr(directories, "FileExchange", FilesOfThreads)
     draw, executions, names = Random(seed), count(1), [tmp_path / name for name in "abcd"]
     sinks: dict[Path, JsonLinesSink] = {}
@@ -174,17 +173,20 @@ def test_metrics_of_all_hosts_have_the_last_execution_of_each_step(
         hosts, trained = draw.sample(free, min(len(free), draw.choice((2, 3, 4)))), [*{*free} & {*members}]
         members = [*hosts, *sorted(trained)[: not {*hosts} & {*trained}]]  # a majority of the hosts that have trained
         del losses[len(losses) - min(len(losses), draw.choice((0, 0, 0, 1, 7))) :]
+        if is_static := draw.random() < 0.2:
+            sinks.clear()
+        resumed_at = len(losses) if is_static else None
         for directory in members:
             if directory not in sinks or draw.random() < 0.5:  # its processes are new ones
                 sinks[directory] = JsonLinesSink(directory / "metrics.jsonl", resumed_at=len(losses), notify=print)
         disks = Disks(tuple((rank,) for rank in range(len(members))), tuple("abcd"))
         FilesOfThreads.directories = dict(enumerate(members))
 
-        def share(job: Job, groups: Groups, disks: Disks = disks) -> list[str]:
-            return share_metrics(job, groups, disks, sinks[job.paths.run])
+        def share(job: Job, groups: Groups, disks: Disks = disks, resumed_at: int | None = resumed_at) -> list[str]:
+            return share_metrics(job, groups, disks, sinks[job.paths.run], resumed_at=resumed_at)
 
         assert on_ranks(members, share) == [[] for _ in members]
-        for directory in members:
+        for directory in members if not is_static else ():
             sinks[directory].event(RunEvent("view", len(losses), "", {"view": view}))
         for _ in range(draw.choice((0, 1, 2, 8))):
             losses.append(next(executions))
@@ -196,6 +198,36 @@ def test_metrics_of_all_hosts_have_the_last_execution_of_each_step(
             lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
             steps = [(line["step"], line["loss"]) for line in lines if "step" in line]
             assert steps == [*enumerate(losses, 1)], f"view {view}, {directory.name}"
+        if is_static:
+            sinks.clear()
+
+
+def test_a_host_that_was_away_keeps_lines_that_the_removed_file_of_another_has_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directories, "FileExchange", FilesOfThreads)
+    of_ranks, disks = [tmp_path / "a", tmp_path / "b"], Disks(((0,), (1,)), ("a", "b"))
+    FilesOfThreads.directories = dict(enumerate(of_ranks))
+    for directory in of_ranks:
+        directory.mkdir()
+    sinks = {each: JsonLinesSink(each / "metrics.jsonl", resumed_at=0, notify=print) for each in of_ranks}
+    current, away = sinks.values()
+    for sink in (current, away):
+        sink.event(RunEvent("view", 0, "", {"view": 1}))
+        for step in range(1, 5):
+            sink.log(RECORD._replace(step=step))
+    current.event(RunEvent("view", 4, "", {"view": 2}))
+    for step in range(5, 9):
+        if step == 7:
+            (tmp_path / "a" / "metrics.jsonl").unlink()
+        current.log(RECORD._replace(step=step))
+        if step < 8:
+            away.log(RECORD._replace(step=step, loss=0.0))
+    on_ranks(of_ranks, lambda job, groups: share_metrics(job, groups, disks, sinks[job.paths.run]))
+    found = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
+    lines = [(line.get("event", line.get("step")), line.get("loss")) for line in found]
+    kept = [("view", None), *((step, RECORD.loss) for step in range(1, 5)), (5, 0.0), (6, 0.0)]
+    assert lines == [*kept, ("view", None), (7, RECORD.loss), (8, RECORD.loss)]
 
 
 def view_of(disks: str, *, from_disk: bool = False) -> View:

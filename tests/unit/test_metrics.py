@@ -21,7 +21,7 @@ from acsgd.commands.top import tables_of
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
 from acsgd.io.telemetry import json_lines
 from acsgd.io.telemetry.history import read_run
-from acsgd.io.telemetry.json_lines import JsonLinesSink, StepLines
+from acsgd.io.telemetry.json_lines import JsonLinesSink, Start, StepLines
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.record import RunEvent
 from acsgd.io.telemetry.terminal import PLAIN_LINES, TerminalSink
@@ -97,7 +97,7 @@ def test_after_a_kill_and_a_resume_each_step_appears_once_in_order(
     log_steps(tmp_path, "jsonl", 1, 5, resumed_at=0)
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(torn)
-    assert StepLines(tmp_path / "metrics.jsonl").last().step in (5, 6)
+    assert StepLines(tmp_path / "metrics.jsonl").last_step() in (5, 6)
     log_steps(tmp_path, "jsonl", resumed_at + 1, 8, resumed_at=resumed_at)
     kept = [(step, 0) for step in range(1, resumed_at + 1)]
     made_again = [(step, resumed_at) for step in range(resumed_at + 1, 9)]
@@ -144,14 +144,14 @@ def test_a_host_that_was_away_gets_the_lines_after_its_last_step(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where its own events after that step differ, and its last line is incomplete."""
-    monkeypatch.setattr(json_lines, "LAST_BYTES", size)
+    monkeypatch.setattr(json_lines, "BLOCK_BYTES", size)
     lines = [json.dumps(each) for each in ({"step": 1}, {"step": 2}, {"event": "x", "after_step": 2}, {"step": 3})]
     current, away, empty = (StepLines(tmp_path / name) for name in ("current", "away", "empty"))
     current.path.write_text("".join(f"{line}\n" for line in lines))
     away.path.write_text(f'{lines[0]}\n{lines[1]}\n{{"event": "y", "after_step": 2}}\n{{"ste')
-    assert [each.last() for each in (current, away, empty)] == [(0, 3), (0, 2), (0, 0)]
+    assert [each.last_step() for each in (current, away, empty)] == [3, 2, 0]
     for behind in (away, empty):
-        last = behind.last().step
+        last = behind.last_step()
         JsonLinesSink(behind.path, resumed_at=last, notify=print).replace_after(last, current.after(last))
         assert behind.path.read_bytes() == current.path.read_bytes()
 
@@ -171,12 +171,51 @@ def test_lines_that_a_full_disk_kept_back_are_not_doubled_by_those_of_another_ho
     monkeypatch.setattr(JsonLinesSink, "_write", refuse)
     for step in (2, 3):
         sink.log(RECORD._replace(step=step))
-    last = StepLines(full).last().step
+    last = StepLines(full).last_step()
     assert last == 1
     sink.replace_after(last, StepLines(current).after(last))  # while the disk is full, too
     monkeypatch.setattr(JsonLinesSink, "_write", write)
     sink.log(RECORD._replace(step=4))
     assert full.read_bytes() == b"".join(expected)
+
+
+def test_a_file_is_read_from_its_end_as_far_as_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the newest start is far before the end, and lines are longer than the parts that are read."""
+    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 100)
+    lines = [b'{"event": "view", "after_step": 0, "view": 3}\n', *map(line_of, range(1, 60))]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(lines))
+    found, parsed = StepLines(path), list[bytes]()
+    monkeypatch.setattr(json_lines, "_fields_of", lambda line: parsed.append(line) or json.loads(line))
+    assert found.last_step() == 59
+    assert found.starts_after(Start(2, 1.0)) == [(Start(3), 0)]
+    assert found.starts_after(Start(3)) == []
+    assert [line for line in parsed if b"event" not in line] == lines[-1:], "the other lines of steps are not decoded"
+    for step in (0, 1, 30, 59, 60):
+        assert found.after(step) == (b"".join(lines[step + 1 :]) if step else b"".join(lines))
+    assert JsonLinesSink(path, resumed_at=59, notify=print).start == Start(3)
+
+
+@pytest.mark.parametrize("way", ["return", "resume", "removal", "log again"])
+def test_the_event_of_the_newest_start_is_never_dropped(way: str, tmp_path: Path) -> None:
+    """It says which host was away, when its file is compared with those of others."""
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLinesSink(path, resumed_at=0, notify=print)
+    for step in (1, 2, 3, 4):
+        if step == 4:
+            sink.event(RunEvent("view", 3, "", {"view": 7}))
+        sink.log(RECORD._replace(step=step))
+    if way == "removal":
+        path.unlink()
+    if way == "resume":
+        sink = JsonLinesSink(path, resumed_at=2, notify=print)
+    step = {"return": 2, "resume": 3, "removal": 5, "log again": 4}[way]
+    sink.log(RECORD._replace(step=step))
+    assert sink.start == JsonLinesSink(path, resumed_at=step, notify=print).start == Start(7)
+    lines = [(line.get("event"), line.get("after_step", line.get("step"))) for line in read_lines(tmp_path)]
+    first = {"return": 1, "resume": 2, "removal": 4, "log again": 3}[way]
+    steps = [(None, each) for each in range(1, first + 1) if way != "removal"]
+    assert lines == [*steps, ("view", first), (None, step)]
 
 
 def line_of(step: int) -> bytes:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
-from collections import defaultdict
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,21 +18,32 @@ from acsgd.io.telemetry.record import RunEvent, StepRecord
 
 METRICS = "metrics.jsonl"
 """Name of the file in the run directory."""
-LAST_BYTES = 1 << 16
-"""Size of the end of the file in which the last step is looked for first."""
-COMPARED_STEPS = 100
-"""Number of steps of which two files are compared at once: as many lines at most are sent without need."""
+BLOCK_BYTES = 1 << 16
+"""Size of the parts in which a file is read from its end."""
 RANKS_PER_STEP = 8
 """Largest number of ranks whose numbers are in every line; those of more ranks are in every k-th, as few per step."""
+
+
+class Start(NamedTuple):
+    """What identifies the start of a view, or of a run without views; later ones are greater.
+
+    What follows it in the files of two hosts, up to the next start, has been executed once.
+    """
+
+    view: int = 0
+    """Number of the view, or of the newest one before a run without views; 0 = none."""
+    started_at: float = 0.0
+    """When the run without views has started, Unix time; 0 = a view."""
 
 
 class JsonLinesSink:
     """Writes metrics.jsonl: every step once, in order, written when `log` returns.
 
     If training returns to an earlier step, the lines after it are dropped, at the next step or event. If the last step
-    is logged again, the events after it are kept: a view may begin with the evaluation of a step whose line is there. A
-    full disk does not end the run: lines that cannot be written are kept and written later. If the file is removed, a
-    new one begins.
+    is logged again, the events after it are kept: a view may begin with the evaluation of a step whose line is there.
+    The event of the newest start is never dropped: after a return to a step before it, and in a new file, it follows
+    the step from which on its lines are there. A full disk does not end the run: lines that cannot be written are kept
+    and written later. If the file is removed, a new one begins.
 
     resumed_at: completed steps of the checkpoint the run resumed from; 0 = a new run, whose file starts empty.
     notify: prints a sentence for the user.
@@ -46,11 +55,17 @@ class JsonLinesSink:
         path.touch()
         self._path, self._notify, self._has_warned = path, notify, False
         self._unwritten, self._last_step = b"", resumed_at
+        self._start_line = _last_start(path)
 
     @classmethod
     def open(cls, config: Config, run_dir: Path, resumed_at: int, notify: Callable[[str], None]) -> JsonLinesSink:
         """Open the sink of a run, as a `Tracker` does."""
         return cls(run_dir / METRICS, resumed_at=resumed_at, notify=notify)
+
+    @property
+    def start(self) -> Start:
+        """The newest start in the file."""
+        return _start_of(self._start_line) or Start()
 
     def log(self, record: StepRecord) -> None:
         events = b""
@@ -59,6 +74,9 @@ class JsonLinesSink:
             if record.step <= self._last_step:
                 events = self._events_after(record.step) if record.step == self._last_step else b""
                 self._rewind(record.step - 1)
+                if self._start_line not in events and _after(self._start_line) >= record.step:
+                    self._start_line = _moved(self._start_line, record.step - 1)
+                    self._unwritten += self._start_line
         self._last_step = record.step
         num_ranks = max((sum(map(len, grid)) for grid in record.ranks.values()), default=0)
         has_ranks = record.step % max(1, math.ceil(num_ranks / RANKS_PER_STEP)) == 0
@@ -74,6 +92,8 @@ class JsonLinesSink:
                 self._rewind(event.after_step)
             self._last_step = event.after_step
         self._append(event.line())
+        if _start_of(line := _encoded(event.line())):
+            self._start_line = line
 
     def close(self, *, failed: bool) -> None:
         self.flush()
@@ -87,13 +107,15 @@ class JsonLinesSink:
         """Replace the lines in the file that follow that of a step, and those that are not written yet."""
         with self._errors_reported():
             self._begin_again_if_removed()
-            os.truncate(self._path, _end_of(self._path.read_bytes(), step))
+            os.truncate(self._path, _end_of(self._path, step))
             self._unwritten = lines
-            self._last_step = max([step, *filter(None, map(_step_of, lines.splitlines()))])
+            self._last_step = max([step, *filter(None, map(_quick_step_of, lines.splitlines()))])
+            starts = [line for line in lines.splitlines(keepends=True) if _start_of(line)]
+            self._start_line = starts[-1] if starts else _last_start(self._path)
             self._write()
 
     def _append(self, line: Mapping[str, object], then: bytes = b"") -> None:
-        self._unwritten += json.dumps(line, allow_nan=False).encode() + b"\n" + then
+        self._unwritten += _encoded(line) + then
         with self._errors_reported():
             self._begin_again_if_removed()
             self._write()
@@ -113,6 +135,9 @@ class JsonLinesSink:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.touch()
             self._notify(f"{self._path} was removed during the run; a new file begins, without earlier lines")
+            if self._start_line:
+                self._start_line = _moved(self._start_line, self._last_step)
+                self._unwritten = self._start_line + self._unwritten
 
     def _events_after(self, step: int) -> bytes:
         """Return the lines of the events after the last step."""
@@ -138,55 +163,27 @@ class JsonLinesSink:
                 self._unwritten = self._unwritten[file.write(self._unwritten) :]
 
 
-class LastLines(NamedTuple):
-    """Where a metrics.jsonl ends. That of the newest view has the last execution of each step; of two, the longer."""
-
-    view: int
-    """Number of its newest view; 0 = it has none."""
-    step: int
-    """Its last step; 0 = it has none."""
-
-
 class StepLines:
-    """The lines of a metrics.jsonl, by the steps that they follow. A file that is missing has none."""
+    """The lines of a metrics.jsonl, read from its end as far as needed. A file that is missing has none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def last(self) -> LastLines:
-        """Return where the file ends."""
-        view = step = 0
-        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            for length in (min(size, LAST_BYTES), size):
-                file.seek(size - length)
-                lines = file.read().splitlines()[::-1]
-                step = next(filter(None, map(_step_of, lines)), 0)
-                view = next(filter(None, map(_view_of, lines)), 0)
-                if step and view:
-                    break
-        return LastLines(view, step)
+    def last_step(self) -> int:
+        """Return the last step; 0 = there is none."""
+        return next(filter(None, (_step_of(line) for line, _ in _backwards(self.path))), 0)
+
+    def starts_after(self, start: Start) -> list[tuple[Start, int]]:
+        """Return the starts that are later than a given one, the latest first, and the steps that they follow."""
+        found = ((_start_of(line), line) for line, _ in _backwards(self.path))
+        starts = ((each, _after(line)) for each, line in found if each is not None)
+        return [*takewhile(lambda pair: pair[0] > start, starts)]
 
     def after(self, step: int) -> bytes:
-        """Return the lines that follow that of a step."""
-        raw = self.path.read_bytes()
-        return raw[_end_of(raw, step) :]
-
-    def digests(self) -> dict[str, str]:
-        """Return what identifies the executions of each span of COMPARED_STEPS steps, by the number of the span."""
-        digests = defaultdict[int, Any](partial(hashlib.blake2b, digest_size=8))
-        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
-            for fields in map(_fields_of, file):
-                if isinstance(step := fields.get("step"), int):
-                    executed = json.dumps([step, fields.get("loss"), fields.get("grad_norm")])
-                    digests[(step - 1) // COMPARED_STEPS].update(executed.encode())
-        return {str(span): digest.hexdigest() for span, digest in digests.items()}
-
-
-def last_common_step(mine: Mapping[str, str], others: Mapping[str, str]) -> float:
-    """Return the last step up to which no span of two files differs; infinite if none does. Of `StepLines.digests`."""
-    differing = [int(span) for span in mine if others.get(span, mine[span]) != mine[span]]
-    return min(differing) * COMPARED_STEPS if differing else math.inf
+        """Return the lines that follow that of a step. Raises FileNotFoundError."""
+        with self.path.open("rb") as file:
+            file.seek(_end_of(self.path, step))
+            return file.read()
 
 
 def _fields_of(line: bytes) -> dict[str, Any]:
@@ -203,29 +200,76 @@ def _step_of(line: bytes) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def _view_of(line: bytes) -> int | None:
-    """Return the number of the view that a line of metrics.jsonl begins; None for others."""
-    view = _fields_of(line).get("view") if b'"view"' in line else None
-    return view if isinstance(view, int) else None
+_STEP = re.compile(rb'\{"step": (\d+)[,}]')
 
 
-def _end_of(raw: bytes, step: int) -> int:
-    """Return the length of the lines up to the last one of a step that is not after `step`; 0 for step 0."""
-    end = length = 0
-    for line in raw.splitlines(keepends=True):
-        length += len(line)
-        if (found := _step_of(line)) is not None:
-            if found > step:
-                break
-            end = length
-    return end
+def _quick_step_of(line: bytes) -> int | None:
+    """Return the step of a line that a sink has written, maybe incomplete, by its first field; None for an event."""
+    match = _STEP.match(line)
+    return int(match[1]) if match else None
+
+
+def _start_of(line: bytes) -> Start | None:
+    """Return the start of which a line of metrics.jsonl is the event; None for others."""
+    if not line.startswith(b'{"event"'):
+        return None
+    fields = _fields_of(line)
+    view, started_at = fields.get("view", fields.get("after_view")), fields.get("started_at", 0.0)
+    return Start(view, started_at) if isinstance(view, int) and isinstance(started_at, float) else None
+
+
+def _last_start(path: Path) -> bytes:
+    """Return the line of the last start; empty if there is none."""
+    return next((line for line, _ in _backwards(path) if _start_of(line)), b"")
+
+
+def _after(line: bytes) -> int:
+    """Return the step that an event follows; -1 for an empty line."""
+    return int(_fields_of(line).get("after_step", -1))
+
+
+def _moved(line: bytes, step: int) -> bytes:
+    """Return the line of an event that follows another step."""
+    return _encoded(_fields_of(line) | {"after_step": step})
+
+
+def _encoded(line: Mapping[str, object]) -> bytes:
+    return json.dumps(line, allow_nan=False).encode() + b"\n"
+
+
+def _end_of(path: Path, step: int) -> int:
+    """Return the length of the lines up to the last one of a step that is not after `step`; 0 if there is none."""
+    ends = (end for line, end in _backwards(path) if (found := _quick_step_of(line)) is not None and found <= step)
+    return next(ends, 0)
+
+
+def _backwards(path: Path) -> Iterator[tuple[bytes, int]]:
+    """Yield the lines of a file from the last one, each with the offset of its end; none if the file is missing."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        start, rest = file.seek(0, os.SEEK_END), b""
+        while start:
+            size = min(start, BLOCK_BYTES)
+            start -= size
+            file.seek(start)
+            lines = (file.read(size) + rest).splitlines(keepends=True)
+            end = start + sum(map(len, lines))
+            rest = lines.pop(0) if start else b""  # whose begin is in the block before
+            for line in reversed(lines):
+                yield line, end
+                end -= len(line)
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Keep the complete lines of metrics.jsonl up to the step of the checkpoint; replaces the file atomically."""
+    """Keep the complete lines of metrics.jsonl up to the step of the checkpoint, and the event of the newest start.
+
+    Replaces the file atomically.
+    """
+    start = _last_start(path)
     partial = path.with_name(f".{path.name}.partial")
     with path.open("rb") as lines, partial.open("wb") as file:
         file.writelines(_lines_until(lines, step))
+        if _after(start) > step:
+            file.write(_moved(start, step))
         file.flush()
         os.fsync(file.fileno())
     rename(partial, path)

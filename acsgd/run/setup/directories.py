@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,8 +29,9 @@ from acsgd.io.checkpoint.copies import (
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.files.atomic import missing_operations, write_once
 from acsgd.io.files.checksum import new_file_checksum
-from acsgd.io.telemetry.json_lines import METRICS, JsonLinesSink, LastLines, StepLines, last_common_step
+from acsgd.io.telemetry.json_lines import METRICS, JsonLinesSink, Start, StepLines
 from acsgd.io.telemetry.metrics import FILE
+from acsgd.io.telemetry.record import RunEvent
 from acsgd.run.plan.job import Job
 from acsgd.shards.manifest import StoredFile
 from acsgd.shards.weights import weight_shape
@@ -234,67 +235,83 @@ def _describe_shared(job: Job, disks: Disks, before: RunDisks | None) -> list[st
     return [f"checkpoint.{name}={getattr(config, name)} has no effect{cause}" for name in unused]
 
 
-def share_metrics(job: Job, groups: Groups, disks: Disks, sink: JsonLinesSink | None) -> list[str]:
+def share_metrics(
+    job: Job, groups: Groups, disks: Disks, sink: JsonLinesSink | None, *, resumed_at: int | None = None
+) -> list[str]:
     """Let all run directories have the same lines of metrics.jsonl up to the last step.
 
     A host that was away lacks some, and may have those of steps that others have repeated without it. A collective
-    call. sink: of a leader, which writes the file. Returns a sentence for the user if that fails.
+    call. sink: of a leader, which writes the file; resumed_at: completed steps of a run without views, which then
+    writes an event, as a view does. Returns a sentence for the user if that fails.
     """
-    directory, timeout_s = job.paths.run, job.disk_timeout_s
-    if disks.is_shared or FILE not in job.config.log.to.split(","):
+    if FILE not in job.config.log.to.split(","):
         return []
-    lines, here = StepLines(directory / METRICS), disks.of(groups.world.rank())
+    problems, now = list[str](), time.time()
+    if not disks.is_shared:
+        problems, now = _share_lines(job, groups, disks, sink)
+    if resumed_at is not None and sink is not None and (not disks.is_shared or sink.start != Start()):
+        view, before = sink.start
+        started = {"after_view": view, "started_at": max(round(now, 3), before + 1)}  # the clock may have been put back
+        sink.event(RunEvent("start", resumed_at, f"started at step {resumed_at}", started))
+    return problems
+
+
+def _share_lines(job: Job, groups: Groups, disks: Disks, sink: JsonLinesSink | None) -> tuple[list[str], float]:
+    """Send the lines that other disks lack. Returns sentences for the user, and the time, the same on all ranks."""
+    directory, timeout_s, rank = job.paths.run, job.disk_timeout_s, groups.world.rank()
+    lines, here = StepLines(directory / METRICS), disks.of(rank)
     if sink is not None:
         sink.flush()  # what it still holds is replaced by the lines of another host
-    source, kept = _compare_metrics(lines, groups, disks, timeout_s)
-    tails = {disk: directory / f".{METRICS}.{disk}" for disk in kept}
-    files, problem = [], ""
-    if groups.world.rank() == disks.members[source][0]:
+    mine = json.dumps((time.time(), *((sink.start, lines.last_step()) if sink is not None else ())))
+    texts = [*map(json.loads, groups.all_gather_text("comparing metrics", mine, timeout_s=timeout_s))]
+    ends = [(Start(*texts[ranks[0]][1]), int(texts[ranks[0]][2])) for ranks in disks.members]
+    source, files, problem = ends.index(max(ends)), list[tuple[int, int, StoredFile]](), ""
+    if rank == disks.members[source][0]:
         try:
-            for disk, step in kept.items():
-                tails[disk].write_bytes(raw := lines.after(step))
-                files.append(asdict(StoredFile(tails[disk].name, len(raw), new_file_checksum(raw).hexdigest())))
+            files = [*_write_tails(lines, ends, directory)]
         except OSError as error:
             problem = explain(error) or str(error)
-    texts = groups.all_gather_text("listing missing metrics", json.dumps(files), timeout_s=timeout_s)
-    stored = [StoredFile(**file) for file in json.loads(texts[disks.members[source][0]])]
-    transfers = [FileTransfer(file, source, disk) for file, disk in zip(stored, kept, strict=False)]
+    mine = json.dumps([(disk, step, asdict(file)) for disk, step, file in files])
+    listed = groups.all_gather_text("listing missing metrics", mine, timeout_s=timeout_s)[disks.members[source][0]]
+    files = [(disk, step, StoredFile(**file)) for disk, step, file in json.loads(listed)]
+    transfers = [FileTransfer(file, source, disk) for disk, _, file in files]
     problem = FileExchange(groups, disks).run(transfers, directory) or problem
     if sink is not None:
         try:
-            if here in [transfer.target for transfer in transfers] and not problem:
-                sink.replace_after(kept[here], tails[here].read_bytes())
-            for tail in tails.values():
-                tail.unlink(missing_ok=True)
+            for disk, step, file in files:
+                if disk == here and not problem:
+                    sink.replace_after(step, (directory / file.file).read_bytes())
+            for disk in range(len(ends)):
+                _tail(directory, disk).unlink(missing_ok=True)
         except OSError as error:
             problem = explain(error) or str(error)
     problems = groups.all_gather_text("completing metrics", problem, timeout_s=math.inf)
-    return [f"{lines.path} lacks lines on some hosts: {problem}" for problem in problems if problem]
+    failed = [f"{lines.path} lacks lines on some hosts: {problem}" for problem in problems if problem]
+    return failed, max(float(text[0]) for text in texts)
 
 
-def _compare_metrics(lines: StepLines, groups: Groups, disks: Disks, timeout_s: float) -> tuple[int, dict[int, int]]:
-    """Return the disk whose metrics.jsonl has the last execution of each step, and which lines other disks keep.
+def _write_tails(
+    lines: StepLines, ends: Sequence[tuple[Start, int]], directory: Path
+) -> Iterator[tuple[int, int, StoredFile]]:
+    """Write the lines that each other disk lacks to a file; yield the disk, the step up to which it keeps its own.
 
-    By disk, without those that need no lines: the step up to which it keeps them. Files whose newest view is the same
-    have no other lines, since all that were in a view have the same ones.
+    lines: of the newest start, of two the longer; they have the last execution of each step. ends: newest start and
+    last step of each disk. What follows a start has been executed once. So a file has the same lines as these up to the
+    smallest step that a start follows which it does not know. No such start is before the lines of a file that was
+    removed during the run, so a file keeps the lines of steps that are not here.
     """
-    is_leader, leaders = disks.is_leader(groups.world.rank()), [ranks[0] for ranks in disks.members]
-    mine = json.dumps(lines.last() if is_leader else None)
-    texts = groups.all_gather_text("comparing metrics", mine, timeout_s=timeout_s)
-    ends = [LastLines(*json.loads(texts[rank])) for rank in leaders]
-    newest = max(ends)
-    source = ends.index(newest)
-    kept = {disk: end.step for disk, end in enumerate(ends) if end.step < newest.step}
-    away = [disk for disk, end in enumerate(ends) if end.view < newest.view or not newest.view]
-    if away:
-        mine = json.dumps(lines.digests() if is_leader else None)
-        texts = groups.all_gather_text("comparing steps", mine, timeout_s=timeout_s)
-        digests = [json.loads(texts[rank]) for rank in leaders]
-        for disk in away:
-            common = last_common_step(digests[disk], digests[source])
-            if common < math.inf or ends[disk].step != newest.step:
-                kept[disk] = int(min(common, ends[disk].step, newest.step))
-    return source, kept
+    newest, starts = max(ends), lines.starts_after(min(ends)[0])
+    for disk, (known, step) in enumerate(ends):
+        if (known, step) != newest:
+            kept = min([step, *(after for start, after in starts if start > known)])
+            file, raw = _tail(directory, disk), lines.after(kept)
+            file.write_bytes(raw)
+            yield disk, kept, StoredFile(file.name, len(raw), new_file_checksum(raw).hexdigest())
+
+
+def _tail(directory: Path, disk: int) -> Path:
+    """Return the file with the lines that a disk lacks, while they are sent."""
+    return directory / f".{METRICS}.{disk}"
 
 
 def describe_missing(job: Job) -> list[str]:
