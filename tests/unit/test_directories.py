@@ -160,8 +160,9 @@ def test_metrics_of_all_hosts_have_the_last_execution_of_each_step(
 
     A host may have completed a step of which no other has all reports, before it ends, or is cut off and joins again.
     The others return to a snapshot if a stage is lost. It also may have been a spare, while others trained. And some
-    hosts may have been started without views, from a checkpoint.
+    hosts may have been started without views, from a checkpoint. No clock is trusted.
     """
+    monkeypatch.setattr(directories, "time", SimpleNamespace(time=lambda: 0.0))
     monkeypatch.setattr(directories, "FileExchange", FilesOfThreads)
     draw, executions, names = Random(seed), count(1), [tmp_path / name for name in "abcd"]
     sinks: dict[Path, JsonLinesSink] = {}

@@ -196,7 +196,7 @@ def test_a_file_is_read_from_its_end_as_far_as_needed(tmp_path: Path, monkeypatc
     assert JsonLinesSink(path, resumed_at=59, notify=print).start == Start(3)
 
 
-@pytest.mark.parametrize("way", ["return", "resume", "removal", "log again"])
+@pytest.mark.parametrize("way", ["return", "resume", "removal"])
 def test_the_event_of_the_newest_start_is_never_dropped(way: str, tmp_path: Path) -> None:
     """It says which host was away, when its file is compared with those of others."""
     path = tmp_path / "metrics.jsonl"
@@ -209,11 +209,11 @@ def test_the_event_of_the_newest_start_is_never_dropped(way: str, tmp_path: Path
         path.unlink()
     if way == "resume":
         sink = JsonLinesSink(path, resumed_at=2, notify=print)
-    step = {"return": 2, "resume": 3, "removal": 5, "log again": 4}[way]
+    step = {"return": 2, "resume": 3, "removal": 5}[way]
     sink.log(RECORD._replace(step=step))
     assert sink.start == JsonLinesSink(path, resumed_at=step, notify=print).start == Start(7)
     lines = [(line.get("event"), line.get("after_step", line.get("step"))) for line in read_lines(tmp_path)]
-    first = {"return": 1, "resume": 2, "removal": 4, "log again": 3}[way]
+    first = {"return": 1, "resume": 2, "removal": 4}[way]
     steps = [(None, each) for each in range(1, first + 1) if way != "removal"]
     assert lines == [*steps, ("view", first), (None, step)]
 
@@ -250,7 +250,7 @@ def test_the_event_of_a_view_is_kept_if_the_step_before_it_is_logged_again(tmp_p
     with Metrics.open(configure("jsonl"), tmp_path, resumed_at=0, is_main=True) as metrics:
         for step in (1, 2):
             metrics.log(RECORD._replace(step=step))
-        metrics.event(RunEvent("view", 2, "", {"hosts": 2}))
+        metrics.event(RunEvent("view", 2, "", {"view": 2}))
         for step in (2, 3):
             metrics.log(RECORD._replace(step=step))
     assert [line.get("event", line.get("step")) for line in read_lines(tmp_path)] == [1, 2, "view", 3]
@@ -264,10 +264,10 @@ def test_the_event_of_a_return_to_an_earlier_step_is_kept_behind_the_dropped_lin
     with Metrics.open(configure("jsonl"), tmp_path, resumed_at=0, is_main=True) as metrics:
         for step in range(1, 5):
             metrics.log(RECORD._replace(step=step))
-        metrics.event(RunEvent("view", back_to, "", {"hosts": 2}))
+        metrics.event(RunEvent("view", back_to, "", {"view": 2}))
         metrics.log(RECORD._replace(step=back_to + 1))
     steps = [LINE | {"step": step} for step in range(1, back_to + 2)]
-    event = {"event": "view", "after_step": back_to, "hosts": 2}
+    event = {"event": "view", "after_step": back_to, "view": 2}
     assert read_lines(tmp_path) == [*steps[:-1], event, steps[-1]]
 
 
