@@ -14,6 +14,7 @@ from lib.labelled import save_model, with_special_tokens
 from transformers import PreTrainedTokenizerFast
 
 from acsgd import cli
+from acsgd.commands.data.check import FirstPlaces
 from acsgd.io.data.tokens import pipeline
 
 Run = Callable[..., tuple[int, str, str]]
@@ -129,7 +130,15 @@ def test_check_names_records_that_repeat_those_of_an_earlier_source(run: Run, tm
     assert code == 0
     assert "repeated: 0\n" in out
     assert f"repeated: 1\n  {test}, line 2 repeats {train}, line 2\n" in out
+    assert f"repeated: 2\n  {train}, line 1 repeats {train}, line 1\n" in run("check", f"{train},{train}")[1]
     assert run("check", write(tmp_path / "blank.jsonl", "", " "))[0] == 1
+
+
+def test_places_of_first_documents_are_those_that_were_added() -> None:
+    places = ["a, line 1", "a, line 20", "a, line 020", "demo, topic if", "b", "b, row 0", f"b, id {10**12}", "a, 3"]
+    seen = FirstPlaces()
+    assert [seen.find_or_add(digest, where) for digest, where in enumerate(places)] == [None] * len(places)
+    assert [seen.find_or_add(digest, "c, line 1") for digest in range(len(places))] == places
 
 
 def test_check_names_chats_with_special_tokens(run: Run, tiny_model: Callable[..., Path], tmp_path: Path) -> None:

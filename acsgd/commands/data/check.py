@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -34,6 +35,8 @@ BAR_CHARS = 40
 NOTHING = "nothing learned"
 INVALID = ("malformed", "empty")
 OTHER_FINDINGS = ("repeated", "too long", "special tokens in messages", NOTHING)
+NUMBER, MAX_NUMBER = re.compile("[1-9][0-9]{0,11}"), 10**12
+"""Numbers of lines, and what is above them."""
 MAX_TOKENS = 2**24
 """Maximum number of tokens of an example with a label, or of a prompt or a target sequence."""
 
@@ -110,7 +113,7 @@ def check(data: DataConfig, model: ModelConfig, sequence: int | None, typed: Cal
     spec = RowSpec.of(unused_run(data, model), task, config, tokenizer, ())
     context = RowContext(spec, config, tokenizer, model.name, Path())
     console = Console(soft_wrap=True, highlight=False)
-    reports, seen = [], dict[bytes, str]()
+    reports, seen = [], FirstPlaces()
     for source in sources:
         labels = task.labels(config)
         counts = None if labels is None else LabelCounts(labels)
@@ -124,9 +127,9 @@ def check(data: DataConfig, model: ModelConfig, sequence: int | None, typed: Cal
 
 
 def _examine(
-    source: Source, tokenizer: PreTrainedTokenizerBase, encoder: Encoder, report: SourceReport, seen: dict[bytes, str]
+    source: Source, tokenizer: PreTrainedTokenizerBase, encoder: Encoder, report: SourceReport, seen: FirstPlaces
 ) -> SourceReport:
-    """Read and tokenize a source; return the report, which is completed. seen: see `_Texts`."""
+    """Read and tokenize a source; return the report, which is completed. seen: of earlier sources; updated."""
     started, texts = time.monotonic(), _Texts(report, seen)
     pending = 0  # tokens of a document whose end was not read yet
     first: int | None = None  # place of its first target token
@@ -156,13 +159,32 @@ def _examine(
     return report
 
 
+class FirstPlaces:
+    """Places of the first documents with each text, in up to 140 bytes each: a hash, and numbers of file and line."""
+
+    def __init__(self) -> None:
+        self._places = dict[int, int]()
+        self._prefixes: list[str] = []
+        """Places without their numbers, those of lines of a file once."""
+
+    def find_or_add(self, digest: int, where: str) -> str | None:
+        """Return the place that was added for a hash; if there is none, add `where`."""
+        if (place := self._places.get(digest)) is not None:
+            index, number = divmod(place, MAX_NUMBER)
+            return f"{self._prefixes[index]} {number}" if number else self._prefixes[index]
+        prefix, _, digits = where.rpartition(" ")
+        if not NUMBER.fullmatch(digits):
+            prefix, digits = where, "0"
+        if self._prefixes[-1:] != [prefix]:
+            self._prefixes.append(prefix)
+        self._places[digest] = (len(self._prefixes) - 1) * MAX_NUMBER + int(digits)
+        return None
+
+
 class _Texts:
-    """Texts of documents, of which those that are empty or repeated are reported.
+    """Texts of documents, of which those that are empty or repeated are reported."""
 
-    seen: places of the first documents by hash, those of earlier sources, too; updated in place.
-    """
-
-    def __init__(self, report: SourceReport, seen: dict[bytes, str]) -> None:
+    def __init__(self, report: SourceReport, seen: FirstPlaces) -> None:
         self._findings = report.findings
         self._seen = seen
         self._hash, self._is_empty = xxhash.xxh3_128(), True
@@ -173,12 +195,12 @@ class _Texts:
         self._is_empty = self._is_empty and not part.example.text.strip()
         if not part.example.ends_document:
             return
-        first = self._seen.setdefault(self._hash.digest(), part.where)
+        first = self._seen.find_or_add(self._hash.intdigest(), part.where)
         if part.example.control_token is not None:
             self._findings["special tokens in messages"].add(f"{part.where}: {part.example.control_token}")
         if self._is_empty:
             self._findings["empty"].add(part.where)
-        elif first is not part.where:
+        elif first is not None:
             self._findings["repeated"].add(f"{part.where} repeats {first}")
         self._hash, self._is_empty = xxhash.xxh3_128(), True
 
