@@ -20,7 +20,7 @@ from acsgd.pp.schedules.schedules import OneFOneB
 from acsgd.pp.wire import ladder
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
-from acsgd.pp.wire.ladder import BACKWARD, FORWARD, CodecTime, Rung, measure_codec
+from acsgd.pp.wire.ladder import BACKWARD, FORWARD, NO_CACHE, CodecTime, Rung, measure_codec
 from acsgd.run.plan.partition import with_useful_delta
 from acsgd.run.plan.plugins import parse_plugins
 from acsgd.run.step.link_codecs import BAND, Choice, Chooser, Direction, Measured
@@ -152,7 +152,11 @@ def test_a_process_measures_a_codec_once_for_each_tensor(monkeypatch: pytest.Mon
 def test_the_loss_costs_are_those_of_the_measurements() -> None:
     """And a codec with a higher cost has fewer bytes, else nobody would choose it."""
     page = (Path(__file__).parents[2] / "docs/measurements/stages.md").read_text()
-    for name, rungs in (("forward", FORWARD), ("backward", BACKWARD)):
+    for name, rungs in (
+        ("forward", FORWARD),
+        ("forward", (*FORWARD[:3], *NO_CACHE)),
+        ("backward", BACKWARD),
+    ):
         for rung in rungs[1:]:
             assert re.search(rf"\| {name} \| `{re.escape(rung.spec)}` \| {rung.loss_cost:.4f} \|", page), rung
         sizes = [rung.message_bytes([SPEC]) for rung in rungs]
@@ -214,6 +218,11 @@ def test_deltas_are_no_choice_where_caches_are_not_possible(tmp_path: Path) -> N
         without = parse_plugins(parsed(tmp_path, flags))
         assert without.delta is None, flags
         assert len(without.forward) == 2, flags
+    loose = parse_plugins(parsed(tmp_path, "--pp.compress auto:delta=false,max_loss_cost=0.0067"))
+    assert loose.forward == tuple(rung.codec for rung in (*FORWARD[1:3], *NO_CACHE))
+    assert loose.without_chosen_delta() == loose
+    given = parse_plugins(parsed(tmp_path, "--pp.compress auto:max_loss_cost=1 --pp.forward.0 transform:step=0.1"))
+    assert given.forward == loose.forward, "once"
 
 
 def test_a_delta_that_is_given_for_a_link_is_used_on_no_other(tmp_path: Path) -> None:

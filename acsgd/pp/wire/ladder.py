@@ -72,7 +72,7 @@ FORWARD = (
 )
 """Of activations, by loss cost. The costs are in docs/measurements/stages.md, with what they are measured from."""
 NO_CACHE = (Rung("transform:step=0.1", 0.0067, 2.71),)
-"""Measured, but not chosen: while a link may change to delta, each message of `transform` has a basis of its own."""
+"""Of activations where delta is no choice. Ends of a link that may change to delta keep no basis for `transform`."""
 BACKWARD = (
     NONE,
     Rung("none:dtype=bf16", 0.0003),
@@ -131,10 +131,15 @@ class Ladder:
         return ladder if has_delta and len(fixed_up) < len(_links(placement)) else ladder.without_delta()
 
     def without_delta(self) -> Ladder:
-        """Return the ladder without a choice of deltas: only links for which one is given have it."""
+        """Return the ladder without a choice of deltas: only links for which one is given have it.
+
+        The codecs of NO_CACHE are choices instead, as far as max_loss_cost allows.
+        """
         given = set(self.fixed_forward.values())
         kept = [index for index, rung in enumerate(self.forward) if index in given or not rung.is_delta]
         rungs = [self.forward[index] for index in kept]
+        codecs = [rung.codec for rung in rungs]
+        rungs += [rung for rung in NO_CACHE if rung.loss_cost <= self.max_loss_cost and rung.codec not in codecs]
         return replace(
             self,
             forward=tuple(rung._replace(loss_cost=math.inf) if rung.is_delta else rung for rung in rungs),
