@@ -322,29 +322,39 @@ def test_messages_are_measured_between_two_processes() -> None:
     assert 0 < times.sum_byte_s < times.part_byte_s < 1e-6
 
 
-def _end(*arguments: Any) -> None:
+def _end(*_: Any) -> None:
     os._exit(1)
 
 
-def _fail(*arguments: Any) -> None:
+def _end_second(rank: int, *arguments: Any) -> None:
+    if rank == 1:
+        os._exit(1)
+    arguments[-1].send(MeasuredMessages(SLOW, MESSAGES))
+
+
+def _fail(*_: Any) -> None:
     raise RuntimeError("no network\nand more")
 
 
+def _hang(*_: Any) -> None:
+    time.sleep(600)
+
+
 @pytest.mark.parametrize(
-    ("name", "breaks", "message"),
+    ("name", "breaks", "timeout_s", "message"),
     [
-        ("_be_rank", _end, "process 0: it ended without a message"),
-        ("_measure", _fail, "process 0: RuntimeError: no network; acsgd doctor"),
-        ("_be_rank", lambda *arguments: time.sleep(60), "process 0: no result after 0.4 s"),
+        ("_be_rank", _end, 60, "process 0: it ended without a message"),
+        ("_be_rank", _end_second, 60, "process 1: it ended without a message"),
+        ("_measure", _fail, 60, "process 0: RuntimeError: no network; acsgd doctor"),
+        ("_be_rank", _hang, 0, "process 0: no result after 0.4 s"),
     ],
-    ids=["ends", "fails", "hangs"],
 )
 def test_processes_that_cannot_measure_messages_say_why(
-    name: str, breaks: Any, message: str, monkeypatch: pytest.MonkeyPatch
+    name: str, breaks: Any, timeout_s: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forked processes have the broken function."""
     monkeypatch.setattr(measure_module, name, breaks)
-    monkeypatch.setattr(measure_module, "TIMEOUT", timedelta())
+    monkeypatch.setattr(measure_module, "TIMEOUT", timedelta(seconds=timeout_s))
     fork = multiprocessing.get_context("fork")
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: fork)
     with pytest.raises(ValueError, match=message):
