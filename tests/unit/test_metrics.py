@@ -186,7 +186,13 @@ def test_a_file_is_read_from_its_end_as_far_as_needed(tmp_path: Path, monkeypatc
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"".join(lines))
     found, parsed = StepLines(path), list[bytes]()
-    monkeypatch.setattr(json_lines, "_fields_of", lambda line: parsed.append(line) or json.loads(line))
+    decode = json_lines._fields_of
+
+    def fields_of(line: bytes) -> dict[str, Any]:
+        parsed.append(line)
+        return decode(line)
+
+    monkeypatch.setattr(json_lines, "_fields_of", fields_of)
     assert found.last_step() == 59
     assert found.starts_after(Start(2, 1.0)) == [(Start(3), 0)]
     assert found.starts_after(Start(3)) == []
