@@ -22,8 +22,8 @@ class Transform:
     Source: the transform coding of Huang and Schultheiss 1963, with entropy-coded levels instead of numbers of bits. A
     message takes as many bits as its components need. Between stages both ends keep a basis, and the sender replaces it
     from time to time; that of activations also follows the gradients that come back (codecs/basis.py). Elsewhere each
-    message has a basis of its own, which only pays for many more vectors than channels. Both ends multiply by the
-    basis, so what they decode is equal only on devices of one kind.
+    message has a basis of its own, worth its bytes only if there are many more vectors than channels. Both ends
+    multiply by the basis, so what they decode is equal only on devices of one kind.
     """
 
     entropy_coding: ClassVar[bool] = True

@@ -21,7 +21,7 @@ from acsgd.commands.top import tables_of
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
 from acsgd.io.telemetry import json_lines
 from acsgd.io.telemetry.history import read_run
-from acsgd.io.telemetry.json_lines import JsonLinesSink, Start, StepLines
+from acsgd.io.telemetry.json_lines import JsonLinesSink, LoggedStart, StepLines
 from acsgd.io.telemetry.metrics import Metrics
 from acsgd.io.telemetry.record import RunEvent
 from acsgd.io.telemetry.terminal import PLAIN_LINES, TerminalSink
@@ -194,12 +194,12 @@ def test_a_file_is_read_from_its_end_as_far_as_needed(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(json_lines, "_fields_of", fields_of)
     assert found.last_step() == 59
-    assert found.starts_after(Start(2, 1.0)) == [(Start(3), 0)]
-    assert found.starts_after(Start(3)) == []
+    assert found.starts_after(LoggedStart(2, 1.0)) == [(LoggedStart(3), 0)]
+    assert found.starts_after(LoggedStart(3)) == []
     assert [line for line in parsed if b"event" not in line] == lines[-1:], "the other lines of steps are not decoded"
     for step in (0, 1, 30, 59, 60):
         assert found.after(step) == (b"".join(lines[step + 1 :]) if step else b"".join(lines))
-    assert JsonLinesSink(path, resumed_at=59, notify=print).start == Start(3)
+    assert JsonLinesSink(path, resumed_at=59, notify=print).start == LoggedStart(3)
 
 
 @pytest.mark.parametrize("way", ["return", "resume", "removal"])
@@ -217,7 +217,7 @@ def test_the_event_of_the_newest_start_is_never_dropped(way: str, tmp_path: Path
         sink = JsonLinesSink(path, resumed_at=2, notify=print)
     step = {"return": 2, "resume": 3, "removal": 5}[way]
     sink.log(RECORD._replace(step=step))
-    assert sink.start == JsonLinesSink(path, resumed_at=step, notify=print).start == Start(7)
+    assert sink.start == JsonLinesSink(path, resumed_at=step, notify=print).start == LoggedStart(7)
     lines = [(line.get("event"), line.get("after_step", line.get("step"))) for line in read_lines(tmp_path)]
     first = {"return": 1, "resume": 2, "removal": 4}[way]
     steps = [(None, each) for each in range(1, first + 1) if way != "removal"]

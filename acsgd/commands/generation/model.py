@@ -275,14 +275,19 @@ def _load(
         peft = PEFTAdapter.of_virtual_tokens(directory, model, adapter)
     if peft is not None:
         model = peft.apply(model)
+    _move(model, opened, stage, device)
+    model.eval()
+    return LoadedModel(directory, model, tokenizer, files, peft, stage, offloaded)
+
+
+def _move(model: PreTrainedModel, opened: _Opened, stage: LoadedStage | None, device: torch.device) -> None:
+    """Move what is not on the device yet; of a stage, the buffers, with stand-ins for the layers of others."""
     if stage is None:
         module: nn.Module = model  # the type of PreTrainedModel.to is that of a decorator
         module.to(device)
     else:
         fill_with_stand_ins(model, opened.layers().blocks, device, model.dtype)
         move_buffers(model, device)
-    model.eval()
-    return LoadedModel(directory, model, tokenizer, files, peft, stage, offloaded)
 
 
 def _parameters_of_blocks(layers: ModelLayers) -> frozenset[str]:

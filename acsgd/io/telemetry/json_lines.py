@@ -24,7 +24,7 @@ RANKS_PER_STEP = 8
 """Largest number of ranks whose numbers are in every line; those of more ranks are in every k-th, as few per step."""
 
 
-class Start(NamedTuple):
+class LoggedStart(NamedTuple):
     """What identifies the start of a view, or of a run without views; later ones are greater.
 
     What follows it in the files of two hosts, up to the next start, has been executed once.
@@ -63,9 +63,9 @@ class JsonLinesSink:
         return cls(run_dir / METRICS, resumed_at=resumed_at, notify=notify)
 
     @property
-    def start(self) -> Start:
+    def start(self) -> LoggedStart:
         """The newest start in the file."""
-        return _start_of(self._start_line) or Start()
+        return _start_of(self._start_line) or LoggedStart()
 
     def log(self, record: StepRecord) -> None:
         events = b""
@@ -173,7 +173,7 @@ class StepLines:
         """Return the last step; 0 = there is none."""
         return next(filter(None, (_step_of(line) for line, _ in _backwards(self.path))), 0)
 
-    def starts_after(self, start: Start) -> list[tuple[Start, int]]:
+    def starts_after(self, start: LoggedStart) -> list[tuple[LoggedStart, int]]:
         """Return the starts that are later than a given one, the latest first, and the steps that they follow."""
         found = ((_start_of(line), line) for line, _ in _backwards(self.path))
         starts = ((each, _after(line)) for each, line in found if each is not None)
@@ -209,13 +209,13 @@ def _quick_step_of(line: bytes) -> int | None:
     return int(match[1]) if match else None
 
 
-def _start_of(line: bytes) -> Start | None:
+def _start_of(line: bytes) -> LoggedStart | None:
     """Return the start of which a line of metrics.jsonl is the event; None for others."""
     if not line.startswith(b'{"event"'):
         return None
     fields = _fields_of(line)
     view, started_at = fields.get("view", fields.get("after_view")), fields.get("started_at", 0.0)
-    return Start(view, started_at) if isinstance(view, int) and isinstance(started_at, float) else None
+    return LoggedStart(view, started_at) if isinstance(view, int) and isinstance(started_at, float) else None
 
 
 def _last_start(path: Path) -> bytes:

@@ -29,7 +29,7 @@ from acsgd.io.checkpoint.copies import (
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.files.atomic import missing_operations, write_once
 from acsgd.io.files.checksum import new_file_checksum
-from acsgd.io.telemetry.json_lines import METRICS, JsonLinesSink, Start, StepLines
+from acsgd.io.telemetry.json_lines import METRICS, JsonLinesSink, LoggedStart, StepLines
 from acsgd.io.telemetry.metrics import FILE
 from acsgd.io.telemetry.record import RunEvent
 from acsgd.run.plan.job import Job
@@ -249,7 +249,7 @@ def share_metrics(
     problems, now = list[str](), time.time()
     if not disks.is_shared:
         problems, now = _share_lines(job, groups, disks, sink)
-    if resumed_at is not None and sink is not None and (not disks.is_shared or sink.start != Start()):
+    if resumed_at is not None and sink is not None and (not disks.is_shared or sink.start != LoggedStart()):
         view, before = sink.start
         started = {"after_view": view, "started_at": max(round(now, 3), before + 1)}  # the clock may have been put back
         sink.event(RunEvent("start", resumed_at, f"started at step {resumed_at}", started))
@@ -264,7 +264,7 @@ def _share_lines(job: Job, groups: Groups, disks: Disks, sink: JsonLinesSink | N
         sink.flush()  # what it still holds is replaced by the lines of another host
     mine = json.dumps((time.time(), *((sink.start, lines.last_step()) if sink is not None else ())))
     texts = [*map(json.loads, groups.all_gather_text("comparing metrics", mine, timeout_s=timeout_s))]
-    ends = [(Start(*texts[ranks[0]][1]), int(texts[ranks[0]][2])) for ranks in disks.members]
+    ends = [(LoggedStart(*texts[ranks[0]][1]), int(texts[ranks[0]][2])) for ranks in disks.members]
     source, files, problem = ends.index(max(ends)), list[tuple[int, int, StoredFile]](), ""
     if rank == disks.members[source][0]:
         try:
@@ -291,7 +291,7 @@ def _share_lines(job: Job, groups: Groups, disks: Disks, sink: JsonLinesSink | N
 
 
 def _write_tails(
-    lines: StepLines, ends: Sequence[tuple[Start, int]], directory: Path
+    lines: StepLines, ends: Sequence[tuple[LoggedStart, int]], directory: Path
 ) -> Iterator[tuple[int, int, StoredFile]]:
     """Write the lines that each other disk lacks to a file; yield the disk, the step up to which it keeps its own.
 
