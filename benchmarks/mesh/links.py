@@ -10,8 +10,9 @@ Mbit/s    received in --seconds, after a second in which TCP finds its rate; med
 of TCP    the same relative to the direct way of the same round. 1 and 4 connections at once
 CPU       of the processes of both forwarders, system calls included, per GB that a program has received. With a limit
           on the link a read returns less, so a byte costs more
-ping      median time until 1 KB has come back over a connection that is open, of PINGS in a row, or as many as fit into
-          --seconds; "added" is the difference to the direct way of the same round
+ping      median time until a message of so many bytes has come back, once it has arrived as a whole, over a connection
+          that is open; of PINGS in a row, or as many as fit into --seconds. Of the mesh, what it adds to the direct way
+          of the same round
 load      of the machine, at the end of each round: other programs slow the forwarders, which need more CPU time
 """
 
@@ -51,6 +52,8 @@ STREAMS = (1, 4)
 PORT = 29400
 WARMUP_S = 1.0
 PINGS = 200
+PING_BYTES = (1_000, 20_000)
+"""Of one packet and of several."""
 LIMIT_S = 30.0
 BLOCK = bytes(1 << 20)
 SINK, ECHO = b"s", b"e"
@@ -89,7 +92,8 @@ class Cell:
     """By number of connections."""
     cpu_s_per_gb: list[float] = field(default_factory=list)
     """Of all connections."""
-    ping_ms: list[float] = field(default_factory=list)
+    ping_ms: dict[int, list[float]] = field(default_factory=lambda: {size: [] for size in PING_BYTES})
+    """By number of bytes."""
 
 
 def be_forwarder(namespace: str, host: int, loop: str, directory: str, secret: bytes, pipe: Connection) -> None:
@@ -129,7 +133,8 @@ def be_server(namespace: str, ways: Sequence[tuple[str, Path | None]], pipe: Con
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with connection:
             if connection.recv(1) == ECHO:
-                while data := connection.recv(1 << 16):
+                size = int.from_bytes(receive(connection, 4))
+                while data := receive(connection, size):
                     connection.sendall(data)
             else:
                 pipe.send(count(connection))
@@ -138,6 +143,14 @@ def be_server(namespace: str, ways: Sequence[tuple[str, Path | None]], pipe: Con
         threading.Thread(target=accept, args=(listener,), daemon=True).start()
     with contextlib.suppress(EOFError):
         pipe.recv()
+
+
+def receive(connection: socket.socket, size: int) -> bytes:
+    """Return the next message, of so many bytes; fewer at the end of the connection."""
+    data = bytearray()
+    while len(data) < size and (part := connection.recv(size - len(data))):
+        data += part
+    return bytes(data)
 
 
 def count(connection: socket.socket) -> tuple[int, float]:
@@ -153,7 +166,10 @@ def count(connection: socket.socket) -> tuple[int, float]:
 
 
 def be_client(namespace: str, pipe: Connection) -> None:
-    """Send or ping for each request (address, number of connections, seconds), until the pipe is closed."""
+    """Send or ping for each request, until the pipe is closed.
+
+    A request is an address, the number of connections, the seconds, and the bytes of a ping; 0 = send.
+    """
     netlab.enter(namespace)
 
     def send(address: tuple[str, int], until: float) -> None:
@@ -164,9 +180,9 @@ def be_client(namespace: str, pipe: Connection) -> None:
 
     with contextlib.suppress(EOFError):
         while True:
-            address, streams, seconds = pipe.recv()
-            if not streams:
-                pipe.send(ping(address, seconds))
+            address, streams, seconds, size = pipe.recv()
+            if size:
+                pipe.send(ping(address, size, seconds))
                 continue
             until = time.monotonic() + WARMUP_S + seconds
             threads = [threading.Thread(target=send, args=(address, until)) for _ in range(streams)]
@@ -177,18 +193,16 @@ def be_client(namespace: str, pipe: Connection) -> None:
             pipe.send(None)
 
 
-def ping(address: tuple[str, int], seconds: float) -> float:
-    """Return the median time until 1 KB has come back, milliseconds; of PINGS, or as many as fit into the time."""
+def ping(address: tuple[str, int], size: int, seconds: float) -> float:
+    """Return the median time until so many bytes have come back, milliseconds; of PINGS, or as many as fit in."""
     with socket.create_connection(address) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(ECHO)
+        connection.sendall(ECHO + size.to_bytes(4))
         times, until = list[float](), time.monotonic() + seconds
         while len(times) < PINGS and time.monotonic() < until:
             start = time.perf_counter()
-            connection.sendall(bytes(1024))
-            missing = 1024
-            while missing:
-                missing -= len(connection.recv(missing))
+            connection.sendall(bytes(size))
+            receive(connection, size)
             times.append(time.perf_counter() - start)
     return statistics.median(times) * 1e3
 
@@ -216,10 +230,11 @@ class Pair:
             size += sum(total for total, _ in counted)
             cell.mbit[streams].append(sum(rate for _, rate in counted) * 8 / 1e6)
         cell.cpu_s_per_gb.append(cpu_s / size * 1e9)
-        cell.ping_ms.append(self._request(cell.way, 0, seconds))
+        for size, times in cell.ping_ms.items():
+            times.append(self._request(cell.way, 1, seconds, size))
 
-    def _request(self, way: str, streams: int, seconds: float) -> Any:
-        self._client.send((self.addresses[way], streams, seconds))
+    def _request(self, way: str, streams: int, seconds: float, ping_bytes: int = 0) -> Any:
+        self._client.send((self.addresses[way], streams, seconds, ping_bytes))
         return self._client.recv()
 
     def _cpu_s(self, way: str) -> float:
@@ -283,7 +298,7 @@ def table(links: Sequence[Link], cells: Sequence[Cell], loads: Sequence[float]) 
     for streams in STREAMS:
         shown.add_column(f"Mbit/s, {streams} at once", justify="right")
         shown.add_column("of TCP", justify="right")
-    for name in ("CPU s per GB", "ping, ms", "added, ms"):
+    for name in ("CPU s per GB", *(f"ping of {size / 1e3:g} KB, ms" for size in PING_BYTES)):
         shown.add_column(name, justify="right")
     for cell in cells:
         direct = next(each for each in cells if (each.link, each.way) == (cell.link, DIRECT))
@@ -293,11 +308,13 @@ def table(links: Sequence[Link], cells: Sequence[Cell], loads: Sequence[float]) 
             shares = [ours / theirs for ours, theirs in zip(cell.mbit[streams], direct.mbit[streams], strict=True)]
             row += [spread(cell.mbit[streams], ".0f")]
             row += [judged(shares, ".2f", statistics.median(shares) >= link.min_share)]
-        added = [ours - theirs for ours, theirs in zip(cell.ping_ms, direct.ping_ms, strict=True)]
         row += [judged(cell.cpu_s_per_gb, ".1f", statistics.median(cell.cpu_s_per_gb) <= MAX_CPU_S)]
-        row += [spread(cell.ping_ms, ".2f"), judged(added, ".2f", statistics.median(added) <= MAX_ADDED_MS)]
+        for size, times in cell.ping_ms.items():
+            added = [ours - theirs for ours, theirs in zip(times, direct.ping_ms[size], strict=True)]
+            is_met = size > min(PING_BYTES) or statistics.median(added) <= MAX_ADDED_MS
+            row.append(spread(times, ".2f") if cell is direct else judged(added, ".2f", is_met))
         if cell is direct:
-            row = ["" if index in (1, 3, 4, 6) else text for index, text in enumerate(row)]
+            row = ["" if index in (1, 3, 4) else text for index, text in enumerate(row)]
         shown.add_row(cell.link if cell is direct else "", cell.way, *row, end_section=cell.way == LOOPS[-1])
     return shown
 

@@ -175,6 +175,22 @@ def test_bytes_arrive_in_both_directions_and_ends_are_carried(start: Callable[..
             assert exchange(server, b"x") == b"x"
 
 
+def test_no_packet_of_a_carried_connection_waits_until_another_one_is_acknowledged(start: Callable[..., Host]) -> None:
+    """As the last one of a message does by default, for a round trip and longer."""
+    hosts = two(start)
+    with hosts[0].listen() as server, connect(server) as connection, server.accept()[0] as accepted:
+        accepted.sendall(b"x")
+        assert connection.recv(1) == b"x"
+        sockets = [
+            carried.get_extra_info("socket")
+            for host in hosts
+            for end in host.mesh.forwarder._carrier._carried
+            for carried in end.transports
+        ]
+        assert len(sockets) == 4
+        assert all(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for each in sockets)
+
+
 def test_a_connection_is_opened_again_if_the_link_fails_and_not_if_the_host_has_ended(
     start: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
