@@ -14,6 +14,8 @@ from acsgd.elastic.membership.messages import End, FromWorker, Run, Stop, Tick, 
 from acsgd.errors import RunError
 
 TICK_S = 0.25
+COMPLETE_S = 10.0
+"""Time in which a rank completes what follows the last step of a run that is over, seconds."""
 ENDED = "torchrun of this host has ended"
 
 
@@ -93,5 +95,14 @@ class Control:
             elif not isinstance(message, Run):
                 self._is_stop_pending = True
                 if self._waits is not None:
-                    self._waits.interrupt("another view follows" if isinstance(message, Stop) else "the run has ended")
+                    self._interrupt(self._waits, message)
             self._messages.put(message)
+
+    def _interrupt(self, waits: InterruptibleWaits, message: Stop | End) -> None:
+        if isinstance(message, End) and message.is_over:
+            # a rank that has completed its end has sent all that this one may still wait for
+            later = threading.Timer(COMPLETE_S, waits.interrupt, ("the run has ended",))
+            later.daemon = True
+            later.start()
+        else:
+            waits.interrupt("another view follows" if isinstance(message, Stop) else "the run has ended")

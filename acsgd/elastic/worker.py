@@ -173,7 +173,7 @@ class ElasticWorker:
                     self._stopped_at = self._stopped_at or time.monotonic()
                     self._store = open_store(self._host)
                     self._control.send(Stopped(self._report()))
-                case End(error):
+                case End(error=error):
                     if error is not None:
                         raise RefusedError(error)
                     return

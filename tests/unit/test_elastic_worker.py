@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 from functools import partial
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from lib.patience import stretched
 
 from acsgd.comm.store import StoreError
 from acsgd.comm.waits import InterruptibleWaits
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
+from acsgd.elastic import control
 from acsgd.elastic.control import Control
-from acsgd.elastic.membership.messages import Broken, Done, End, Hello, Host, Run, Setup, Stop, Stopped, View
+from acsgd.elastic.membership.messages import Broken, Done, End, Hello, Host, Run, Setup, Stop, Stopped, View, to_line
 from acsgd.elastic.membership.plan import Plan
 from acsgd.elastic.state.handover import is_run_over
 from acsgd.elastic.view_resources import open_metrics
@@ -173,6 +178,28 @@ def test_a_host_whose_workers_start_again_goes_on_after_all_others_have_left(
     assert is_run_over(View(3, hosts, Plan(1, ranks=("a/0", "b/0"))), state, 9) == (is_over or stopped)
     state.end("all ranks have voted for it")
     assert is_run_over(View(3, hosts, Plan(1, ranks=("a/0",))), state, 9)
+
+
+@pytest.mark.parametrize("message", [Stop(at_step_end=False), End("failed"), End(), End(is_over=True)])
+def test_a_rank_of_a_run_that_is_over_may_complete_its_end(
+    message: Stop | End, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank has done so before. Any other request ends at once what the rank waits for."""
+    monkeypatch.setattr(control, "COMPLETE_S", stretched(0.2))
+    interrupted = Event()
+    with socket.socket(socket.AF_UNIX) as daemon:
+        daemon.bind(str(tmp_path / "daemon"))
+        daemon.listen()
+        with contextlib.closing(Control(tmp_path / "daemon")) as own:
+            connection, _ = daemon.accept()
+            waits = InterruptibleWaits()
+            waits.on_interrupt(interrupted.set)
+            own.attach(waits)
+            with connection:
+                connection.sendall(to_line(message))
+                assert own.next_message() == message
+                assert interrupted.is_set() != (message == End(is_over=True))
+                assert interrupted.wait(stretched(10.0))
 
 
 def test_a_worker_that_starts_after_the_end_of_its_torchrun_says_so(tmp_path: Path) -> None:

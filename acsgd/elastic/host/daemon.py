@@ -232,7 +232,7 @@ class Daemon:
                 self._workers.kill_hung(self._timing.hang_s, self._timing.silence_s)
             case Finish():
                 self._has_finished = True
-                self._workers.end(None)
+                self._workers.end(None, is_over=True)
 
     async def _record(self, view: View, voters: tuple[str, ...], history: str | None) -> None:
         membership = self._membership

@@ -195,11 +195,11 @@ class LocalWorkers:
         if not at_step_end:
             self._deadline = asyncio.get_running_loop().call_later(STOP_S, self._kill_late)
 
-    def end(self, error: str | None) -> None:
-        """Request all workers to end. error: why, if it is a failure; one of them reports it."""
+    def end(self, error: str | None, *, is_over: bool = False) -> None:
+        """Request all workers to end. error: why, if it is a failure; one of them reports it. is_over: see `End`."""
         for number, worker in enumerate(self._workers.values()):
             worker.is_done = True
-            worker.send(End(error if number == 0 else None))
+            worker.send(End(error if number == 0 else None, is_over))
 
     def working_s(self, silence_s: float) -> float | None:
         """Return for how long all workers that do not wait have worked; None if all wait."""

@@ -370,9 +370,13 @@ class Run:
 
 @dataclass(frozen=True)
 class End:
-    """End the process. error: why, if it is the run's or this host's failure."""
+    """End the process. error: why, if it is the run's or this host's failure.
+
+    is_over: the run is over, so that this rank, too, may complete what follows its last step.
+    """
 
     error: str | None = None
+    is_over: bool = False
 
 
 ToWorker = Stop | Run | End
