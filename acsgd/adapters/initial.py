@@ -22,6 +22,7 @@ from acsgd.layers.description import ModelLayers
 from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.layer_tensors import LayerTensors
 from acsgd.shards.load import WeightSource
+from acsgd.shards.writer import OpenTensor
 from acsgd.streams import mix_seed
 
 BASE_CHECKSUM = "base_checksum"
@@ -117,6 +118,9 @@ class NewAdapter:
         if not is_of_adapter(key):
             return self.base.tensor(layer, key)
         return self._draw([key], lambda name: self.base.tensor(self._layers.first_holder(name).name, name))[key]
+
+    def stored(self, layer: str, key: str) -> OpenTensor:
+        return self.base.stored(layer, key)
 
     def _draw(self, keys: Iterable[str], base: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """Return new parameters of adapters. base: returns a parameter of the model."""

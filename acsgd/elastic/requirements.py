@@ -36,11 +36,6 @@ def check_elastic(job: Job) -> None:
             "run; use cache=ram"
         )
     _check_given(config)
-    if config.model.offload != "none":
-        raise ValueError(
-            f"model.offload={config.model.offload}: hosts of an elastic run pass weights on from their devices; remove "
-            "it, or start the run without --rdzv-backend acsgd"
-        )
     mode = job.plugins.mode
     if config.elastic.join_moments == "rounded" and (
         mode.exchanges == "gradients" or "frozen_second_moments" in mode.requires
@@ -151,8 +146,17 @@ def with_stages(config: Config, stages: int) -> Config:
 
 def _fits(job: Job, stages: int) -> bool:
     """Return whether the processes of this host have memory for pipelines of some number of stages."""
+    config = job.config
     try:
-        check_memory(job.model.parameters, job.shapes.dtype, stages, job.local_world_size, job.streams)
+        check_memory(
+            job.model.parameters,
+            job.shapes.dtype,
+            stages,
+            job.local_world_size,
+            job.streams,
+            offloads=config.optim.offload == "cpu",
+            params=config.model.offload,
+        )
     except ValueError:
         return False
     return True

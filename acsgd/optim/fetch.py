@@ -7,8 +7,9 @@ al. 2021, arXiv:2104.07857), or in parts on the replicas (dp.shard=weights, `acs
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -80,16 +81,20 @@ class ParamSource:
     is_collective = False
     """Whether all replicas fetch together, in the same order."""
 
-    def __init__(self, owned: OwnedWeights, keys: Collection[str]) -> None:
+    def __init__(self, owned: OwnedWeights, keys: frozenset[str]) -> None:
         self.owned = owned
         self._keys = keys
         self._by_key: dict[str, FetchedParam] = {}
 
     def add(self, spec: LayerSpec, weights: Sequence[Weight], model: nn.Module) -> None:
-        """Take the parameters of a layer of a model, in place. weights: the trained ones that no layer before has."""
+        """Take the parameters of a layer of a model, in place, but for those that are on the meta device still.
+
+        weights: the trained ones that no layer before has.
+        """
         trained = {weight.key: weight for weight in weights}
         new = [key for key in spec.parameters if key in self._keys and key not in self._by_key]
-        params = {key: FetchedParam(key, model.get_parameter(key)) for key in new}
+        loaded = {key: param for key in new if not (param := model.get_parameter(key)).is_meta}
+        params = {key: FetchedParam(key, param) for key, param in loaded.items()}
         for key, param in params.items():
             if key in trained:
                 trained[key] = self.keep_trained(param, trained[key])
@@ -99,6 +104,10 @@ class ParamSource:
         for param in params.values():
             param.release()
         self._by_key |= params
+
+    def fetches_for(self, layers: Iterable[LayerSpec]) -> bool:
+        """Return whether some layers use parameters that are fetched."""
+        return any(not self._keys.isdisjoint(layer.parameters) for layer in layers)
 
     def of(self, layers: Sequence[LayerSpec]) -> list[FetchedParam]:
         """Return the fetched parameters that some layers use, each once."""
@@ -120,6 +129,12 @@ class ParamSource:
         """
         raise NotImplementedError
 
+    def release(self) -> None:
+        """Free all parameters, wherever an interrupted step uses them."""
+        for param in [each for each in self._by_key.values() if each.uses]:
+            param.uses = 0
+            param.release()
+
     def close(self) -> None:
         """End threads, and let go of files."""
 
@@ -130,7 +145,7 @@ class HostParams(ParamSource):
     Trained ones, whose masters must be in host memory, are updated there.
     """
 
-    def __init__(self, owned: OwnedWeights, keys: Collection[str], streams: Streams) -> None:
+    def __init__(self, owned: OwnedWeights, keys: frozenset[str], streams: Streams) -> None:
         super().__init__(owned, keys)
         self._streams = streams
         self._kept: dict[str, nn.Parameter] = {}
@@ -180,7 +195,7 @@ class FileParams(ParamSource):
     """
 
     def __init__(
-        self, owned: OwnedWeights, keys: Collection[str], find: Callable[[str], OpenTensor], streams: Streams
+        self, owned: OwnedWeights, keys: frozenset[str], find: Callable[[str], OpenTensor], streams: Streams
     ) -> None:
         super().__init__(owned, keys)
         self._find = find
@@ -231,19 +246,27 @@ class FileParams(ParamSource):
 class LayerFetch:
     """Fetches the parameters of groups of layers, each group before it runs and the next one behind it.
 
-    groups: the parameters of each; one may be in several.
+    groups: the layers of each; a parameter may be in several. The source must have them all before the first fetch.
     """
 
-    def __init__(self, groups: Sequence[Sequence[FetchedParam]], source: ParamSource, meter: Meter) -> None:
-        self.keys = frozenset(param.key for group in groups for param in group)
-        """Keys of the parameters."""
+    def __init__(self, groups: Sequence[Sequence[LayerSpec]], source: ParamSource, meter: Meter) -> None:
         self.is_collective = source.is_collective
         """Whether all replicas fetch together. Gradients are then complete once their first layer's backward ends."""
-        self._groups = groups
+        self._layers = groups
         self._source = source
         self._meter = meter
         self._pending: dict[int, Callable[[], None]] = {}
         """What waits for the groups that are fetched ahead."""
+
+    @functools.cached_property
+    def groups(self) -> Sequence[Sequence[FetchedParam]]:
+        """The parameters of each group."""
+        return [self._source.of(layers) for layers in self._layers]
+
+    @functools.cached_property
+    def keys(self) -> frozenset[str]:
+        """Keys of the parameters."""
+        return frozenset(param.key for group in self.groups for param in group)
 
     @property
     def is_idle(self) -> bool:
@@ -263,17 +286,24 @@ class LayerFetch:
         """Wait for the parameters of a group, and start to fetch those of the group `ahead`, if there is one."""
         self._start(group)
         self._pending.pop(group)()
-        if 0 <= ahead < len(self._groups):
+        if 0 <= ahead < len(self._layers):
             self._start(ahead)
-        for param in self._groups[group]:
+        for param in self.groups[group]:
             param.set_values()
 
     def leave(self, group: int) -> None:
         """Free the parameters of a group that no group ahead uses."""
-        for param in self._groups[group]:
+        for param in self.groups[group]:
             param.uses -= 1
             if not param.uses:
                 param.release()
+
+    def reset(self) -> None:
+        """Free all parameters of the source after an interrupted step."""
+        for finish in self._pending.values():
+            finish()
+        self._pending.clear()
+        self._source.release()
 
     @contextlib.contextmanager
     def unmetered(self) -> Iterator[None]:
@@ -292,9 +322,9 @@ class LayerFetch:
         """Start to fetch the parameters of a group that have no values, unless it is started."""
         if group in self._pending:
             return
-        missing = [param for param in self._groups[group] if not param.uses]
+        missing = [param for param in self.groups[group] if not param.uses]
         for param in missing:
             param.allocate()
-        for param in self._groups[group]:
+        for param in self.groups[group]:
             param.uses += 1
         self._pending[group] = self._source.start(missing, self._meter)

@@ -147,6 +147,9 @@ class Stage:
         self._last_backward = False
         if self._offload is not None:
             self._offload.clear()
+        if self._fetch is not None:
+            self._in_backward = None
+            self._fetch.reset()
 
     def close(self) -> None:
         """End the threads that fetch parameters."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from acsgd.layers.stand_ins import LookupTable
 from acsgd.model_classes import ModelClass
 from acsgd.shards.layer_tensors import LayerTensors, hidden_matrices, layer_tensors
 from acsgd.shards.weights import Weight
+from acsgd.shards.writer import OpenTensor
 from acsgd.streams import mix_seed
 
 
@@ -50,6 +51,10 @@ class WeightSource(Protocol):
 
     def tensor(self, layer: str, key: str) -> Tensor:
         """Return one tensor of one layer."""
+        ...
+
+    def stored(self, layer: str, key: str) -> OpenTensor:
+        """Return where one tensor of one layer that is not trained is, in a file that stays open."""
         ...
 
 
@@ -124,12 +129,13 @@ class LayerLoader:
             self._load_constants(loaded, stored, tensors)
         return loaded
 
-    def load_constants(self, layers: Iterable[LoadedLayer]) -> None:
-        """Load the constants of layers, which were deferred."""
+    def load_constants(self, layers: Iterable[LoadedLayer]) -> Iterator[LoadedLayer]:
+        """Load the constants of layers, which were deferred. Yields each layer that has its own."""
         self._load_outer_buffers()
         for loaded in layers:
             stored = layer_tensors(self._model, self._layers, loaded.spec.index)
             self._load_constants(loaded, stored, self._source.constants(loaded.spec.name, stored))
+            yield loaded
 
     def _load_trained(self, loaded: LoadedLayer, key: str, tensors: Mapping[str, Tensor]) -> None:
         """Load a trained parameter, or add a table in its place. tensors: of this layer."""
@@ -213,13 +219,17 @@ class Constants:
         self._source = source
         self._names = {*layers.frozen, *(key for layer in layers.layers for key in layer.buffers)}
 
-    def of_layer(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
-        """Return the constants of one layer. stored: see `WeightSource.tensors`."""
-        return self._source.constants(layer, stored)
+    def of_layer(self, layer: str, stored: LayerTensors, *, check: bool = True) -> dict[str, Tensor]:
+        """Return the constants of one layer. stored, check: see `WeightSource.constants`."""
+        return self._source.constants(layer, stored, check=check)
 
     def find(self, layer: str, key: str) -> Tensor | None:
         """Return one tensor of one layer, None if it is trained."""
         return self._source.tensor(layer, key) if key in self._names else None
+
+    def stored(self, layer: str, key: str) -> OpenTensor:
+        """Return where one of them is, in a file that stays open."""
+        return self._source.stored(layer, key)
 
 
 class BlankWeights:
@@ -236,11 +246,14 @@ class BlankWeights:
         return {key: torch.zeros_like(weight, device="cpu") for key, weight in stored.weights.items()}
 
     def constants(self, layer: str, stored: LayerTensors, *, check: bool = True) -> dict[str, Tensor]:
-        return self._constants.of_layer(layer, stored)
+        return self._constants.of_layer(layer, stored, check=check)
 
     def tensor(self, layer: str, key: str) -> Tensor:
         constant = self._constants.find(layer, key)
         return torch.zeros_like(self._model.get_parameter(key), device="cpu") if constant is None else constant
+
+    def stored(self, layer: str, key: str) -> OpenTensor:
+        return self._constants.stored(layer, key)
 
 
 class RandomWeights:
@@ -269,6 +282,10 @@ class RandomWeights:
 
     def tensor(self, layer: str, key: str) -> Tensor:
         return self._draw(layer)[key]
+
+    def stored(self, layer: str, key: str) -> OpenTensor:
+        """Raise, since drawn weights are in no file."""
+        raise KeyError(key)
 
     @torch.no_grad()
     def _draw(self, layer: str) -> dict[str, Tensor]:

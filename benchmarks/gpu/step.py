@@ -41,6 +41,7 @@ from acsgd.run.plan.job import prepare
 from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
 from acsgd.shards.layer_tensors import LayerTensors
+from acsgd.shards.writer import OpenTensor
 from acsgd.streams import peak_of_gpu
 from benchmarks.common.compare import Comparison, Step, alternate, setting, summarise
 from benchmarks.runs.speed import OPTIM, TIMEOUT, Size, acsgd, make_adamw, save_tokenizer, summed_loss, tokens_of
@@ -112,12 +113,16 @@ class DeviceWeights:
             for key, weight in stored.weights.items()
         }
 
-    def constants(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
+    def constants(self, layer: str, stored: LayerTensors, *, check: bool = True) -> dict[str, Tensor]:
         """Return nothing: these models store none."""
         return {}
 
     def tensor(self, layer: str, key: str) -> Tensor:
         """Raise, since no weight is tied."""
+        raise KeyError(key)
+
+    def stored(self, layer: str, key: str) -> OpenTensor:
+        """Raise, since these weights are in no file."""
         raise KeyError(key)
 
 

@@ -42,7 +42,7 @@ SCRIPTS: dict[str, Script] = {
 """When the run returns to a step, process 2 has not requested the last layer yet, however fast the others arrive.
 In the last script, it continues from the snapshot that process 0 has sent it after step 4."""
 SKIPPED = 4
-OTHER_RUNS = ("skipped step", "sharded_ps", "powersgd:rank=1", "frozen", "streamed", "tied rows")
+OTHER_RUNS = ("skipped step", "sharded_ps", "powersgd:rank=1", "frozen", "cpu", "disk", "streamed", "tied rows")
 UPDATE_RUNS = (
     "quantized:bits=4,exact_steps=1",
     "quantized:bits=4,exact_steps=5",
@@ -125,11 +125,18 @@ def runs(
     write_records(path / "a.jsonl")
     stream = f"stream:{path / 'a.jsonl'}:0.5,demo:0.5"
     two_stages = dataclasses.replace(config.pp, stages=2, tied="rows")
+    frozen = dataclasses.replace(config.model, freeze="*.wte.*,*.h.0.*")
     others = {
         "skipped step": config,
         "sharded_ps": dataclasses.replace(config, dp=ReplicaConfig("sharded_ps")),
         "powersgd:rank=1": dataclasses.replace(config, dp=ReplicaConfig("powersgd:rank=1")),
-        "frozen": dataclasses.replace(config, model=dataclasses.replace(config.model, freeze="*.wte.*,*.h.0.*")),
+        "frozen": dataclasses.replace(config, model=frozen),
+        "cpu": dataclasses.replace(
+            config,
+            model=dataclasses.replace(frozen, offload="cpu"),
+            optim=dataclasses.replace(config.optim, offload="cpu"),
+        ),
+        "disk": dataclasses.replace(config, model=dataclasses.replace(frozen, offload="disk")),
         "streamed": dataclasses.replace(config, data=dataclasses.replace(config.data, sources=stream, window=4)),
         "tied rows": dataclasses.replace(config, pp=two_stages),
         "delta": dataclasses.replace(config, pp=dataclasses.replace(two_stages, forward="delta:bits=4")),

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lib.corpora import write_records
@@ -35,6 +36,13 @@ MEMBERS = (0, 1, 2)
 FROZEN = "transformer.w[tp]e.*,*.h.0.attn.*"
 """Parameters that are not trained."""
 ADAPTER = "lora:r=2,dropout=.2"
+OFFLOADED: dict[str, tuple[dict[str, Any], str]] = {
+    "cpu": ({"offload": "cpu"}, "allreduce"),
+    "cpu, local weights": ({"offload": "cpu"}, EXCHANGES[1]),
+    "disk": ({"offload": "disk", "freeze": FROZEN}, "allreduce"),
+}
+"""Options of the model, and the mode, of runs with parameters in host memory, or frozen ones in files."""
+ON_DEVICE = "on the device"
 STREAMED = "streamed"
 STAGES = "two stages"
 ORDERED = "over an ordered transport"
@@ -100,6 +108,13 @@ def runs(
     for part in selected("part"):
         for name in ("calm", "members change"):
             all_runs[f"{part}, {name}"] = parts[part], scripts_of("")[name]
+    for offload in selected("offload"):
+        options, mode = OFFLOADED[offload]
+        model, host = dataclasses.replace(config.model, **options), dataclasses.replace(config.optim, offload="cpu")
+        of_mode = dataclasses.replace(config, dp=ReplicaConfig(mode), model=dataclasses.replace(model, offload="none"))
+        script = scripts_of(mode)["members change"]
+        all_runs[f"{offload}, {ON_DEVICE}"] = of_mode, script
+        all_runs[f"{offload}, members change"] = dataclasses.replace(of_mode, model=model, optim=host), script
     write_records(path / "a.jsonl")
     sources = f"stream:{path / 'a.jsonl'}:0.5,demo:0.5"
     streamed = dataclasses.replace(config, data=dataclasses.replace(config.data, sources=sources, window=4))
@@ -189,6 +204,13 @@ def test_layers_of_which_a_part_is_trained_are_handed_over(part: str, runs: Runs
     losses, calm = (losses_of(runs, part, script) for script in ("members change", "calm"))
     assert losses == pytest.approx(calm, rel=RELATIVE)
     assert calm[STEPS] < calm[1] or part == FROZEN
+
+
+@pytest.mark.parametrize("offload", ["cpu", *(pytest.param(each, marks=pytest.mark.soak) for each in [*OFFLOADED][1:])])
+def test_offloaded_parameters_are_handed_over_as_those_on_the_device(offload: str, runs: Runs) -> None:
+    """Bit for bit, also what a process has that is interrupted, left alone, or joins."""
+    losses, expected = (losses_of(runs, offload, script) for script in ("members change", ON_DEVICE))
+    assert losses == expected
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -7,13 +7,17 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lib import direct
 from lib.patience import stretched
 from lib.ranks import on_ranks
 from lib.training import RELATIVE, TIMEOUT, batches_of, make_config, oracle_losses
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from acsgd.comm.waits import InterruptibleWaits
 from acsgd.config.options import Config, ReplicaConfig
@@ -26,6 +30,7 @@ from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
+from acsgd.run.setup.continued import reconnect
 from acsgd.train import train_step
 
 STEPS = 6
@@ -101,3 +106,40 @@ def test_training_continues_in_new_groups_as_if_nothing_had_happened(
         assert losses == pytest.approx(oracle_losses(config), rel=RELATIVE)
         assert not threads
         assert longest_s < stretched(5.0)  # milliseconds on a quiet machine
+
+
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+def test_a_step_that_ends_in_the_middle_of_a_backward_is_repeated_with_offloaded_parameters(
+    offload: Any, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Those of the block whose backward runs, and of the one before it, are on the device then."""
+    config = direct.make_config(tiny_model(n_layer=3), tmp_path, micro=2)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, offload=offload, freeze="*.h.*"),
+        optim=dataclasses.replace(config.optim, offload="cpu"),
+    )
+    batch = direct.draw_batch(config, 0)
+    with direct.session_of(config, 0, 1, str(tmp_path / "store")) as session:
+        [stage] = session.stages.values()
+        model = stage.composed.model
+        loss = session.pipeline.run(batch, 0)
+        expected = direct.digest(direct.gradients(session))
+
+        def end(*_: object) -> None:
+            raise WaitInterruptedError("the view changes")
+
+        def end_backward(block: nn.Module, args: object, output: Any) -> None:
+            if (leaf := tree_leaves(output)[0]).requires_grad:
+                leaf.register_hook(end)
+
+        middle = model.get_submodule(session.job.model.description.blocks[1])
+        hook = middle.register_forward_hook(end_backward)
+        with pytest.raises(WaitInterruptedError):
+            session.pipeline.run(batch, 0)
+        hook.remove()
+        again = reconnect(session, session.job, session.groups)
+        assert all(model.get_parameter(key).isnan().all() for key in session.job.offloaded), "all are freed"
+        assert again.pipeline.run(batch, 0) == loss
+        assert direct.digest(direct.gradients(again)) == expected
+        session.close()

@@ -270,7 +270,7 @@ def test_a_parameter_of_two_groups_is_gathered_once_and_freed_after_the_last() -
     for layer, key in zip(layers, ("repeated", "own"), strict=True):
         divided.add(layer, [Weight(key, params[key], params[key])], params)
         assert params[key].isnan().all()
-    gather = LayerFetch([divided.of([layer]) for layer in layers], divided, Meter())
+    gather = LayerFetch([[layer] for layer in layers], divided, Meter())
     peers.halves = [values["repeated"][2:]]
     gather.enter(0, -1)
     assert torch.equal(params["repeated"], values["repeated"])

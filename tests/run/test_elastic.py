@@ -88,7 +88,9 @@ def assert_has_copies(directories: list[Path], step: int) -> None:
     ("worker", "options"),
     [
         *(pytest.param(*each.values, (), id=each.id, marks=each.marks) for each in WORKERS),
-        pytest.param(PACE, ("--optim.offload", "cpu"), id="offloaded", marks=pytest.mark.soak),
+        pytest.param(
+            PACE, ("--optim.offload", "cpu", "--model.offload", "cpu"), id="offloaded", marks=pytest.mark.soak
+        ),
     ],
 )
 def test_a_run_of_which_hosts_end_join_and_leave_is_the_calm_run(

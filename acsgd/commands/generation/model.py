@@ -118,8 +118,7 @@ class OffloadedBlocks:
         for layer in layers:
             fill(layer)
             source.add(layer, (), model)
-        self._groups = [source.of([layer]) for layer in layers]
-        self._fetch = LayerFetch(self._groups, source, Meter())
+        self._fetch = LayerFetch([[layer] for layer in layers], source, Meter())
         stacks = [(layer.block or "").rpartition(".")[0] for layer in layers]
         # the next token runs the blocks of the decoder alone
         first = stacks.index(stacks[-1]) if model.config.is_encoder_decoder else 0
@@ -131,11 +130,11 @@ class OffloadedBlocks:
     @property
     def params(self) -> frozenset[nn.Parameter]:
         """The parameters that are fetched."""
-        return frozenset(each.param for group in self._groups for each in group)
+        return frozenset(each.param for group in self._fetch.groups for each in group)
 
     def each(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that are fetched, each while it has its values."""
-        for group, params in enumerate(self._groups):
+        for group, params in enumerate(self._fetch.groups):
             with self._fetch.whole(group):
                 yield from (each.param for each in params)
 

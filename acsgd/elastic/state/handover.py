@@ -24,6 +24,7 @@ from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import BatchReader
 from acsgd.io.data.stream.state import StreamState
 from acsgd.io.files.fields import from_json
+from acsgd.optim.offload import open_optimizer
 from acsgd.optim.replay import ReplayOptimizer
 from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.run.plan.job import Job
@@ -191,8 +192,8 @@ def join(
         blank = BlankWeights(job.model.build(torch.float32), constants)
         new = build_session(job, blank, groups, cache_plan, deferred=deferred, observers=observers)
         align_domain(new)
-        open_optimizer = partial(job.plugins.optimizer.open, config=job.config.optim)
-        new = _follow(new) if observers else replace(new, optimizer=ReplayOptimizer(new.optimizer, open_optimizer))
+        optimizer = partial(open_optimizer, job.plugins.optimizer, config=job.config.optim, streams=job.streams)
+        new = _follow(new) if observers else replace(new, optimizer=ReplayOptimizer(new.optimizer, optimizer))
         limit_bytes = memory_for_joins(job)
         joining = JoiningRank(new, joins.sources[rank], receiver, deferred, limit_bytes, joins.members[rank], senders)
         return Joined(new, 0, joining, replicas)

@@ -23,6 +23,7 @@ from acsgd.run.setup.continued import restart_syncs
 from acsgd.shards.layer_tensors import LayerTensors
 from acsgd.shards.load import Constants, LoadedLayer
 from acsgd.shards.weights import WeightState, part_of
+from acsgd.shards.writer import OpenTensor
 
 TAG = 2
 """Tag of these messages in the group of all ranks."""
@@ -68,12 +69,16 @@ class LayersInMemory:
 
     def constants(self, layer: str, stored: LayerTensors, *, check: bool = True) -> dict[str, Tensor]:
         assert self._constants is not None
-        return self._constants.of_layer(layer, stored)
+        return self._constants.of_layer(layer, stored, check=check)
 
     def tensor(self, layer: str, key: str) -> Tensor:
         assert self._constants is not None
         constant = self._constants.find(layer, key)
         return self._weights[key] if constant is None else constant
+
+    def stored(self, layer: str, key: str) -> OpenTensor:
+        assert self._constants is not None
+        return self._constants.stored(layer, key)
 
     def send(self, layers: Sequence[int], groups: Groups, to: int) -> None:
         """Send all messages on to a rank of this host; layers: those that they have."""

@@ -10,7 +10,6 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from acsgd.adapters.initial import NewAdapter
 from acsgd.comm.communicators import NCCL
 from acsgd.comm.waits import Meter
 from acsgd.dp.exchange.layer_gather import DividedParams
@@ -45,7 +44,6 @@ from acsgd.run.plan.step_memory import RankWeights
 from acsgd.run.plan.transports import Transports, exchanges_updates, sums_gradients
 from acsgd.run.session import Session
 from acsgd.run.setup.describe import micro_shapes
-from acsgd.shards.disk import ShardDirectory
 from acsgd.shards.load import LayerLoader, LoadedLayer, WeightSource
 from acsgd.shards.weights import in_reduction_order
 from acsgd.shards.writer import OpenTensor
@@ -152,15 +150,19 @@ class DeferredConstants:
         """Whether all are loaded, so that stages can run."""
         self._loader: LayerLoader
         self._layers: list[LoadedLayer]
+        self._take_params: Callable[[LoadedLayer], None]
         self._is_stopped = False
 
-    def add(self, loader: LayerLoader, layers: Iterable[LoadedLayer]) -> None:
-        """Set the layers of the session, and what loads them."""
-        self._loader, self._layers = loader, list(layers)
+    def add(
+        self, loader: LayerLoader, layers: Iterable[LoadedLayer], take_params: Callable[[LoadedLayer], None]
+    ) -> None:
+        """Set the layers of the session, what loads them, and what then takes their parameters that are fetched."""
+        self._loader, self._layers, self._take_params = loader, list(layers), take_params
 
     def load(self) -> None:
         """Load the constants. Raises CorruptFileError if a file is corrupt."""
-        self._loader.load_constants(takewhile(lambda _: not self._is_stopped, self._layers))
+        for layer in self._loader.load_constants(takewhile(lambda _: not self._is_stopped, self._layers)):
+            self._take_params(layer)
         self.is_complete = not self._is_stopped
 
     def stop(self) -> None:
@@ -196,7 +198,8 @@ def build_stages(
         sync = open_sync(job.plugins.mode, owned.kept(weights), owned, peers, shard=job.config.dp.shard)
         stages[index] = _open_stage(job, composed, of_stage, sync, params)
     if deferred is not None:
-        deferred.add(loader, (layer for stage in stages.values() for layer in stage.layers))
+        own = (layer for stage in stages.values() for layer in stage.layers)
+        deferred.add(loader, own, lambda layer: params.add(layer.spec, (), composed.model))
     fill_with_stand_ins(composed.model, job.model.description.blocks, job.streams.device, job.shapes.dtype)
     return stages, owned
 
@@ -212,7 +215,7 @@ def _open_stage(
     config = job.config
     together = job.plugins.recompute.layers or 1
     starts = range(0, len(layers), together)
-    groups = [params.of([layer.spec for layer in layers[first : first + together]]) for first in starts]
+    groups = [[layer.spec for layer in layers[first : first + together]] for first in starts]
     return Stage(
         composed,
         HeadLoss(
@@ -229,7 +232,7 @@ def _open_stage(
         first_trained=job.model.description.first_trained,
         mask_per_sample=config.model.dropout_mask == "sample",
         offload=GradientOffload(job.streams) if config.optim.offload == "cpu" else None,
-        fetch=LayerFetch(groups, params, sync.meter) if any(groups) else None,
+        fetch=LayerFetch(groups, params, sync.meter) if any(map(params.fetches_for, groups)) else None,
         activations=ActivationOffload(job.streams) if job.offloads_activations else None,
     )
 
@@ -240,11 +243,9 @@ def _open_params(job: Job, owned: OwnedWeights, peers: Peers, source: WeightSour
         return DividedParams(owned, peers)
     if job.config.model.offload == "cpu":
         return HostParams(owned, job.offloaded, job.streams)
-    files = source.base if isinstance(source, NewAdapter) else source
-    assert isinstance(files, ShardDirectory)
 
     def find(key: str) -> OpenTensor:
-        return files.stored(job.model.description.first_holder(key).name, key)
+        return source.stored(job.model.description.first_holder(key).name, key)
 
     return FileParams(owned, job.offloaded, find, job.streams)
 

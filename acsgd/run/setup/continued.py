@@ -56,9 +56,9 @@ def admit_observers(session: Session) -> None:
 
 def restart_syncs(session: Session, was: ReplicaPlace, states: Sequence[WeightState]) -> None:
     """Open the syncs of the stages again, with the states that this replica had at another place among others."""
-    mode, now = session.job.plugins.mode, _place(session.peers)
+    mode, now, owned = session.job.plugins.mode, _place(session.peers), session.owned
     for stage, own in zip(session.stages.values(), states, strict=True):
-        stage.restart(mode.open(stage.weights, session.peers))
+        stage.restart(mode.open(owned.kept(stage.weights), session.peers))
         stage.sync.load_state_dict(carry_over(mode.states, own, was=was, now=now))
 
 
