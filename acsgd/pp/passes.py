@@ -27,6 +27,14 @@ class LayerGraph(NamedTuple):
         return [x for x in self.outputs.values() if x.requires_grad]
 
 
+class WeightPart(NamedTuple):
+    """The rest of a backward, which accumulates gradients of weights."""
+
+    graph: int
+    """Number of its graph in the forward."""
+    run: Callable[[], None]
+
+
 class ForwardPass(NamedTuple):
     """A forward of some rows of a micro-batch, kept for its backward."""
 
@@ -53,16 +61,16 @@ class ForwardPass(NamedTuple):
             if output.requires_grad
         ]
 
-    def backward_inputs(self, grads: State | None, scale: float) -> list[Callable[[], None]]:
+    def backward_inputs(self, grads: State | None, scale: float) -> list[WeightPart]:
         """Accumulate gradients of the inputs of all graphs. Returns what accumulates those of weights, first to last.
 
         grads, scale: see `output_grads`.
         """
         outputs, output_grads = self.graphs[-1].differentiable, self.output_grads(grads, scale)
-        weight_parts: list[Callable[[], None]] = []
+        weight_parts: list[WeightPart] = []
         for index in reversed(range(len(self.graphs))):
             leaves = {name: x for name, x in self.graphs[index].inputs.items() if x.requires_grad}
-            weight_parts.insert(0, backward_inputs([*leaves.values()], outputs, output_grads))
+            weight_parts.insert(0, WeightPart(index, backward_inputs([*leaves.values()], outputs, output_grads)))
             reached = {name: x.grad for name, x in leaves.items() if x.grad is not None}
             if not index or not reached:
                 break

@@ -19,7 +19,7 @@ from acsgd.layers.skeleton import parameter_names
 from acsgd.optim.fetch import LayerFetch
 from acsgd.optim.offload import GradientOffload
 from acsgd.pp.chunked_loss import HeadLoss
-from acsgd.pp.passes import ForwardPass, LayerGraph, join_parts, take_gradients
+from acsgd.pp.passes import ForwardPass, LayerGraph, WeightPart, join_parts, take_gradients
 from acsgd.pp.recompute import KEEP_ALL, Recompute, recompute_attention
 from acsgd.pp.recompute import recompute as run_again
 from acsgd.pp.saved_activations import ActivationOffload, SavedGroup, begin_backward
@@ -104,7 +104,7 @@ class Stage:
         self.graph_per_layer = splits_backward and not is_shared
         """Whether autograd records each layer by itself, which a backward in two parts goes through one by one."""
         self._in_flight: dict[int, list[ForwardPass]] = {}  # by local index of the micro-batch
-        self._weight_parts: dict[int, list[list[Callable[[], None]]]] = {}  # by the same, of backwards that have begun
+        self._weight_parts: dict[int, list[list[WeightPart]]] = {}  # by the same, of backwards that have begun
         self._offload = offload
         self._fetch = fetch
         self._activations = activations if self.runs_backward else None
@@ -218,6 +218,7 @@ class Stage:
         """
         passes = self._in_flight.pop(micro)
         self._weight_parts[micro] = [each.backward_inputs(grads, scale) for each in passes]
+        self._end_group()
         return self._take_input_grads(passes)
 
     def backward_weight(self, micro: int, *, last: bool) -> None:
@@ -226,8 +227,25 @@ class Stage:
         for part in passes:
             self._last_backward = last and part is passes[-1]
             while part:
-                part.pop()()  # the graph is freed
+                each = part.pop()  # its graph is freed
+                self._run_weight_part(each, ahead=part[-1].graph if part else -1)
         self._end_backward()
+
+    def _run_weight_part(self, part: WeightPart, *, ahead: int) -> None:
+        """Accumulate gradients of the weights of a graph, with the parameters that it may read once more.
+
+        ahead: the graph of the next part; -1 = none.
+        """
+        if self._fetch is None:
+            part.run()
+            return
+        groups = [part.graph] if self.graph_per_layer else range(len(self.layers))
+        for group in groups:
+            self._fetch.enter(group, ahead)
+        part.run()
+        self._end_group()
+        for group in groups:
+            self._fetch.leave(group)
 
     def _accumulate(self, part: ForwardPass, output_grads: list[Tensor], *, is_last: bool) -> None:
         """Accumulate the gradients of all leaves. is_last: whether those of the weights are final afterwards."""

@@ -153,6 +153,7 @@ FETCHED = {
     "trained, fp32": Row(4, 1, optim={"offload": "cpu"}, model={"offload": "cpu"}),
     "two stages": Row(8, 1, pp=TWO, model={"offload": "cpu", **BLOCKS}),
     "interleaved": Row(8, 1, pp={**TWO, "schedule": "interleaved:chunks=2"}, model={"offload": "cpu", **BLOCKS}),
+    "zb": Row(8, 1, pp={**TWO, "schedule": "zb"}, model={"offload": "cpu"}, optim={"offload": "cpu"}),
 }
 """Runs with model.offload, which are compared with the same without it."""
 SAVED = {

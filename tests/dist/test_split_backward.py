@@ -69,6 +69,24 @@ def test_training_in_two_parts_is_that_of_whole_backwards(
             assert ours == others
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_both_parts_fetch_offloaded_parameters(family: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """One layer after the other, or all of them if a table is embedding and head of the same stage."""
+    blocks = {"llama": {"num_hidden_layers": 2}, "gpt2": {"n_layer": 2}}
+    config = make_config(tiny_model(family, **blocks[family]), tmp_path, schedule="zb")
+    model, optim = replace(config.model, offload="cpu"), replace(config.optim, offload="cpu")
+    found = []
+    for number, each in enumerate((config, replace(config, model=model, optim=optim))):
+        with session_of(each, 0, 1, str(tmp_path / f"store-{number}")) as session:
+            [stage] = session.stages.values()
+            assert stage.graph_per_layer == (family == "llama")
+            loss = session.pipeline.run(draw_batch(each, 0), 0).item()
+            found.append((loss, digest(gradients(session))))
+            parameters = map(stage.composed.model.get_parameter, session.job.offloaded)
+            assert all(each.isnan().all() for each in parameters), "they are freed"
+    assert found[0] == found[1]
+
+
 class Shared(torch.nn.Module):
     """Uses a weight once, twice, and beside the way from the inputs."""
 

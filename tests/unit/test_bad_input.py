@@ -152,11 +152,6 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("--model.offload disk --model.freeze *.h.0.* --model.compile", 1, "model.compile compiles blocks whose"),
         ("--model.offload_activations --model.compile", 1, "model.compile chooses that by itself; remove one of both"),
         ("--model.offload disk --model.freeze *.h.0.* --dp.shard weights", 2, "on each device; remove one"),
-        (
-            "--model.offload disk --model.freeze *.h.0.* --pp.stages 2 --pp.schedule zb",
-            2,
-            "model.offload=disk keeps those of two layers there; remove one of both",
-        ),
         ("--dp.shard weights --model.compile", 2, "remove model.compile, or use --dp.shard gradients"),
         ("--data.deal speed --dp.shard gradients", 2, "use data.deal=even and a data.batch of 4, or --dp.shard optimi"),
         ("--data.deal speed --pp.forward delta:bits=4", 1, "data.deal=speed: with pp.forward=delta:bits=4 a sequence"),

@@ -63,12 +63,6 @@ def check_split(config: Config) -> None:
                 f"pp.schedule={config.pp.schedule} runs gradients of weights after those of inputs, but "
                 f"{key}={value} computes them together; remove one of both, or use pp.schedule=1f1b"
             )
-    if config.model.offload != "none":
-        raise ValueError(
-            f"pp.schedule={config.pp.schedule} runs a layer's backward in two parts, between which all parameters "
-            f"would stay on the device, and model.offload={config.model.offload} keeps those of two layers there; "
-            "remove one of both, or use pp.schedule=1f1b"
-        )
 
 
 def check_reading(config: Config, micros: int, processes: int) -> None:

@@ -279,8 +279,9 @@ class StepPlanner:
         keys = () if offload == "cpu" and not self._rates.on_gpu else partition.offloaded
         nbytes = sum(fetched_bytes(self._built.get_parameter(key), partition.shapes.dtype) for key in keys)
         rate = DISK_BYTES_PER_S if offload == "disk" else self._rates.host_bytes_per_s
-        copies_s = nbytes / rate + saved / self._rates.host_bytes_per_s
-        return max(0.0, 2 * micros * copies_s - compute_s)
+        fetches = 3 if partition.programs.splits_backward else 2
+        copies_s = fetches * nbytes / rate + 2 * saved / self._rates.host_bytes_per_s
+        return max(0.0, micros * copies_s - compute_s)
 
 
 def ranks_of(partition: Partition) -> Sequence[int]:
