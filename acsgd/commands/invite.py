@@ -232,7 +232,7 @@ def _secret_of(config: Config) -> tuple[str, str]:
 
 def _options(config: Config) -> str:
     """Return the options of a run as TOML, without those that have their defaults."""
-    lines = to_toml(config).splitlines()
+    lines = to_toml(config).split("\n")
     defaults = {
         section.name: {field.name: field.default for field in dataclasses.fields(getattr(config, section.name))}
         for section in dataclasses.fields(config)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import io
 import itertools
+import json
 import os
 import re
 import tomllib
@@ -398,7 +399,6 @@ def _as_flags(table: dict[str, dict[str, Any]]) -> list[str]:
 def _toml(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(_toml(item) for item in value)}]"
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
+    if isinstance(value, str):  # a string of JSON, in which DEL need not be escaped
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else str(value)
