@@ -218,8 +218,16 @@ def test_a_whole_line_is_answered_with_the_new_line(tool: str, is_whole: bool, m
 
 
 PARTS = {
-    "--model_name m --no_eval --data_path d --num_virtual_tokens 2": "--data.eval_sources None --data.sources d/train",
+    "--model_name m --no_eval --data_path d --num_virtual_tokens 2": "--data.eval_sources None --eval.every None --data",
     "--model_name m --data_path d --num_virtual_tokens 2 --no_eval": "--data.sources d/train --data.eval_sources None",
+    **{
+        f"--model_name m --data_path d {line}": "--eval.every None"
+        for line in ("--no_eval --eval_and_save_interval 3", "--eval_and_save_interval 3 --no_eval")
+    },
+    "--load_path m --temperature 0.7 --do_sample --top_k 4 --max_new_tokens 5 --max_output_tokens 9": (
+        "acsgd generate m --temperature 0.7 --top-k 4 --max-new-tokens 5"
+    ),
+    "--load_path m --temperature 0.7 --top_k 4 --max_new_tokens 5 --output_file o": "m --max-new-tokens 5 --out o",
     "--max_input_tokens 9 20 --max_output_tokens 8 4 --num_training_steps 2": (
         "--data.sequence 28 --data.max_prompt 9 20 --data.max_answer 8 4"
     ),
