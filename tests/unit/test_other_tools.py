@@ -218,7 +218,7 @@ def test_a_whole_line_is_answered_with_the_new_line(tool: str, is_whole: bool, m
 
 
 PARTS = {
-    "--model_name m --no_eval --data_path d --num_virtual_tokens 2": "--data.eval_sources None --eval.every None --data",
+    "--model_name m --no_eval --data_path d --num_virtual_tokens 2": "--data.eval_sources None --eval.every None",
     "--model_name m --data_path d --num_virtual_tokens 2 --no_eval": "--data.sources d/train --data.eval_sources None",
     **{
         f"--model_name m --data_path d {line}": "--eval.every None"
