@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from acsgd.layers.capture import BlockCall
 from acsgd.layers.description import LayersError, Replicated
+from acsgd.streams import load_onto
 
 
 class LookupTable(Tensor):
@@ -25,27 +26,31 @@ class LookupTable(Tensor):
     """[n + 1, D]; the last row is NaN."""
     _positions: Tensor
     """int64 [V]: position of each row of the parameter in `_rows`; n = no room."""
+    _ids: Tensor
+    """int64 [n], in host memory: index of each row in the parameter."""
     _gradient: Tensor | None
 
     @staticmethod
     def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> LookupTable:
-        """Return a table without rows, which takes 8 bytes per row of the parameter."""
-        table = torch.full((), float("nan"), dtype=dtype, device=device).expand(shape).as_subclass(cls)
-        table._is_param = True  # modules accept it as a parameter
-        table._positions = torch.empty(shape[0], dtype=torch.int64, device=device)
-        table.reset(torch.empty(0, dtype=torch.int64, device=device))
-        return table
+        return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape).as_subclass(cls)
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        """Make a table without rows, which takes 8 bytes per row of the parameter."""
+        self._is_param = True  # modules accept it as a parameter
+        self._positions = torch.empty(shape[0], dtype=torch.int64, device=device)
+        self.reset(torch.empty(0, dtype=torch.int64))
 
     def reset(self, ids: Tensor) -> None:
         """Drop all rows, make room for others, and clear the gradient.
 
-        ids: int64 [n], the indices of these in the parameter, different from each other.
+        ids: int64 [n], in host memory: the indices of these in the parameter, different from each other.
         """
+        self._ids = ids
         empty = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
         self._rows = nn.Parameter(empty.repeat(len(ids) + 1, *self.shape[1:]))
         self._rows.register_post_accumulate_grad_hook(self._accumulate)
         self._positions.fill_(len(ids))
-        self._positions[ids] = torch.arange(len(ids), device=ids.device)
+        self._positions[load_onto(self.device, ids)] = torch.arange(len(ids), device=self.device)
         self._gradient = None
 
     def load(self, part: slice, rows: Tensor) -> None:
@@ -71,7 +76,10 @@ class LookupTable(Tensor):
 
     def _look_up(self, ids: Tensor, padding: int | None, **options: Any) -> Tensor:
         """Return the rows of `ids`. padding: index of the row that gets no gradient."""
-        position = None if padding is None else int(self._positions[padding])
+        position = None
+        if padding is not None:
+            found = (self._ids == padding).nonzero()  # on the host, which need not wait for the device
+            position = int(found) if len(found) else len(self._ids)
         return embedding(self._positions[ids], self._rows, position, **options)
 
     @classmethod

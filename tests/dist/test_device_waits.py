@@ -38,6 +38,7 @@ from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.session import Session
 from acsgd.run.setup.build import build_session
+from acsgd.shards import load
 from acsgd.train import train_step
 
 ONCE = Counter({"copy to the host": 1})
@@ -61,6 +62,8 @@ class Row(NamedTuple):
     optim: Mapping[str, Any] = NONE
     dtype: str = "fp32"
     model: Mapping[str, Any] = NONE
+    is_tied: bool = False
+    """Whether the head is the table of the embedding, of which stages exchange rows."""
     is_ordered: bool = False
     """Whether its messages stay on the device, over the ordered transport; else they travel over gloo."""
 
@@ -71,9 +74,9 @@ class Row(NamedTuple):
 
     def config(self, directory: Path) -> Config:
         """Return the run, with files in a directory of the module."""
-        model = directory / f"model-{self.blocks}" / "model"
+        model = directory / f"model-{self.blocks}-{self.is_tied}" / "model"
         if not model.exists():
-            save_model(model, blocks=self.blocks, tied=False)  # a device tensor cannot be a table of another rank
+            save_model(model, blocks=self.blocks, tied=self.is_tied)
         config = plain_config(model, directory / "runs", steps=3, micro=self.micro, **self.pp)
         config = dataclasses.replace(
             config,
@@ -91,7 +94,7 @@ CODECS = ("fixpoint:bits=4", "fixpoint:bits=3,scale=l2,centroids=true", "lloyd:b
 ROWS = {
     "one stage": Row(),
     "two stages over gloo": Row(pp=TWO),
-    "two stages": Row(pp=TWO, is_ordered=True),
+    "two stages": Row(pp=TWO, is_tied=True, is_ordered=True),
 }
 """Runs of `make test`."""
 SOAKED = {
@@ -99,7 +102,11 @@ SOAKED = {
     "two stages over gloo, larger": Row(4, 1, pp=TWO),
     "lossy over gloo": Row(pp=LOSSY),
     "lossy over gloo, larger": Row(4, 1, pp=LOSSY),
-    "two stages, larger": Row(8, 2, pp=TWO, is_ordered=True),
+    "two stages, larger": Row(8, 2, pp=TWO, is_tied=True, is_ordered=True),
+    "two stages, rows over gloo": Row(pp=TWO, is_tied=True),
+    "two stages, entropy-coded rows": Row(pp={**TWO, "tied": "rows:entropy_coding=true"}, is_tied=True),
+    "two stages, dense ties": Row(4, 1, pp={**TWO, "tied": "dense"}, is_tied=True, is_ordered=True),
+    "two stages, not tied": Row(4, 1, pp=TWO, is_ordered=True),
     **{
         f"two stages, {spec}": Row(4, 1, pp={**TWO, "forward": spec, "backward": spec}, is_ordered=True)
         for spec in CODECS
@@ -291,11 +298,31 @@ def test_a_step_waits_once_and_for_each_message_over_gloo(name: str, observed: R
     row, (config, by_rank) = (ROWS | SOAKED)[name], observed[name]
     expected = ONCE + HEADERS if row.is_ordered else Counter(ONCE)
     if row.ranks > 1 and not row.is_ordered:
-        expected["event"] = config.data.batch // config.pp.micro
+        expected["event"] = (1 + row.is_tied) * (config.data.batch // config.pp.micro)
     for each in by_rank:
         assert each.losses == each.on_cpu
         assert all(waits == expected for waits in each.waits[1:]), each.waits
         assert each.buffers[-1] == each.buffers[-2], "buffers are allocated once"
+
+
+def look_up(rank: int, world_size: int) -> tuple[bool, Counter[str]]:
+    """Look up rows of a table on the stand-in, one of them that of padding, which gets no gradient."""
+    with on_stand_in() as streams:
+        table = load.LookupTable(torch.Size((8, 2)), torch.float32, streams.device)
+        table.reset(torch.tensor([5, 1, 3]))
+        table.load(slice(0, 3), streams.load(torch.ones(3, 2)))
+        ids = streams.load(torch.tensor([[1, 3, 5]]))
+        streams.waits.clear()
+        nn.functional.embedding(ids, table, padding_idx=3).sum().backward()
+        waits = Counter(streams.waits)
+        return table.gradient.cpu().tolist() == [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]], waits
+
+
+def test_a_lookup_with_a_row_of_padding_waits_for_nothing() -> None:
+    """Which would be a wait per micro-batch."""
+    [(is_right, waits)] = on_ranks(1, look_up)
+    assert is_right
+    assert not waits
 
 
 @pytest.mark.parametrize("option", [*OFTEN, *soaked(sorted(OF_SHAPE.keys() - OFTEN))])

@@ -62,6 +62,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "2 stages, interleaved": {"schedule": "interleaved:chunks=2"},
     "2 stages, untied": {"family": "llama"},
     "2 stages, dense ties": {"tied": "dense"},
+    "2 stages, entropy-coded rows": {"tied": "rows:entropy_coding=true"},
     "2 stages, bf16": {"dtype": "bf16", "family": "llama"},
     **{f"2 replicas, {mode}": {"mode": mode + MODE_OPTIONS.get(mode, "")} for mode in MODES},
     "2 replicas, bf16": {"mode": "allreduce", "dtype": "bf16"},

@@ -20,12 +20,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from acsgd.layers.stand_ins import LookupTable
 from acsgd.shards import plan
 from acsgd.streams import Streams
 
 HOST = torch.device("cpu")
 _READ_VALUES = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
-_READ_VALUES |= {"unique_consecutive", "bincount", "_nested_tensor_from_mask"}
+_READ_VALUES |= {"unique_consecutive", "bincount", "_nested_tensor_from_mask", "_linalg_eigh"}
 """Operations whose result, or its shape, depends on values."""
 _BY_INDEX = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"}
 _COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
@@ -61,6 +62,15 @@ class DeviceTensor(Tensor):
         return _run(func, args, kwargs or {})
 
 
+class _DeviceTable(LookupTable, DeviceTensor):
+    """A table on the device, of which a rank has some rows."""
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> _DeviceTable:
+        table: _DeviceTable = DeviceTensor.__new__(cls, torch.full((), torch.nan, dtype=dtype).expand(shape))  # type: ignore[assignment]
+        return table
+
+
 class StandInStreams(Streams):
     """Streams of the device, which does nothing before the host waits for it. Counts what the host waits for."""
 
@@ -78,9 +88,7 @@ class StandInStreams(Streams):
 
     def host_buffer(self, nbytes: int) -> Tensor:
         self.buffers += 1
-        buffer = super().host_buffer(nbytes)
-        _pinned.append(buffer)
-        return buffer
+        return _pin(super().host_buffer(nbytes))
 
     def record_event(self) -> _Event:
         return _Event()
@@ -103,16 +111,23 @@ class _Event:
 def on_stand_in() -> Iterator[StandInStreams]:
     """Context in which runs are prepared for the device."""
     streams = StandInStreams()
-    streams_of = mock.patch("torch.accelerator.current_stream", return_value=_Event())
-    costs = mock.patch.dict(plan.FLOPS_PER_BYTE, {"standin": plan.FLOPS_PER_BYTE["cpu"]})
-    with costs, streams_of, mock.patch("acsgd.run.plan.job.open_streams", return_value=streams):
+    with contextlib.ExitStack() as patches:
+        for patch in (
+            mock.patch("torch.accelerator.current_stream", return_value=_Event()),
+            mock.patch.dict(plan.FLOPS_PER_BYTE, {"standin": plan.FLOPS_PER_BYTE["cpu"]}),
+            mock.patch("acsgd.run.plan.job.open_streams", return_value=streams),
+            mock.patch("acsgd.shards.load.LookupTable", _DeviceTable),
+            mock.patch.object(Tensor, "pin_memory", lambda tensor: _pin(tensor.clone())),
+        ):
+            patches.enter_context(patch)
         yield streams
 
 
 _waits = Counter[str]()
 _history: list[str] = []
 """All waits of this process."""
-_pinned: list[Tensor] = []
+_pinned: dict[int, Tensor] = {}
+"""Tensors in pinned memory, by its address."""
 _refs: dict[int, StorageWeakRef] = {}
 """All storages that tensors of the device have had, some of which are freed."""
 _noting = threading.Lock()
@@ -133,6 +148,16 @@ def _note(held: Tensor) -> None:
 def _alive(ref: StorageWeakRef) -> torch.UntypedStorage | None:
     storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
     return storage
+
+
+def _pin(tensor: Tensor) -> Tensor:
+    """Take the memory of a tensor of the host for pinned."""
+    _pinned[tensor.untyped_storage().data_ptr()] = tensor
+    return tensor
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() in _pinned
 
 
 def _wait(what: str) -> None:
@@ -205,14 +230,13 @@ def _count(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
 def _count_copy(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     is_async = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
     if name == "_to_copy":
-        to_host = torch.device(kwargs.get("device") or args[0].device).type == "cpu"
-        from_host, is_pinned = not isinstance(args[0], DeviceTensor), True
+        to_host, source = torch.device(kwargs.get("device") or args[0].device).type == "cpu", args[0]
+        is_pinned = to_host or _is_pinned(source)  # torch pins what it makes of a tensor of the device
     else:
         target, source = (tree_leaves(args[place])[0] for place in (0, 1))
-        to_host, from_host = not isinstance(target, DeviceTensor), not isinstance(source, DeviceTensor)
-        starts = {buffer.untyped_storage().data_ptr() for buffer in _pinned} if to_host else set()
-        is_pinned = not to_host or target.untyped_storage().data_ptr() in starts
-        if from_host and not source.dim():
+        to_host = not isinstance(target, DeviceTensor)
+        is_pinned = _is_pinned(target if to_host else source)
+        if not isinstance(source, DeviceTensor) and not source.dim():
             return  # a number of the host is an argument of the kernel
-    if to_host != from_host and not (is_async and is_pinned):
+    if to_host == isinstance(source, DeviceTensor) and not (is_async and is_pinned):
         _wait("copy to the host" if to_host else "copy from the host")

@@ -46,7 +46,7 @@ class RowGroup(NamedTuple):
 
 
 class RowGroups(NamedTuple):
-    """The rows that a batch uses, and when."""
+    """The rows that a batch uses, and when. All of its tensors are in host memory."""
 
     ids: Tensor
     """int64 [n]: their indices in the table, by group of the first use."""

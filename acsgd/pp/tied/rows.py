@@ -23,6 +23,7 @@ from acsgd.pp.wire.coder import TransferInfo
 from acsgd.pp.wire.frame import MessageKind
 from acsgd.pp.wire.link import AnyInbox, AnyOutbox, LinkFactory
 from acsgd.shards.weights import Weight
+from acsgd.streams import load_onto
 
 Channels = Mapping[MessageKind, Channel]
 """Channels of a table between its owner and one other rank, by what they carry."""
@@ -136,7 +137,7 @@ class TableOwner:
             master.grad = torch.zeros_like(master)
         for part in rows.end_parts:
             gradient = self._gradients_in.receive(self._transfer.gradient_info(part)).state["gradient"]
-            ids = rows.ids[rows.by_end[part.rows]].to(master.device)  # masters may be in host memory
+            ids = load_onto(master.device, rows.ids[rows.by_end[part.rows]])  # masters may be in host memory
             master.grad.index_add_(0, ids, gradient.to(master.device))
 
     def settle(self, transfer: RowTransfer) -> None:
@@ -146,7 +147,8 @@ class TableOwner:
     def _send(self, transfer: RowTransfer, parts: Sequence[RowGroup]) -> None:
         param = self.weight.param.detach()
         for part in parts:
-            self._rows_out.send(transfer.info(part), {"rows": param[transfer.rows.ids[part.rows]]})
+            ids = load_onto(param.device, transfer.rows.ids[part.rows])
+            self._rows_out.send(transfer.info(part), {"rows": param[ids]})
 
 
 class TableUser:
@@ -187,13 +189,13 @@ class TableUser:
         return [self._rows_in]
 
     def request(self, inputs: Inputs | None, step: int) -> None:
-        """Send the indices of the rows that a batch uses. inputs: of the model, [M, B, ...], on any device."""
+        """Send the indices of the rows that a batch uses. inputs: of the model, [M, B, ...], in host memory."""
         assert inputs is not None, "this rank reads no inputs"
         tokens = torch.cat([inputs[name].flatten(1) for name in self._inputs], dim=1)
         request = RowGroups.pack(tokens, self._groups_of(len(tokens)))
         self._ids_out.send(TransferInfo(step, 0, lengths=Lengths(len(request))), {"ids": request})
         self._ids_out.flush(wait=True)
-        self._requested.append(RowGroups.unpack(request.to(self._table.device)))
+        self._requested.append(RowGroups.unpack(request))
 
     def start(self, micros: int, step: int, codec: int) -> RowTransfer:
         """Post the receives of the first rows of the earliest request."""
@@ -229,8 +231,9 @@ class TableUser:
         """Send the gradients that are complete after a micro-batch."""
         rows = self._transfer.rows
         for part in self._transfer.completed_by(micro):
-            gradient = self._table.gradient[rows.by_end[part.rows]]
-            self._gradients_out.send(self._transfer.gradient_info(part), {"gradient": gradient})
+            gradient = self._table.gradient
+            ordered = gradient[load_onto(gradient.device, rows.by_end[part.rows])]
+            self._gradients_out.send(self._transfer.gradient_info(part), {"gradient": ordered})
 
     def settle(self, transfer: RowTransfer) -> None:
         """Wait for the rows whose receives are posted, so that those of another batch can follow."""

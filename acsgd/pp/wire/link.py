@@ -29,6 +29,7 @@ from acsgd.pp.wire.row_coder import RowDifferenceCoder
 from acsgd.pp.wire.shared_basis import TransformCoder
 from acsgd.streams import Streams
 
+HOST = Streams(torch.device("cpu"))
 AnyOutbox = Outbox | DeviceOutbox
 AnyInbox = Inbox | DeviceInbox
 
@@ -156,8 +157,8 @@ class LinkFactory:
     ) -> dict[MessageKind, Channel]:
         """Open the channels of a table between its owner and a rank that looks up its rows, together with the peer.
 
-        Indices travel over gloo, since only the sender knows their number before. Both ends then know the size of each
-        message of rows and of gradients, unless it is entropy-coded.
+        Indices travel over gloo, since only the sender knows their number before, and stay in host memory. Both ends
+        then know the size of each message of rows and of gradients, unless it is entropy-coded.
 
         number: of the weight among all tied ones. max_ids, max_rows: largest number of rows per request, and per
         message. rows, gradients: codecs after the lossless one. Raises RunError if the two ends differ.
@@ -182,6 +183,7 @@ class LinkFactory:
                 of_kind,
                 self.tied_meter,
                 has_known_sizes=kind != MessageKind.TABLE_IDS and not any(codec.entropy_coding for codec in codecs),
+                streams=HOST if kind == MessageKind.TABLE_IDS else None,
             )
             for kind, (codecs, of_kind) in coders.items()
         }
@@ -260,7 +262,9 @@ class LinkFactory:
         meter: Meter,
         *,
         has_known_sizes: bool = True,
+        streams: Streams | None = None,
     ) -> Channel:
+        """Open a channel. streams: of the device of its tensors; None = those of this rank."""
         channel = Channel(
             kind=kind,
             boundary=boundary,
@@ -269,7 +273,7 @@ class LinkFactory:
             waits=self.waits,
             codec=", ".join(map(repr, codecs)),
             coders=coders,
-            streams=self.streams,
+            streams=streams or self.streams,
             meter=meter,
             has_known_sizes=has_known_sizes,
         )

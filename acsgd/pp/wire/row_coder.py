@@ -12,6 +12,7 @@ from torch import Tensor
 from acsgd.codecs.base import Codec
 from acsgd.codecs.lossless import BytePlanes, bits_of, from_planes, to_planes
 from acsgd.pp.wire.coder import StatelessCoder, TensorSpec, TransferInfo
+from acsgd.streams import load_onto
 
 
 class _Rows(NamedTuple):
@@ -26,7 +27,7 @@ class _Rows(NamedTuple):
     def bits_at(self, ids: Tensor) -> Tensor:
         """Return the bits of rows, 0 for those that are not there."""
         if not len(self.ids):
-            return self.bits.new_zeros((len(ids), *self.bits.shape[1:]))
+            return ids.new_zeros((len(ids), *self.bits.shape[1:]), dtype=self.bits.dtype)
         positions = torch.searchsorted(self.ids, ids).clamp_(max=len(self.ids) - 1)
         found = (self.ids[positions] == ids).view(-1, *[1] * (self.bits.dim() - 1))
         return self.bits[positions].where(found, 0)
@@ -89,4 +90,4 @@ class RowDifferenceCoder(StatelessCoder):
 
     @staticmethod
     def _ids(info: TransferInfo, device: torch.device) -> Tensor:
-        return torch.tensor(info.samples, dtype=torch.int64, device=device)
+        return load_onto(device, torch.tensor(info.samples, dtype=torch.int64))
