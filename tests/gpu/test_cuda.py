@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,13 +18,24 @@ from acsgd.config.options import Config, RunConfig
 from acsgd.streams import open_streams
 
 TinyModel = Callable[..., Path]
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+PRELOAD_ON_A_GPU = """
+import torch
+
+def starts_cuda():
+    raise AssertionError("a process that is forked after this cannot use CUDA")
+
+torch.backends.cuda.is_built = lambda: True
+torch.cuda.is_available = torch.cuda.device_count = starts_cuda
+import tests.lib.preload
+"""
 
 
 def on_gpu(config: Config) -> Config:
     return dataclasses.replace(config, run=RunConfig(device="cuda"))
 
 
+@NEEDS_GPU
 @pytest.mark.parametrize("stages", [1, 2])
 def test_training_equals_the_one_process_loop_on_the_cpu(stages: int, tiny_model: TinyModel, tmp_path: Path) -> None:
     if torch.cuda.device_count() < stages:
@@ -32,6 +46,7 @@ def test_training_equals_the_one_process_loop_on_the_cpu(stages: int, tiny_model
     assert losses[0] == pytest.approx(oracle_losses(config), rel=1e-4)
 
 
+@NEEDS_GPU
 def test_work_on_the_side_stream_comes_after_what_made_its_input() -> None:
     streams = open_streams("cuda", 0)
     x = torch.randn(4096, 4096, device=streams.device)
@@ -44,3 +59,11 @@ def test_work_on_the_side_stream_comes_after_what_made_its_input() -> None:
     event.synchronize()
     assert event.query()
     assert torch.equal(host.view(torch.float32).view(4096, 4096), y.cpu())
+
+
+@pytest.mark.soak
+def test_the_server_that_ranks_are_forked_from_starts_no_cuda() -> None:
+    """As a rehearsal, where torch is built without CUDA."""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    subprocess.run([sys.executable, "-c", PRELOAD_ON_A_GPU], cwd=root, env=environment, check=True)
