@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from acsgd.codecs.identity import DTYPES
-from acsgd.config.options import Config, ReplicaConfig
+from acsgd.config.options import AdapterConfig, Config, ReplicaConfig
 from acsgd.dp import MODES
 from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
@@ -62,6 +62,8 @@ class Row(NamedTuple):
     optim: Mapping[str, Any] = NONE
     dtype: str = "fp32"
     model: Mapping[str, Any] = NONE
+    data: Mapping[str, Any] = NONE
+    adapter: str | None = None
     is_tied: bool = False
     """Whether the head is the table of the embedding, of which stages exchange rows."""
     is_ordered: bool = False
@@ -81,7 +83,8 @@ class Row(NamedTuple):
         config = dataclasses.replace(
             config,
             model=dataclasses.replace(config.model, dtype=self.dtype, **self.model),
-            data=dataclasses.replace(config.data, sequence=16),
+            data=dataclasses.replace(config.data, **{"sequence": 16, **self.data}),
+            adapter=AdapterConfig(self.adapter),
             dp=ReplicaConfig(**self.dp),
             optim=dataclasses.replace(config.optim, **self.optim),
         )
@@ -107,6 +110,15 @@ SOAKED = {
     "two stages, entropy-coded rows": Row(pp={**TWO, "tied": "rows:entropy_coding=true"}, is_tied=True),
     "two stages, dense ties": Row(4, 1, pp={**TWO, "tied": "dense"}, is_tied=True, is_ordered=True),
     "two stages, not tied": Row(4, 1, pp=TWO, is_ordered=True),
+    "two stages, zb, a codec and LoRA": Row(
+        4, 1, pp={**TWO, "schedule": "zb", "forward": "fixpoint:bits=4"}, adapter="lora:r=2,alpha=4", is_ordered=True
+    ),
+    "two stages, prompt tuning": Row(
+        4, 1, pp=TWO, data={"sequence": 14}, adapter="prompt_tuning:tokens=2", is_ordered=True
+    ),
+    "two stages, padded rows": Row(4, 1, pp=TWO, data={"rows": "single"}, is_ordered=True),
+    "two stages, documents apart": Row(4, 1, pp=TWO, data={"rows": "pack", "isolate": True}, is_ordered=True),
+    "two stages, frozen blocks": Row(4, 1, pp=TWO, model={"freeze": "*.w?e.*,*.h.0.*"}, is_ordered=True),
     **{
         f"two stages, {spec}": Row(4, 1, pp={**TWO, "forward": spec, "backward": spec}, is_ordered=True)
         for spec in CODECS
@@ -188,6 +200,8 @@ class Observed(NamedTuple):
     losses: list[float]
     waits: list[Counter[str]]
     """By step."""
+    evaluation: Counter[str]
+    """Waits of an evaluation between the first two steps, of runs with stages."""
     exchanges: list[int]
     """Messages that it has sent to the other replica so far, by step."""
     buffers: list[int]
@@ -207,13 +221,17 @@ def observe(rank: int, world_size: int, store: Path, runs: Sequence[tuple[Config
     with on_stand_in() as streams:  # before the first backward: that fixes which devices torch has
         for number, (config, is_ordered) in enumerate(runs):
             job, file_store = prepare(config, Launch(rank, rank, world_size)), dist.FileStore(f"{store}-{number}")
-            found, progress = Observed([], [], [], [], set(), [], []), Progress()
+            found, progress = Observed([], [], Counter(), [], [], set(), [], []), Progress()
             with connect(job.topology, timeout=TIMEOUT, store=file_store) as groups:
                 if is_ordered:
                     groups = groups.with_transport(ordered_transport(rank), streams.device, lambda axis, ranks: True)
                 session = build_session(job, open_weight_source(job), groups)
                 _observe_memory(session, streams, found.live)
                 for batch in batches_of(job):
+                    if progress.step == 1 and config.pp.stages > 1:
+                        streams.waits.clear()
+                        session.pipeline.evaluate(batch, progress.step)
+                        found.evaluation.update(streams.waits)
                     streams.waits.clear()
                     result = train_step(session, batch, progress)
                     progress = result.progress
@@ -302,6 +320,7 @@ def test_a_step_waits_once_and_for_each_message_over_gloo(name: str, observed: R
     for each in by_rank:
         assert each.losses == each.on_cpu
         assert all(waits == expected for waits in each.waits[1:]), each.waits
+        assert each.evaluation <= expected, "no more in an evaluation"
         assert each.buffers[-1] == each.buffers[-2], "buffers are allocated once"
 
 
