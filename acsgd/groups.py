@@ -22,7 +22,7 @@ from acsgd.comm.communicators import Communicator, OrderedTransport
 from acsgd.comm.host_links import LIMIT_S, HostLinkTimes, HostRing
 from acsgd.comm.liveness import PeerWatch, heartbeat_interval_s
 from acsgd.comm.process_groups import GLOO, MARGIN_S, Group, ProcessGroups, VirtualHost
-from acsgd.comm.store import StoreClient, call_in_thread, poll_pause_s
+from acsgd.comm.store import MANY_RANKS, StoreClient, TextExchange, call_in_thread, poll_pause_s
 from acsgd.comm.waits import DIRECT, Waits
 from acsgd.errors import ConnectError, RunError, reason
 from acsgd.launch import Launch, set_interface
@@ -199,15 +199,18 @@ class Groups:
         heartbeat for run.timeout seconds (see `expect_stop`) or any rank has failed; StoreError if the store does not
         answer.
         """
-        number = self._rounds[name]
+        number, rank = self._rounds[name], self.world.rank()
         self._rounds[name] += 1
-        keys = [_text_key(name, number, rank) for rank in range(self.world.size())]
+        before, exchange = (
+            TextExchange(self.store, f"{name}/{each}", self.world.size()) for each in (number - 1, number)
+        )
         with self._located(name):
-            self.store.set(keys[self.world.rank()], text)
-            self._wait_for(dict(enumerate(keys)), timeout_s)
-            texts = [text.decode() for text in self.store.get_all(keys)]
+            exchange.send(rank, text)
+            if not self._wait_for(exchange.joined, exchange.missing, timeout_s):
+                exchange.join()
+            texts = exchange.read()
             if number:  # all ranks have read the texts before these
-                self.store.delete(_text_key(name, number - 1, self.world.rank()))
+                before.delete(rank)
         return texts
 
     def publish_text(self, name: str, text: str) -> None:
@@ -218,7 +221,7 @@ class Groups:
         """Wait for a text that rank 0 publishes. Raises errors as `all_gather_text` does."""
         key = _published_key(name, self.run_id)
         with self._located(name):
-            self._wait_for({0: key}, timeout_s)
+            self._wait_for(key, lambda: [0], timeout_s)
         return self.store.get(key)
 
     def meet(self, name: str, rank: int, *, timeout_s: float) -> None:
@@ -229,7 +232,7 @@ class Groups:
         mine, other = (f"acsgd/meet/{name}/{each}" for each in (self.world.rank(), rank))
         with self._located(name):
             self.store.set(mine, "")
-            self._wait_for({rank: other}, timeout_s)
+            self._wait_for(other, lambda: [rank], timeout_s)
             self.store.delete(other)
 
     @contextlib.contextmanager
@@ -241,20 +244,24 @@ class Groups:
             where = f"rank {self.world.rank()} on {socket.gethostname()}: {name}"
             raise type(error)(f"{where}: {error}", awaited=error.awaited) from error
 
-    def _wait_for(self, keys: Mapping[int, str], timeout_s: float) -> None:
-        """Wait until the store has the keys of some ranks, which stay there."""
+    def _wait_for(self, key: str, find_missing: Callable[[], list[int]], timeout_s: float) -> bool:
+        """Wait until the store has a key; return False if no rank is missing, as found now and then, before it has.
+
+        Its requests do not grow with the number of ranks.
+        """
         started = checked = time.monotonic()
-        missing, watch = [*keys], PeerWatch(self.store, self.timeout_s, self._opened.is_stopping.is_set)
-        while not self.store.has(*(keys[rank] for rank in missing)):
+        watch = PeerWatch(self.store, self.timeout_s, self._opened.is_stopping.is_set)
+        interval_s = heartbeat_interval_s(self.timeout_s) * max(1.0, self.world.size() / MANY_RANKS)
+        missing = find_missing()
+        while missing and not self.store.has(key):
             now = time.monotonic()
-            if now - checked >= heartbeat_interval_s(self.timeout_s):
-                checked, missing = now, [rank for rank in missing if not self.store.has(keys[rank])]
-                if not missing:
-                    return
+            if now - checked >= interval_s and (missing := find_missing()):
+                checked = now
                 watch.check(missing)
                 if now - started > timeout_s:
                     raise RunError(f"ranks {missing} did not answer within {timeout_s:g} s", awaited=missing)
             time.sleep(poll_pause_s(now - started, self.world.size()))
+        return bool(missing)
 
     def wait_for_all(self, name: str, *, timeout_s: float) -> None:
         """Wait until every rank has called this. name, timeout_s: as in `all_gather_text`."""
@@ -349,16 +356,16 @@ def connect(
     with other interruptible waits. Raises RunError if not all ranks connect in time.
     """
     rank, timeout_s = topology.rank, timeout.total_seconds()
-    opened = ProcessGroups(store, waits, rank, timeout, host)
+    opened = ProcessGroups(store, waits, rank, topology.world_size, timeout, host)
     waits.on_interrupt(opened.interrupt)
     try:
         with _connection_errors(rank, topology.world_size, timeout_s):
-            domains = _find_domains(opened, topology, domain)
+            domains = _find_domains(opened.gather_before("domain", domain), topology)
             local, leaders = _levels(domains, topology)
             lines = [line for axis in topology.sizes for line in topology.lines(axis)]
             everyone = [list(range(topology.world_size))] if background else []
             members = [*lines, *local, *leaders, *everyone]
-            run_id, (world, *others) = opened.open(topology.world_size, members, GLOO)
+            run_id, (world, *others) = opened.open(members, GLOO)
         own = iter(others)
         by_axis = dict(zip(topology.sizes, own, strict=False))
         of_domain, of_leaders = (
@@ -381,14 +388,11 @@ def machine_name() -> str:
     return socket.gethostname() + MACHINE + (boot_id.read_text().strip() if boot_id.exists() else "")
 
 
-def _find_domains(opened: ProcessGroups, topology: Topology, name: str) -> dict[tuple[str, ...], list[int]]:
+def _find_domains(names: Sequence[str], topology: Topology) -> dict[tuple[str, ...], list[int]]:
     """Return the replicas of each domain by its names; empty unless some replicas share a domain, and others another.
 
-    All ranks call it together. name: as `connect`'s `domain`.
+    names: by rank, as `connect`'s `domain`.
     """
-    if topology.replicas == 1:
-        return {}
-    names = opened.gather_before("domain", name, topology.world_size)
     domains = topology.domains(names)
     return domains if all(names) and 1 < len(domains) < topology.replicas else {}
 
@@ -421,7 +425,3 @@ def _attempt_key(attempt: int) -> str:
 
 def _published_key(name: str, run_id: str) -> str:
     return f"acsgd/published/{run_id}/{name}"
-
-
-def _text_key(name: str, number: int, rank: int) -> str:
-    return f"acsgd/{name}/{number}/{rank}"

@@ -78,8 +78,7 @@ class PeerWatch:
         Call it while waiting for `ranks`, about as often as there are heartbeats.
         """
         now = time.monotonic()
-        for rank in ranks:
-            latest = heartbeat(self._store, rank)
+        for rank, latest in zip(ranks, self._heartbeats(ranks), strict=True):
             if rank not in self._seen or self._seen[rank][0] != latest:
                 self._seen[rank] = latest, now
         limit_s, why = self._limit_s, "run.timeout"
@@ -92,6 +91,13 @@ class PeerWatch:
             self._failed_at = self._failed_at or now
             if now - self._failed_at >= min(FAILURE_GRACE_S, self._limit_s):
                 raise RunError(f"a rank failed, and ranks {ranks} did not answer", awaited=ranks)
+
+    def _heartbeats(self, ranks: list[int]) -> list[str]:
+        """Return the latest heartbeats, in two requests however many ranks there are."""
+        keys = [_key(rank) for rank in ranks]
+        if keys and self._store.has(*keys):
+            return [text.decode() for text in self._store.get_all(keys)]
+        return [heartbeat(self._store, rank) for rank in ranks]  # some have none yet
 
 
 def _key(rank: int) -> str:

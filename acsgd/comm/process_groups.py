@@ -21,7 +21,7 @@ from torch import Tensor
 from acsgd.comm.communicators import Communicator, CommunicatorWatch, OrderedTransport
 from acsgd.comm.connections import GlooConnections
 from acsgd.comm.liveness import Heartbeat, PeerWatch, heartbeat_interval_s
-from acsgd.comm.store import CallThread, StoreClient, poll_pause_s
+from acsgd.comm.store import CallThread, StoreClient, TextExchange, poll_pause_s
 from acsgd.comm.waits import SLICE_S, Waits, Work
 from acsgd.errors import ConnectError, RunError
 
@@ -153,20 +153,28 @@ def _started(work: dist.Work | None) -> dist.Work:
 class ProcessGroups:
     """The process groups of a rank with their threads and connections, which are closed or aborted together.
 
-    store: shared by the ranks; waits: all waits of the groups, also while they are opened; timeout: limit of each
-    operation of each group, and of each call of the store; host: where the groups listen; None = where gloo chooses.
+    store: shared by the ranks; waits: all waits of the groups, also while they are opened; rank: this one of
+    `world_size`; timeout: limit of each operation of each group, and of each call of the store; host: where the groups
+    listen; None = where gloo chooses.
     """
 
     def __init__(
-        self, store: dist.Store, waits: Waits, rank: int, timeout: timedelta, host: VirtualHost | None = None
+        self,
+        store: dist.Store,
+        waits: Waits,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        host: VirtualHost | None = None,
     ) -> None:
         self.connections = GlooConnections()
         self._thread = CallThread("store", waits)
         self.client = StoreClient(store, self._thread, timeout_s=timeout.total_seconds())
-        self._store = _GroupStore(self.client, timeout.total_seconds())
+        self._store = _GroupStore(self.client, timeout.total_seconds(), world_size)
         self._timeout = timeout
         self._waits = waits
         self._rank = rank
+        self._world_size = world_size
         self._host = host
         self._heartbeat: Heartbeat | None = None
         self._groups: list[dist.ProcessGroup] = []
@@ -181,7 +189,7 @@ class ProcessGroups:
         """Is set once this process has a stop signal."""
         self._is_open = False
 
-    def open(self, world_size: int, members: Sequence[list[int]], transport: Transport) -> tuple[str, list[Group]]:
+    def open(self, members: Sequence[list[int]], transport: Transport) -> tuple[str, list[Group]]:
         """Open the group of all ranks, and one for each list of ranks, together with the other ranks.
 
         Returns the id of the run and the groups that this rank is in, that of all ranks first.
@@ -198,7 +206,7 @@ class ProcessGroups:
 
         def init() -> None:
             dist.init_process_group(
-                transport.backend, store=self._store, rank=rank, world_size=world_size, timeout=self._timeout
+                transport.backend, store=self._store, rank=rank, world_size=self._world_size, timeout=self._timeout
             )
 
         self._is_open = True
@@ -273,15 +281,20 @@ class ProcessGroups:
             communicators, self._communicators, self._are_aborted = self._communicators, [], True
         _call_together([communicator.abort for communicator in communicators])
 
-    def gather_before(self, name: str, text: str, world_size: int) -> list[str]:
+    def gather_before(self, name: str, text: str) -> list[str]:
         """Return the texts of all ranks, before their groups are open. All ranks call it together.
 
-        Raises RuntimeError if some have not called it in time.
+        Raises RuntimeError that names the ranks that have not called it in time.
         """
-        keys = [f"acsgd/{name}/{rank}" for rank in range(world_size)]
-        self.client.set(keys[self._rank], text)
-        self._store.wait(keys)
-        return [text.decode() for text in self.client.get_all(keys)]
+        exchange = TextExchange(self.client, name, self._world_size)
+        exchange.send(self._rank, text)
+        if not exchange.missing():
+            exchange.join()
+        try:
+            self._store.wait([exchange.joined])
+        except RuntimeError:
+            raise RuntimeError(f"ranks {exchange.missing()} have not started, or have ended") from None
+        return exchange.read()
 
     def publish_ports(self) -> None:
         """As `Groups.publish_ports`."""
@@ -359,12 +372,16 @@ _REFERENCES = 3
 
 
 class _GroupStore(dist.Store):
-    """Store that groups are opened with: each of its waits ends in time, and at an interrupt. No key is deleted."""
+    """Store that groups are opened with: each of its waits ends in time, and at an interrupt. No key is deleted.
 
-    def __init__(self, client: StoreClient, timeout_s: float) -> None:
+    ranks: number that may wait at once.
+    """
+
+    def __init__(self, client: StoreClient, timeout_s: float, ranks: int = 1) -> None:
         super().__init__()
         self._client = client
         self._timeout_s = timeout_s
+        self._ranks = ranks
         self._found = set[str]()
         """Keys that exist: gloo waits for each before it gets it, which waits, too."""
 
@@ -396,5 +413,5 @@ class _GroupStore(dist.Store):
             waited_s = time.monotonic() - started
             if waited_s > limit_s:
                 raise RuntimeError(f"a process has not started, or has ended: {' '.join(keys)} is not in the store")
-            time.sleep(poll_pause_s(waited_s))
+            time.sleep(poll_pause_s(waited_s, self._ranks))
         self._found |= {*missing}

@@ -7,9 +7,12 @@ So a thread makes the calls, and its callers stop waiting.
 
 from __future__ import annotations
 
+import json
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
@@ -23,8 +26,8 @@ T = TypeVar("T")
 
 MIN_POLL_S, MAX_POLL_S = 0.002, 0.05
 """Seconds between two reads of the store by a rank that waits for a key; one read takes about 0.2 ms."""
-MAX_POLLS_PER_S = 2000
-"""Reads of the store per second by all ranks that wait, if they are many."""
+MANY_RANKS = 100
+"""Number of ranks from which on each that waits reads the store less often, so that all together do not overload it."""
 
 
 def poll_pause_s(waited_s: float, ranks: int = 1) -> float:
@@ -33,7 +36,7 @@ def poll_pause_s(waited_s: float, ranks: int = 1) -> float:
     It grows with the time that the rank has waited: while ranks start seconds apart, or one of them writes a long file,
     the others would load the store. ranks: number that may wait.
     """
-    return min(max(MAX_POLL_S, ranks / MAX_POLLS_PER_S), MIN_POLL_S + waited_s / 20)
+    return min(MAX_POLL_S * max(1.0, ranks / MANY_RANKS), MIN_POLL_S + waited_s / 20)
 
 
 class StoreError(RunError):
@@ -150,7 +153,7 @@ class StoreClient:
 
     def get_all(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of keys that exist, in one request, or, where the store is a file, in one for each."""
-        if self._store.has_extended_api():  # type: ignore[attr-defined]  # not in torch's stubs
+        if self._is_extended:
             return self._call(lambda: self._store.multi_get([*keys]))
         return [self.get_bytes(key) for key in keys]
 
@@ -162,6 +165,15 @@ class StoreClient:
         """Add to the integer value of a key, 0 at first, and return the sum."""
         return self._call(lambda: self._store.add(key, amount))
 
+    def append(self, key: str, text: str) -> None:
+        """Append to the text of a key, "" at first, a text that no other process appends."""
+        if self._is_extended:
+            self._call(lambda: self._store.append(key, text))  # type: ignore[attr-defined]  # not in torch's stubs
+            return
+        before, after = "", text
+        while (found := self._call(partial(self._store.compare_set, key, before, after)).decode()) != after:
+            before, after = found, found + text
+
     def has(self, *keys: str) -> bool:
         """Return whether all keys exist."""
         return self._call(lambda: self._store.check(list(keys)))
@@ -169,6 +181,11 @@ class StoreClient:
     def delete(self, key: str) -> None:
         """Delete a key."""
         self._call(lambda: self._store.delete_key(key))
+
+    @property
+    def _is_extended(self) -> bool:
+        """Whether the store appends, and gets the values of several keys at once: all do but a file."""
+        return bool(self._store.has_extended_api())  # type: ignore[attr-defined]
 
     def _call(self, call: Callable[[], T]) -> T:
         try:
@@ -180,6 +197,51 @@ class StoreClient:
             ) from None
         except RuntimeError as error:
             raise StoreError(f"{_name(self._store)} has ended or cannot be reached ({reason(error)})") from error
+
+
+class TextExchange:
+    """A text of each of `size` ranks, through the store, for the same requests of a rank however many there are.
+
+    A rank waits for one key and reads one key: whoever finds that no rank is missing joins the texts there, compressed,
+    since most are alike. name: of this exchange alone.
+    """
+
+    def __init__(self, store: StoreClient, name: str, size: int) -> None:
+        self._store = store
+        self._name = name
+        self._size = size
+        self.joined = self._key("joined")
+        """Key that exists once the texts are joined."""
+
+    def send(self, rank: int, text: str) -> None:
+        """Store the text of a rank."""
+        self._store.set(self._key(rank), text)
+        self._store.append(self._key("ranks"), f"{rank} ")
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not sent a text. Some rank has."""
+        ranks = {*map(int, self._store.get(self._key("ranks")).split())}
+        return [rank for rank in range(self._size) if rank not in ranks]
+
+    def join(self) -> None:
+        """Join the texts of all ranks, of which none is missing. Several ranks may do so."""
+        texts = [text.decode() for text in self._store.get_all([*map(self._key, range(self._size))])]
+        self._store.set_bytes(self.joined, zlib.compress(json.dumps(texts).encode()))
+
+    def read(self) -> list[str]:
+        """Return the texts by rank, which are joined."""
+        texts: list[str] = json.loads(zlib.decompress(self._store.get_bytes(self.joined)))
+        return texts
+
+    def delete(self, rank: int) -> None:
+        """Delete what a rank has stored, once all ranks have read the texts."""
+        self._store.delete(self._key(rank))
+        if rank == 0:
+            self._store.delete(self._key("ranks"))
+            self._store.delete(self.joined)
+
+    def _key(self, part: object) -> str:
+        return f"acsgd/{self._name}/{part}"
 
 
 def _name(store: Store) -> str:

@@ -175,6 +175,8 @@ class FailureBoard:
         self.rank = rank
         self._world_size = world_size
         self._store = store
+        self._outcome: str | None = None
+        """That of the set-up of all ranks; None until it is known here."""
 
     def report(self, report: FailureReport) -> bool:
         """Store this rank's report; return whether it is the first of all."""
@@ -202,8 +204,9 @@ class FailureBoard:
 
     def stop_signal(self) -> str | None:
         """Return the stop signal that ends the set-up of all ranks; None if there is none."""
-        outcome = self._store.get(_OUTCOME) if self._store.has(_OUTCOME) else _STEPS
-        return outcome if outcome != _STEPS else None
+        if self._outcome is None and self._store.has(_OUTCOME):
+            self._outcome = self._store.get(_OUTCOME)  # for good
+        return self._outcome if self._outcome != _STEPS else None
 
     def answer(self) -> None:
         """Record that this rank is alive, or has finished."""

@@ -250,6 +250,16 @@ def test_before_training_an_error_of_another_rank_ends_this_one_with_code_2(capf
     assert capfd.readouterr().err == ""
 
 
+def test_the_outcome_of_the_set_up_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank looks for it four times per second, to the end of the run."""
+    board = FailureBoard(client_of(DictStore()), 0, 2)
+    assert board.stop_signal() is None
+    assert board.decide("steps") == "steps"
+    assert board.stop_signal() is None
+    monkeypatch.setattr(StoreClient, "_call", refuse)
+    assert board.stop_signal() is None
+
+
 def test_only_the_first_rank_prints_and_torchruns_sigterm_does_not_stop_it(capsys: pytest.CaptureFixture[str]) -> None:
     store = DictStore()
     fail(RunError("a corrupt file"), store)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,7 +23,7 @@ from acsgd import groups
 from acsgd.comm import liveness
 from acsgd.comm.liveness import FAILURES, Heartbeat, PeerWatch, heartbeat
 from acsgd.comm.process_groups import _GroupStore
-from acsgd.comm.store import CallThread, StoreClient, StoreError
+from acsgd.comm.store import CallThread, StoreClient, StoreError, TextExchange
 from acsgd.comm.waits import DIRECT, InterruptibleWaits
 from acsgd.errors import RunError, WaitInterruptedError
 from acsgd.launch import set_variables
@@ -221,40 +223,67 @@ def test_after_a_stop_signal_a_dead_rank_is_found_sooner(monkeypatch: pytest.Mon
     assert 100.0 < now[0] < 102.0
 
 
-def test_waiting_for_one_of_many_ranks_takes_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank reads the store 20 times per second, and looks once for the keys of those that have answered."""
-    client, ranks, late_s, requests, now = client_of(dist.HashStore(), NO_LIMIT_S), 40, 20.0, list[int](), [0.0]
-    call = StoreClient._call
+def wait_for_late_ranks(monkeypatch: pytest.MonkeyPatch, ranks: int, late: range, *, joins: bool) -> tuple[int, int]:
+    """Let rank 0 exchange texts with others, of which some are 20 s late, and the last joins the texts, or ends.
 
-    def counted(self: StoreClient, function: Callable[[], Any]) -> Any:
-        requests.append(1)
-        return call(self, function)
+    Returns the number of its requests to the store, and the largest number of keys that one names while it waits.
+    """
+    store, named, now = dist.HashStore(), list[int](), [0.0]
+    client, waiting = client_of(store, NO_LIMIT_S), client_of(store, NO_LIMIT_S)
+    exchange = TextExchange(client, "late/0", ranks)
+    for rank in {*range(1, ranks)} - {*late}:
+        exchange.send(rank, str(rank))
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
-        if now[0] >= late_s:
-            client.set("acsgd/late/0/7", "7")
+        for rank in late:
+            store.set(f"acsgd/heartbeat/{rank}", str(now[0]))
+        if now[0] - seconds < 20.0 <= now[0]:
+            for rank in late:
+                exchange.send(rank, str(rank))
+            if joins:
+                exchange.join()
 
-    monkeypatch.setattr(StoreClient, "_call", counted)
+    def counted(self: StoreClient, *keys: str) -> bool:
+        named.append(len(keys))
+        return bool(store.check(list(keys)))
+
+    requests = mock.Mock(side_effect=waiting._call)
+    monkeypatch.setattr(waiting, "_call", requests)
+    monkeypatch.setattr(StoreClient, "has", counted)
     monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     world: Any = SimpleNamespace(rank=lambda: 0, size=lambda: ranks)
-    late = groups.Groups(
-        {},
-        world,
-        world,
-        client,
-        NO_LIMIT_S,
-        "",
-        DIRECT,
-        None,
-        cast(Any, SimpleNamespace(is_stopping=threading.Event())),
+    opened = cast(Any, SimpleNamespace(is_stopping=threading.Event()))
+    own = groups.Groups({}, world, world, waiting, NO_LIMIT_S, "", DIRECT, None, opened)
+    assert own.all_gather_text("late", "0", timeout_s=100.0) == [*map(str, range(ranks))]
+    return requests.call_count + len(named), max(named)
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_waiting_for_others_takes_the_same_requests_however_many_there_are(
+    joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For one of them or for half; also if the last one, which joins the texts, ends before it has."""
+    one, one_of_many = (wait_for_late_ranks(monkeypatch, n, range(1, 2), joins=joins) for n in (4, 100))
+    half, half_of_many = (wait_for_late_ranks(monkeypatch, n, range(1, n // 2), joins=joins) for n in (6, 100))
+    assert one[0] == one_of_many[0] == half[0] == half_of_many[0] < 20 * 20 + 4 * 20 / 0.5 + 100, (
+        "fewer pauses at first"
     )
-    for rank in {*range(ranks)} - {0, 7}:
-        client.set(f"acsgd/late/0/{rank}", str(rank))
-    requests.clear()
-    assert late.all_gather_text("late", "0", timeout_s=100.0) == [str(rank) for rank in range(ranks)]
-    checks = late_s / 0.5
-    assert len(requests) < 2 * ranks + 20 * late_s + 4 * checks + 100, "fewer pauses while it has not waited for long"
+    assert half[1] == 2, "while it waits, it reads one key, and now and then the heartbeats of those that are missing"
+    thousand = wait_for_late_ranks(monkeypatch, 1000, range(1, 2), joins=joins)
+    assert thousand[0] < one[0] / 3, "it pauses for longer: 1000 ranks together read 2000 times per second"
+
+
+@pytest.mark.parametrize("kind", [dist.HashStore, dist.FileStore])
+def test_texts_that_are_appended_at_once_are_all_there(kind: type[Any], tmp_path: Path) -> None:
+    store = kind() if kind is dist.HashStore else kind(str(tmp_path / "store"), 4)
+    ranks = [partial(client_of(store, NO_LIMIT_S).append, "key") for _ in range(4)]
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        for number in range(10):
+            for added in [pool.submit(append, f"{number}/{rank} ") for rank, append in enumerate(ranks)]:
+                added.result()
+    found = store.get("key").decode().split()
+    assert sorted(found) == sorted(f"{number}/{rank}" for number in range(10) for rank in range(4))
 
 
 def test_a_reported_failure_ends_the_wait_for_ranks_that_live() -> None:
