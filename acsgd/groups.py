@@ -71,7 +71,7 @@ class Groups:
     """All ranks."""
     background: Group
     """All ranks, over connections of their own, so that other messages do not wait for long ones; the same as `world`
-    unless it was requested."""
+    if all ranks are on one host."""
     store: StoreClient
     timeout_s: float
     """Maximum time to wait for a peer (run.timeout), seconds."""
@@ -89,6 +89,11 @@ class Groups:
     def pp(self) -> Group:
         """The ranks of this rank's pipeline."""
         return self.by_axis["pipeline"]
+
+    @property
+    def has_several_hosts(self) -> bool:
+        """Whether ranks are on several hosts, as they were connected."""
+        return self.background is not self.world
 
     @property
     def dp(self) -> Group:
@@ -343,14 +348,14 @@ def connect(
     timeout: timedelta,
     store: dist.Store,
     waits: Waits = DIRECT,
-    background: bool = False,
+    several_hosts: bool = False,
     host: VirtualHost | None = None,
     domain: str = "",
 ) -> Iterator[Groups]:
     """Open this rank's process groups; close them on exit, or abort them if an exception is raised.
 
     timeout: limit of each operation of each group, and of each call of the store. waits: all waits of these groups,
-    also while they are opened. background: whether `Groups.background` gets connections of its own. host: where this
+    also while they are opened. several_hosts: whether ranks are on several hosts, the same on all. host: where this
     process listens in a run with a mesh. domain: name of that of this rank; "" on any rank = there are none. A process
     may connect again after exit, with other ranks, with another store (such as a dist.PrefixStore of a new prefix) and
     with other interruptible waits. Raises RunError if not all ranks connect in time.
@@ -363,7 +368,7 @@ def connect(
             domains = _find_domains(opened.gather_before("domain", domain), topology)
             local, leaders = _levels(domains, topology)
             lines = [line for axis in topology.sizes for line in topology.lines(axis)]
-            everyone = [list(range(topology.world_size))] if background else []
+            everyone = [list(range(topology.world_size))] if several_hosts else []
             members = [*lines, *local, *leaders, *everyone]
             run_id, (world, *others) = opened.open(members, GLOO)
         own = iter(others)
@@ -372,7 +377,7 @@ def connect(
             next(own) if any(rank in each for each in level) else None for level in (local, leaders)
         )
         two_levels = DomainGroups(domains, of_domain, of_leaders, run_id) if domains else None
-        apart = others[-1] if background else world
+        apart = others[-1] if several_hosts else world
         yield Groups(by_axis, world, apart, opened.client, timeout_s, run_id, waits, two_levels, opened)
     except BaseException:
         waits.interrupt("the groups are closed after an error")

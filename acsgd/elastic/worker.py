@@ -322,7 +322,7 @@ class ElasticWorker:
             timeout=timeout,
             store=store,
             waits=waits,
-            background=True,
+            several_hosts=True,
             host=self._host,
             domain=job.domain,
         )

@@ -256,16 +256,18 @@ class Round(NamedTuple):
 
 MAX_DIRECT_RANKS = 32
 """Number of ranks up to which each sends its numbers to every other. A second round takes the delay of a link more."""
+MAX_DIRECT_ON_HOST = 8
+"""The same where all ranks are on one host, whose messages have no delay."""
 
 
-def gather_rounds(rank: int, size: int) -> list[Round]:
+def gather_rounds(rank: int, size: int, most_direct: int = MAX_DIRECT_RANKS) -> list[Round]:
     """Return the rounds in which a rank gets the numbers of all ranks.
 
-    Up to MAX_DIRECT_RANKS ranks exchange directly, in one round. More are divided into about sqrt(size) rows: a rank
+    Up to `most_direct` ranks exchange directly, in one round. More are divided into about sqrt(size) rows: a rank
     first exchanges with those of its row, and then sends the numbers of its row to about one rank of each other row.
     That is 2 * sqrt(size) messages per rank in place of `size`, and the delay of one more message.
     """
-    count = 1 if size <= MAX_DIRECT_RANKS else math.isqrt(size)
+    count = 1 if size <= most_direct else math.isqrt(size)
     cuts = [size * row // count for row in range(count + 1)]
     rows = [range(*cut) for cut in pairwise(cuts)]
     own = next(row for row in rows if rank in row)
@@ -290,7 +292,8 @@ class Gather:
         self._group, self._ranks, self._waits = group, group.ranks, groups.waits
         self._ends = [0, *accumulate(lengths)]
         self._numbers = torch.zeros(self._ends[-1], dtype=torch.float64)
-        self._rounds = gather_rounds(group.rank(), group.size())
+        most_direct = MAX_DIRECT_RANKS if groups.has_several_hosts else MAX_DIRECT_ON_HOST
+        self._rounds = gather_rounds(group.rank(), group.size(), most_direct)
         self._receiving = [self._post(each.received) for each in self._rounds]
 
     def rows(self, mine: Tensor) -> list[Tensor]:

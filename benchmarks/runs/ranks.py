@@ -127,7 +127,7 @@ def be_rank(rank: int, size: int, port: int, options: argparse.Namespace) -> dic
     with connect(topology, timeout=TIMEOUT, store=cast(dist.Store, store)) as groups:
         costs = {"start": meter.read()}
         for form, most in zip(FORMS, (ALWAYS, NEVER), strict=True):
-            with mock.patch.object(report, "MAX_DIRECT_RANKS", most):
+            with mock.patch.object(report, "MAX_DIRECT_ON_HOST", most):
                 _exchange_reports(groups, topology, 1)  # whose messages open connections
                 meter.start()
                 _exchange_reports(groups, topology, options.rounds)
@@ -178,8 +178,7 @@ def traffic(form: str, size: int) -> tuple[float, float]:
     """Return the messages that a rank sends for its report, the mean over the ranks, and the bytes."""
     if form == "direct":
         return size - 1.0, (size - 1.0) * len(STEP_FIELDS) * NUMBER_BYTES
-    with mock.patch.object(report, "MAX_DIRECT_RANKS", NEVER):
-        rounds = [each for rank in range(size) for each in gather_rounds(rank, size)]
+    rounds = [each for rank in range(size) for each in gather_rounds(rank, size, NEVER)]
     sent = [len(message.ranks) for each in rounds for message in each.sent]
     return len(sent) / size, sum(sent) * len(STEP_FIELDS) * NUMBER_BYTES / size
 

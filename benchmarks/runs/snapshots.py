@@ -92,7 +92,7 @@ def rank_rounds(rank: int, model: Path, store: str, rounds: int) -> RankResult:
     torch.set_num_threads(1)
     job = prepare(config_of(model), Launch(rank, rank, STAGES))
     file_store, waits, timeout = dist.FileStore(store, STAGES), InterruptibleWaits(), timedelta(seconds=120)
-    with connect(job.topology, timeout=timeout, store=file_store, waits=waits, background=True) as groups:
+    with connect(job.topology, timeout=timeout, store=file_store, waits=waits, several_hosts=True) as groups:
         sessions, reader = (
             [build_session(job, open_weight_source(job), groups) for _ in range(2)],
             open_data(job).reader,

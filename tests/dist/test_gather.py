@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from lib.patience import NO_LIMIT_S, stretched
 from lib.ranks import on_ranks
 
+from acsgd.comm.waits import DIRECT
 from acsgd.errors import RunError
 from acsgd.failures.failures import FailureReport, attribute_failure
 from acsgd.groups import connect
@@ -29,10 +33,7 @@ def gather_rows(rank: int, world_size: int, store: Path) -> list[list[list[float
     """Gather a few rounds of 0 to 2 numbers per rank, each rank sending later than the one before it."""
     file_store = dist.FileStore(str(store), world_size)
     rounds = []
-    with (
-        mock.patch.object(report, "MAX_DIRECT_RANKS", 8),
-        connect(Topology.of(rank, world_size, 1), timeout=TIMEOUT, store=file_store) as groups,
-    ):
+    with connect(Topology.of(rank, world_size, 1), timeout=TIMEOUT, store=file_store) as groups:
         for step in range(STEPS):
             lengths = [(rank + step) % 3 for rank in range(world_size)]
             gather = Gather(lengths, groups)
@@ -50,8 +51,8 @@ def test_every_rank_gets_the_numbers_of_every_rank(world_size: int, tmp_path: Pa
 
 def test_messages_bring_all_numbers_to_every_rank() -> None:
     """In one round to each of a few ranks, in two rounds of few messages to many; sends and receives match."""
-    for size in (*range(1, 40), 64, 1000):
-        by_rank = [gather_rounds(rank, size) for rank in range(size)]
+    for size, most_direct in [*itertools.product(range(1, 40), (8, 32)), (64, 8), (1000, 32)]:
+        by_rank = [gather_rounds(rank, size, most_direct) for rank in range(size)]
         known = [{rank} for rank in range(size)]
         for rounds in zip(*by_rank, strict=True):
             sent = {(rank, peer): ranks for rank, each in enumerate(rounds) for peer, ranks in each.sent}
@@ -60,17 +61,24 @@ def test_messages_bring_all_numbers_to_every_rank() -> None:
             for (_, target), ranks in sent.items():
                 known[target] |= {*ranks}
         assert known == [{*range(size)}] * size
-        is_direct = size <= report.MAX_DIRECT_RANKS
+        is_direct = size <= most_direct
         assert {len(rounds) for rounds in by_rank} == {1 if is_direct else 2}
         most = max(len(each.sent) + len(each.received) for rounds in by_rank for each in rounds)
         assert most <= (2 * (size - 1) if is_direct else 4 * math.isqrt(size))
+
+
+def test_many_ranks_of_one_host_take_two_rounds_and_those_of_several_hosts_one() -> None:
+    world = SimpleNamespace(ranks=[*range(16)], rank=lambda: 3, size=lambda: 16)
+    for has_several_hosts, rounds in ((False, 2), (True, 1)):
+        groups: Any = SimpleNamespace(world=world, waits=DIRECT, has_several_hosts=has_several_hosts)
+        assert len(Gather([0] * 16, groups)._rounds) == rounds
 
 
 def wait_for_rank_1(rank: int, world_size: int, store: Path, most_direct: int) -> tuple[int, ...]:
     """Wait for rank 1, which is alive but sends nothing; return the ranks that the failure names."""
     file_store, others = dist.FileStore(str(store), world_size), [each for each in range(world_size) if each != 1]
     with (
-        mock.patch.object(report, "MAX_DIRECT_RANKS", most_direct),
+        mock.patch.object(report, "MAX_DIRECT_ON_HOST", most_direct),
         connect(
             Topology.of(rank, world_size, 1), timeout=timedelta(seconds=stretched(1.0)), store=file_store
         ) as groups,

@@ -235,7 +235,9 @@ class _Process:
         caches, reader = plan_activation_caches(job, SAMPLES, run_id="run", fresh=True), open_data(job).reader
         store, waits = dist.PrefixStore(f"view {number}", self._store), InterruptibleWaits()
         domain = (config.dp.domain or "")[self._number : self._number + 1]  # a letter per process
-        with connect(job.topology, timeout=TIMEOUT, store=store, waits=waits, background=True, domain=domain) as groups:
+        with connect(
+            job.topology, timeout=TIMEOUT, store=store, waits=waits, several_hosts=True, domain=domain
+        ) as groups:
             groups = self._over_ordered(groups) if view.is_ordered else groups
             if plan.from_disk:
                 self._session = build_session(job, self._models.weights(job), groups, caches)
