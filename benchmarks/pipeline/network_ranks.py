@@ -25,7 +25,7 @@ from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, Opt
 from acsgd.launch import Launch
 from acsgd.layers.batch import Batch
 from acsgd.run.plan.job import prepare
-from acsgd.run.report import PP_BACKWARD_BYTES, PP_FORWARD_BYTES, TIED_BYTES
+from acsgd.run.report import COMPUTE_S, PP_BACKWARD_BYTES, PP_FORWARD_BYTES, TIED_BYTES, by_rank
 from benchmarks.common import netlab
 from benchmarks.pipeline.forms import open_trainings, with_form
 
@@ -76,6 +76,8 @@ class Step(NamedTuple):
     """Sum over all ranks."""
     backward_bytes: float
     tied_bytes: float
+    compute_s: float
+    """Of the rank that computes longest, without its waits for others."""
 
 
 class Pipeline:
@@ -167,9 +169,8 @@ def be_rank(rank: int, setting: Setting, store: str, pipe: Connection) -> None:
             start = time.perf_counter()
             summary = trainings[form].step(batch).summary
             seconds = time.perf_counter() - start
-            pipe.send(
-                Step(seconds, int(summary[PP_FORWARD_BYTES]), int(summary[PP_BACKWARD_BYTES]), int(summary[TIED_BYTES]))
-            )
+            sent = (int(summary[each]) for each in (PP_FORWARD_BYTES, PP_BACKWARD_BYTES, TIED_BYTES))
+            pipe.send(Step(seconds, *sent, max(by_rank(summary[COMPUTE_S]))))
 
 
 def make_batch(rank: int, setting: Setting) -> Batch:

@@ -94,14 +94,20 @@ def test_a_choice_depends_on_the_links(config: Config) -> None:
     assert "1f1b" not in taken
 
 
+def test_a_long_delay_is_hidden_by_many_micro_batches_in_flight(config: Config) -> None:
+    """Of 7.5 times the forward of a stage: 100 ms in docs/measurements/stages.md."""
+    long = replace(config, data=replace(config.data, batch=32))
+    assert timed_divisions(divided(long), ranks(4, LinkRate(1e9, 15.0)))[0].schedule == "zb:lead=8"
+
+
 def test_schedules_that_other_options_do_not_allow_are_left_out(config: Config) -> None:
     whole = replace(config, model=replace(config.model, recompute="layers"))
     found = timed_divisions(divided(whole), ranks(4, FREE))
-    assert {each.schedule for each in found} == {"1f1b", "1f1b:lead=2", "1f1b:lead=4", "interleaved:chunks=2"}
+    assert {each.schedule for each in found} == {"1f1b", *(f"1f1b:lead={n}" for n in (2, 4, 8)), "interleaved:chunks=2"}
     for given in ({"layers": (1, 2, 2, 1)}, {"compress": "auto", "forward": "1=none"}):  # which count the stages
         found = timed_divisions(divided(replace(config, pp=replace(config.pp, **given))), ranks(4, FREE))
         assert {each.schedule for each in found} == {
-            f"{name}{lead}" for name in ("1f1b", "zb") for lead in ("", ":lead=2", ":lead=4")
+            f"{name}{lead}" for name in ("1f1b", "zb") for lead in ("", ":lead=2", ":lead=4", ":lead=8")
         }
 
 

@@ -65,8 +65,8 @@ def test_a_schedule_stops_if_no_rows_are_sent_ahead() -> None:
 def test_messages_of_a_program_of_two_ranks() -> None:
     """The receives of all gradients are posted first, and the table is reduced last."""
     assert [" ".join(map(str, each)) for each in lower(OneFOneB().program(2, 3), 1, routes=[RowRoute(1, 0)])] == [
-        "0RR0:1 0RR1:1 0RR2:1 0F0 0SF0 0RB0 0F1 0SF1 0B0 0SG0:1 0RB1 0F2 0SF2 0RB2 0B1 0SG1:1 0B2 0SG2:1 0R",
-        "1SR0:0 1SR1:0 1RG0:0 1RG1:0 1RG2:0 1RF0 1RF1 1F0 1B0 1SB0 1SR2:0 1F1 1RF2 1B1 1SB1 1F2 1B2 1SB2 1R 1RT",
+        "0RR0:1 0RR1:1 0RR2:1 0F0 0SF0 0RB0 0F1 0SF1 0RB1 0B0 0SG0:1 0F2 0SF2 0RB2 0B1 0SG1:1 0B2 0SG2:1 0R",
+        "1SR0:0 1SR1:0 1RG0:0 1RG1:0 1RG2:0 1RF0 1RF1 1F0 1B0 1SB0 1RF2 1SR2:0 1F1 1B1 1SB1 1F2 1B2 1SB2 1R 1RT",
     ]
 
 

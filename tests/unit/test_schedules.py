@@ -120,7 +120,14 @@ def test_lead_of_split_backwards_hides_delays_but_that_of_the_first_input() -> N
     for lead, delay in [(1, 0), (2, 1), (3, Fraction(3, 2)), (5, 4)]:
         for ranks, micros in [(2, 8), (4, 3 * (lead + 2)), (4, 64)]:
             timeline = simulate(lower(ZeroBubble(lead).program(ranks, micros)), Cost(1, 2, delay=delay))
-            assert timeline.makespan == 3 * micros + (ranks - 1) * (1 + delay)
+            first_notice = max(0, delay - 1)  # the first output waits until the receive of its message is known
+            assert timeline.makespan == 3 * micros + (ranks - 1) * (1 + delay) + first_notice
+
+
+def test_receives_are_posted_so_early_that_no_message_waits_for_the_notice() -> None:
+    """Each notice takes as long as a message: with receives posted when the messages are sent, it is 90."""
+    program = ZeroBubble(8).program(2, 16)
+    assert simulate(lower(program, ahead=0), Cost(1, 2, delay=7)).makespan == 3 * 16 + (1 + 7) + (7 - 1)
 
 
 def test_slow_messages_queue_on_their_link() -> None:

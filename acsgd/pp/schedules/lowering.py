@@ -25,9 +25,10 @@ def lower(
     """Add sends, receives and one reduce per stage to a program of computations, and the messages of tied tables.
 
     A send follows the computation that makes its tensor. A receive is posted `ahead` computations before the one
-    that needs it, and no later than its peer sends it in a run where every computation takes one step: so the
-    ranks cannot deadlock, even where a send blocks until its receive is posted. Messages of one boundary
-    and direction are received in the order in which they are sent. A reduce follows the last computation that
+    that needs it, and as long before its peer sends it as that is before this, in a run where every computation takes
+    one step: so the ranks cannot deadlock, even where a send blocks until its receive is posted, and the notice that it
+    is posted has as much time as the message. Messages of one boundary and direction are received in the order in which
+    they are sent. A reduce follows the last computation that
     completes a micro-batch of its stage, if there is one. Stages below `first_backward`, whose weights are frozen, run
     no backward, and no gradient travels to them. routes, pacing: see `add_rows`; default: the pacing of this program
     with one micro-batch per group. Raises ValueError if the computations alone cannot run.
@@ -75,7 +76,8 @@ def _receives(
         if source is None or not (messages := dependencies.messages(source)):
             continue
         receive, sent = messages[1], steps[source]
-        due = min(index - ahead, bisect_left(own_steps, sent))
+        at_send = bisect_left(own_steps, sent)
+        due = min(index - ahead, 2 * at_send - index)
         channels[receive.op, receive.stage].append((sent, due, receive))
     receives = [receive for channel in channels.values() for receive in _in_sending_order(channel)]
     return sorted(receives, key=lambda receive: receive[0])  # stable: a channel keeps its order

@@ -196,7 +196,7 @@ class AutoSchedule:
 CHOICE: dict[str, type[AutoSchedule]] = {"auto": AutoSchedule}
 CANDIDATES = (
     *("1f1b", "zb", "1f1b:lead=2", "zb:lead=2", "zbv", "interleaved:chunks=2"),
-    *("1f1b:lead=4", "zb:lead=4"),  # with which 4 stages at a delay of 20 ms wait for messages half as long
+    *("1f1b:lead=4", "zb:lead=4", "1f1b:lead=8", "zb:lead=8"),  # which hide delays of 3 and of 7 times I or W
 )
 """Schedules among which "auto" chooses, about in the order of the activations that they keep."""
 

@@ -34,7 +34,8 @@ class Cost:
     gradient_message: Time | Sequence[Time] | None = None
     """Of gradients of activations; None = as `message`."""
     delay: Time | Sequence[Time] = 0
-    """Time by which a message arrives later than its link is free again, in both directions."""
+    """Time by which a message arrives later than its link is free again, in both directions, and by which its sender
+    learns later that its receive is posted."""
     rows: Time | Sequence[Time] = 0
     """Of the rows of a tied table that a micro-batch is the first to use."""
     row_gradients: Time | Sequence[Time] = 0
@@ -60,8 +61,11 @@ class Cost:
         return 0
 
     def delay_of(self, action: Action) -> Time:
-        """Return the delay of a message: of rows, which pass no boundary, the longest one. That of all else is 0."""
-        if action.operation.kind != "send":
+        """Return the delay of a message, or of the notice that its receive is posted; that of all else is 0.
+
+        Of rows, which pass no boundary, it is the longest one.
+        """
+        if action.operation.kind not in ("send", "receive"):
             return 0
         if action.operation.route in (ACTIVATION, GRADIENT):
             return _at(self.delay, action.boundary)
@@ -73,7 +77,8 @@ def _at(cost: Time | Sequence[Time], index: int) -> Time:
 
 
 class ActionSpan(NamedTuple):
-    """Start and end of an action; for a send, of the transfer of its message."""
+    """Start and end of an action; of a send, of the transfer of its message; a receive ends when its sender knows that
+    it is posted."""
 
     start: Time
     end: Time
