@@ -121,6 +121,22 @@ def test_a_pipeline_idles_and_waits_for_messages(config: Config) -> None:
     assert linked.total_s == parts
 
 
+def test_a_step_waits_for_rows_of_tied_tables_notices_and_reports(tiny_model: Any, tmp_path: Path) -> None:
+    """One micro-batch: a delay each for the notice that the receive of its rows is posted, 5 messages, and the report.
+
+    The rows come before all computations, and their gradients after them.
+    """
+    tied = make_config(tiny_model("gpt2", tie_word_embeddings=True), tmp_path, micro=1, stages=2)
+    tied = replace(tied, data=replace(tied.data, batch=1))
+    layers = len(describe_run_model(tied).layers)
+    rates = with_times(tied, [0.5] * layers, [1.0] * layers)
+    alone, linked = planned(tied, 2, rates), planned(tied, 2, rates, SLOW)
+    rows = tied.data.sequence * 32 * 4
+    nbytes = 2 * rows + 2 * (HEADER_BYTES + rows)  # both ways; a micro-batch has as many rows as activations
+    assert alone.total_s == 1.5 * layers
+    assert linked.total_s - alone.total_s == pytest.approx(6 * SLOW.delay_s + nbytes / SLOW.bytes_per_s)
+
+
 def test_messages_take_the_time_of_the_thread_that_computes(config: Config) -> None:
     staged = replace(config, pp=replace(config.pp, stages=2, layers=(1, 1)))
     rates = replace(with_times(staged, [0.5] * 4, [1.0] * 4), messages=MESSAGES)
@@ -171,7 +187,7 @@ def test_replicas_exchange_what_backward_does_not_hide(config: Config) -> None:
         step = planned(changed, 4, RATES, SLOW)
         sent[mode, shard] = sum(each.nbytes for each in step.links)
         assert sent[mode, shard] == pytest.approx(expected), mode
-        assert step.replicas_s <= (busy_s := sum(each.busy_s for each in step.links))
+        assert step.replicas_s <= (busy_s := sum(each.busy_s for each in step.links)) + SLOW.delay_s
         if shard == "weights":
             gathers = 2 * 2 * 4  # for forward and backward of 2 micro-batches, of 4 layers
             assert busy_s == pytest.approx(expected / SLOW.bytes_per_s + gathers * SLOW.delay_s)
@@ -183,8 +199,8 @@ def test_replicas_exchange_what_backward_does_not_hide(config: Config) -> None:
     in_buckets = replace(config, dp=replace(config.dp, mode="allreduce:bucket_mb=0.1"))
     hidden = planned(in_buckets, 4, replace(RATES, operations_per_s=1e3), SLOW)
     in_view = planned(in_buckets, 4, replace(RATES, operations_per_s=1e15), SLOW)
-    assert in_view.replicas_s == pytest.approx(sum(each.busy_s for each in in_view.links))
-    assert hidden.replicas_s < in_view.replicas_s / 5
+    assert in_view.replicas_s == pytest.approx(sum(each.busy_s for each in in_view.links) + SLOW.delay_s)
+    assert hidden.replicas_s - SLOW.delay_s < in_view.replicas_s / 5
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved:chunks=2", "zb"])

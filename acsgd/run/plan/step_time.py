@@ -20,6 +20,7 @@ from acsgd.run.plan.memory import PlanCache
 from acsgd.run.plan.partition import Partition
 from acsgd.run.plan.rates import ADAMW_BYTES, DISK_BYTES_PER_S, LinkRate, Rates
 from acsgd.run.plan.step_memory import RankWeights, fetched_bytes
+from acsgd.run.report import gather_rounds
 from acsgd.shards.plan import training_costs
 
 CHOSEN = "fixpoint:bits=8"
@@ -62,7 +63,7 @@ class PlannedStep:
     messages_s: float
     """By how much messages between stages make the step longer."""
     replicas_s: float
-    """The same of what replicas exchange, and the time of what dp.mode computes."""
+    """The same of what replicas exchange and all ranks report, and the time of what dp.mode computes."""
     update_s: float
     """Clipping and the step of the optimizer; of offloaded gradients, parameters and activations,
     also what computation does not hide."""
@@ -124,7 +125,8 @@ class StepPlanner:
         ends = self._ends_of(partition, cost)
         last = [sum(backward[stage] for stage in stages) for stages in ranks]
         exchanges, exposed = self.exchanges(partition, ends, last)
-        done = max(end + late for end, late in zip(ends, exposed, strict=True)) + link.delay_s * (len(ends) > 1)
+        reports_s = link.delay_s * sum(bool(each.received) for each in gather_rounds(0, partition.topology.world_size))
+        done = max(end + late for end, late in zip(ends, exposed, strict=True)) + reports_s
         works_s = max(self._mode_s(partition, each) for each in self.weights(partition))
         loads = self._loads(partition, sizes, micros) + [
             LinkLoad(f"replicas of stage rank {rank}", each.nbytes, each.busy_s)
@@ -389,7 +391,7 @@ def _exposed(partition: Partition, exchange: LinkLoad, step_s: float, backward_s
 
 
 def ends_of(partition: Partition, micros: int, cost: Cost) -> list[float]:
-    """Return when each rank of a pipeline ends its last computation."""
+    """Return when each rank of a pipeline has computed all of its gradients, and has those of its tied tables."""
     if micros <= MAX_MICROS:
         return _simulated_ends(partition, micros, cost)
     ranks = partition.topology.stages
@@ -401,6 +403,6 @@ def ends_of(partition: Partition, micros: int, cost: Cost) -> list[float]:
 def _simulated_ends(partition: Partition, micros: int, cost: Cost) -> list[float]:
     timeline = simulate(partition.programs.program(micros), cost)
     return [
-        float(max(timeline.spans[action].end for action in actions if action.is_compute))
+        float(max(timeline.spans[action].end for action in actions if action.operation.kind in ("compute", "reduce")))
         for actions in timeline.program
     ]
