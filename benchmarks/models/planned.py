@@ -307,8 +307,8 @@ def slowest(of_ranks: Sequence[Rates]) -> Rates:
         tuple(map(max, zip(*times, strict=True)))
         for times in ([each.forward_s for each in layers], [each.backward_s for each in layers])
     )
-    bytes_per_s = min(each.bytes_per_s for each in of_ranks)
-    return replace(of_ranks[0], bytes_per_s=bytes_per_s, layers=LayerTimes(layers[0].key, forward, backward))
+    times = LayerTimes(layers[0].key, forward, backward, max(each.context_s for each in layers))
+    return replace(of_ranks[0], bytes_per_s=min(each.bytes_per_s for each in of_ranks), layers=times)
 
 
 def table(results: Sequence[Result]) -> Table:

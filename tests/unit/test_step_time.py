@@ -58,10 +58,10 @@ def planned(config: Config, world: int, rates: Rates = RATES, link: LinkRate | N
     return planner.step(config, planner.step_planner(rates, link))
 
 
-def with_times(config: Config, forward: list[float], backward: list[float]) -> Rates:
+def with_times(config: Config, forward: list[float], backward: list[float], context: float = 0.0) -> Rates:
     """Return rates with measured times of layers."""
     planner = RunPlanner(config, config.pp.stages, describe_run_model(config), on_gpu=False)
-    return replace(RATES, layers=LayerTimes(planner.key(config), tuple(forward), tuple(backward)))
+    return replace(RATES, layers=LayerTimes(planner.key(config), tuple(forward), tuple(backward), context))
 
 
 @pytest.fixture
@@ -77,6 +77,9 @@ def test_a_process_computes_its_layers_for_each_micro_batch(config: Config) -> N
     assert planned(split, 1, with_times(split, [1, 2, 3, 4], [5, 6, 7, 8])).compute_s == pytest.approx(
         6 * (10 + SPLIT * 26)
     )
+    assert planned(config, 1, with_times(config, [1, 2, 3, 4], [5, 6, 7, 8], context=0.5)).compute_s == 6 * 36.5
+    chunks = replace(config, pp=replace(config.pp, stages=2, schedule="interleaved:chunks=2"))
+    assert planned(chunks, 2, with_times(chunks, [1] * 4, [2] * 4, context=0.5)).compute_s == 6 * 2 * (3 + 0.5)
 
 
 def test_micro_batches_of_other_sizes_and_recomputation_take_time_in_proportion(config: Config) -> None:
@@ -301,12 +304,12 @@ def test_measured_rates_are_kept_in_the_run_directory(
     assert rates is not None
     assert rates.layers is not None
     assert len(rates.layers.forward_s) == 4
-    assert min(*rates.layers.forward_s, *rates.layers.backward_s) > 0
+    assert min(*rates.layers.forward_s, *rates.layers.backward_s, rates.layers.context_s) > 0
     assert MeasuredMessages(rates.link, rates.messages) == of_messages
     assert rates.host_bytes_per_s != Rates("", False, "fp32", 1.0, 1.0).host_bytes_per_s
     _, text, _ = run_plan(capsys, path, "--run.device", "cpu", "--json")
     assert json.loads(text)["step"]["compute_s"] == pytest.approx(
-        6 * (sum(rates.layers.forward_s) + sum(rates.layers.backward_s))
+        6 * (rates.layers.context_s + sum(rates.layers.forward_s) + sum(rates.layers.backward_s))
     )
     code, _, text = run_plan(capsys, path, "--model.dtype", "bf16")
     assert code

@@ -142,6 +142,8 @@ class RecordingModel(ComposedModel, Generic[S]):
         self.forward: dict[int, S] = {}
         """Segments by the index of the layer."""
         self.backward: dict[int, S] = {}
+        self.contexts: list[S] = []
+        """Segments before the first layer, of each forward."""
         self._layer: int | None = None
         self._first_trained = layers.first_trained
 
@@ -195,7 +197,7 @@ class RecordingModel(ComposedModel, Generic[S]):
         if self._layer is not None:
             self.forward[self._layer] = self.recorder.end_segment()
         else:
-            self.recorder.end_segment()  # of the arguments of blocks
+            self.contexts.append(self.recorder.end_segment())
         self._layer = index
         hidden = state.get(HIDDEN)
         if hidden is not None and hidden.requires_grad:

@@ -119,7 +119,7 @@ def measure_layers(partition: Partition, seconds: float, now: Callable[[], float
     for index in sorted(same):
         forward[index], backward[index] = forward[index - 1], backward[index - 1]
     times = (tuple(part[layer.index] for layer in layers.layers) for part in (forward, backward))
-    return LayerTimes(layers_key(config, model), *times)
+    return LayerTimes(layers_key(config, model), *times, context_s=median(composed.contexts))
 
 
 def _check_memory(built: nn.Module, loaded: Sequence[LoadedLayer], partition: Partition) -> None:

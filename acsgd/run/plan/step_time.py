@@ -181,10 +181,12 @@ class StepPlanner:
     def _stage_times(
         self, partition: Partition, key: str, sizes: Sequence[Sequence[float]]
     ) -> tuple[list[float], list[float]]:
-        """Return the times of forward and backward of each stage, with those of its ends of messages.
+        """Return the times of forward and backward of each stage, with those of its context and its ends of messages.
 
         key: see `plan`; sizes: see `message_bytes`. On a GPU's host, the ends are hidden.
         """
+        layers = self._rates.layers
+        context_s = layers.context_s if layers is not None and layers.key == key else 0.0
         times = None if self._rates.on_gpu else self._rates.messages
         rank_of, found = partition.layout.placement.rank_of, list[list[float]]()
         for of_layers, of_boundaries in zip(self._layer_times(partition, key), sizes, strict=True):
@@ -195,7 +197,7 @@ class StepPlanner:
                         of_stages[stage] += times.end_s + nbytes * times.end_byte_s
             found.append(of_stages)
         forward, backward = found
-        return forward, backward
+        return [context_s + each for each in forward], backward
 
     def _layer_times(self, partition: Partition, key: str) -> tuple[Sequence[float], Sequence[float]]:
         """Return the times of forward and backward of each layer: measured ones, or estimated from costs."""
