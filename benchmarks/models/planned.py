@@ -307,7 +307,8 @@ def slowest(of_ranks: Sequence[Rates]) -> Rates:
         tuple(map(max, zip(*times, strict=True)))
         for times in ([each.forward_s for each in layers], [each.backward_s for each in layers])
     )
-    times = LayerTimes(layers[0].key, forward, backward, max(each.context_s for each in layers))
+    context_s, split = (max(each) for each in zip(*((each.context_s, each.split) for each in layers), strict=True))
+    times = LayerTimes(layers[0].key, forward, backward, context_s, split)
     return replace(of_ranks[0], bytes_per_s=min(each.bytes_per_s for each in of_ranks), layers=times)
 
 

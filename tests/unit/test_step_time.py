@@ -25,6 +25,7 @@ from acsgd.config.run_file import parse, to_toml
 from acsgd.dp.modes import measured_work
 from acsgd.errors import CorruptFileError
 from acsgd.pp.schedules.simulate import Cost
+from acsgd.pp.stage import Stage
 from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.run.plan import measure_messages as measure_module
 from acsgd.run.plan import planner as planner_module
@@ -36,6 +37,7 @@ from acsgd.run.plan.model import describe_run_model
 from acsgd.run.plan.planner import RunPlanner
 from acsgd.run.plan.rates import (
     HOST_BYTES_PER_S,
+    SPLIT,
     VERSION,
     LayerTimes,
     LinkRate,
@@ -44,7 +46,7 @@ from acsgd.run.plan.rates import (
     parse_link,
     rates_of_gpu,
 )
-from acsgd.run.plan.step_time import SPLIT, PlannedStep
+from acsgd.run.plan.step_time import PlannedStep
 from tests.lib.training import make_config
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 192}
@@ -58,10 +60,10 @@ def planned(config: Config, world: int, rates: Rates = RATES, link: LinkRate | N
     return planner.step(config, planner.step_planner(rates, link))
 
 
-def with_times(config: Config, forward: list[float], backward: list[float], context: float = 0.0) -> Rates:
+def with_times(config: Config, forward: list[float], backward: list[float], **others: float) -> Rates:
     """Return rates with measured times of layers."""
     planner = RunPlanner(config, config.pp.stages, describe_run_model(config), on_gpu=False)
-    return replace(RATES, layers=LayerTimes(planner.key(config), tuple(forward), tuple(backward), context))
+    return replace(RATES, layers=LayerTimes(planner.key(config), tuple(forward), tuple(backward), **others))
 
 
 @pytest.fixture
@@ -77,9 +79,10 @@ def test_a_process_computes_its_layers_for_each_micro_batch(config: Config) -> N
     assert planned(split, 1, with_times(split, [1, 2, 3, 4], [5, 6, 7, 8])).compute_s == pytest.approx(
         6 * (10 + SPLIT * 26)
     )
-    assert planned(config, 1, with_times(config, [1, 2, 3, 4], [5, 6, 7, 8], context=0.5)).compute_s == 6 * 36.5
+    assert planned(split, 1, with_times(split, [1, 2, 3, 4], [5, 6, 7, 8], split=1.5)).compute_s == 6 * (10 + 1.5 * 26)
+    assert planned(config, 1, with_times(config, [1, 2, 3, 4], [5, 6, 7, 8], context_s=0.5)).compute_s == 6 * 36.5
     chunks = replace(config, pp=replace(config.pp, stages=2, schedule="interleaved:chunks=2"))
-    assert planned(chunks, 2, with_times(chunks, [1] * 4, [2] * 4, context=0.5)).compute_s == 6 * 2 * (3 + 0.5)
+    assert planned(chunks, 2, with_times(chunks, [1] * 4, [2] * 4, context_s=0.5)).compute_s == 6 * 2 * (3 + 0.5)
 
 
 def test_micro_batches_of_other_sizes_and_recomputation_take_time_in_proportion(config: Config) -> None:
@@ -104,6 +107,21 @@ def test_each_layer_takes_the_time_of_its_own_recomputation(config: Config, monk
     planner = RunPlanner(config, 1, describe_run_model(config), on_gpu=False)
     times = measure_layers(planner.partition(config), 0.0, lambda: float(len(calls)))
     assert times.backward_s[1:3] == (1, 1), "both blocks are run again in their own backward"
+
+
+def test_a_split_backward_takes_the_time_of_its_parts(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock counts whole backwards, and each part."""
+    calls = list[str]()
+
+    def counted(name: str, run: Any) -> Any:
+        return lambda *args, **options: (calls.append(name), run(*args, **options))[1]
+
+    for name in ("backward", "backward_input", "backward_weight"):
+        monkeypatch.setattr(Stage, name, counted(name, getattr(Stage, name)))
+    split = replace(config, pp=replace(config.pp, stages=2, schedule="zb"))
+    for changed, ratio in ((split, 2.0), (config, SPLIT)):
+        planner = RunPlanner(changed, changed.pp.stages, describe_run_model(changed), on_gpu=False)
+        assert measure_layers(planner.partition(changed), 0.0, lambda: float(len(calls))).split == ratio
 
 
 def test_a_pipeline_idles_and_waits_for_messages(config: Config) -> None:

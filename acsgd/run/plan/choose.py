@@ -19,8 +19,8 @@ from acsgd.pp.schedules.schedules import CANDIDATES, is_chosen
 from acsgd.pp.schedules.simulate import Cost
 from acsgd.pp.wire.ladder import codecs_of_links
 from acsgd.run.plan.partition import Partition, divide_model, open_grid
-from acsgd.run.plan.rates import ADAMW_BYTES, LayerTimes, LinkRate, Rates
-from acsgd.run.plan.step_time import SPLIT, StepPlanner, ends_of, message_bytes, row_bytes
+from acsgd.run.plan.rates import ADAMW_BYTES, SPLIT, LayerTimes, LinkRate, Rates
+from acsgd.run.plan.step_time import StepPlanner, ends_of, message_bytes, row_bytes
 from acsgd.shards.plan import blocks_of, plan_unequal
 
 GAIN = 1.02

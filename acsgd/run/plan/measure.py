@@ -13,15 +13,16 @@ from torch import Tensor, nn
 
 from acsgd.config.options import Config
 from acsgd.dp.sync import SingleReplicaSync
+from acsgd.layers.composed import ComposedModel, Inputs
 from acsgd.layers.description import BATCH
 from acsgd.layers.skeleton import move_buffers, parameter_names, set_tied_parameter
 from acsgd.pp.chunked_loss import HeadLoss
-from acsgd.pp.stage import Stage
+from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.run.plan.layer_trace import RecordingModel, add_weights, alike
 from acsgd.run.plan.layout import sizes_of
 from acsgd.run.plan.model import RunModel, layers_cache
 from acsgd.run.plan.partition import Partition
-from acsgd.run.plan.rates import LayerTimes, Rates
+from acsgd.run.plan.rates import SPLIT, LayerTimes, Rates
 from acsgd.run.plan.step_time import layer_operations
 from acsgd.shards.load import LoadedLayer
 from acsgd.streams import Streams, seed_generators
@@ -93,21 +94,9 @@ def measure_layers(partition: Partition, seconds: float, now: Callable[[], float
     _check_memory(built, loaded, partition)
     seed_generators(0)
     _fill(built, {key for layer in loaded for key in layer.spec.parameters}, partition)
-    composed, recompute = RecordingModel(built, layers, clock), partition.plugins.recompute
-    stage = Stage(
-        composed,
-        HeadLoss(
-            model.task,
-            label_smoothing=config.optim.label_smoothing,
-            logits_at_once=partition.streams.logits_at_once,
-        ),
-        loaded,
-        SingleReplicaSync(add_weights(built, layers, loaded, partition.shapes.dtype)),
-        targets=1,
-        seed=0,
-        recompute=recompute._replace(layers=min(recompute.layers, 1)),  # or one layer would take the time of a group
-        first_trained=layers.first_trained,
-    )
+    composed = RecordingModel(built, layers, clock)
+    stage = _open_stage(partition, composed, loaded)
+    graph_per_layer, stage.graph_per_layer = stage.graph_per_layer, False
     batch, labels = _random_batch(partition)
     passes: list[tuple[dict[int, float], dict[int, float]]] = []
     end = time.perf_counter() + seconds
@@ -119,7 +108,58 @@ def measure_layers(partition: Partition, seconds: float, now: Callable[[], float
     for index in sorted(same):
         forward[index], backward[index] = forward[index - 1], backward[index - 1]
     times = (tuple(part[layer.index] for layer in layers.layers) for part in (forward, backward))
-    return LayerTimes(layers_key(config, model), *times, context_s=median(composed.contexts))
+    split = SPLIT
+    if partition.programs.splits_backward:
+        stage.composed = ComposedModel(built, layers)
+        split = _split_ratio(stage, batch, labels, clock, len(passes), graph_per_layer=graph_per_layer)
+    return LayerTimes(layers_key(config, model), *times, median(composed.contexts), split)
+
+
+def _open_stage(partition: Partition, composed: ComposedModel, loaded: Sequence[LoadedLayer]) -> Stage:
+    """Return a stage of some layers of a model, with the options of the run, that recomputes each layer by itself."""
+    model, recompute, streams = partition.model, partition.plugins.recompute, partition.streams
+    weights = add_weights(composed.model, model.description, loaded, partition.shapes.dtype)
+    return Stage(
+        composed,
+        HeadLoss(
+            model.task,
+            label_smoothing=partition.config.optim.label_smoothing,
+            logits_at_once=streams.logits_at_once,
+        ),
+        loaded,
+        SingleReplicaSync(weights),
+        targets=1,
+        seed=0,
+        recompute=recompute._replace(layers=min(recompute.layers, 1)),  # or one layer would take the time of a group
+        splits_backward=partition.programs.splits_backward,
+        first_trained=model.description.first_trained,
+    )
+
+
+def _split_ratio(
+    stage: Stage, batch: Inputs, labels: Tensor, clock: _Clock, count: int, *, graph_per_layer: bool
+) -> float:
+    """Return the time of backwards in two parts relative to that of whole ones; the second parts follow all first ones.
+
+    batch, labels: of a micro-batch; count: number of pairs of micro-batches; graph_per_layer: see `Stage`, of the
+    backward in two parts.
+    """
+    times: tuple[list[float], list[float]] = ([], [])
+    for splits in [False, True] * count:
+        stage.graph_per_layer = graph_per_layer and splits
+        for micro in (0, 1):
+            stage.forward(MicroBatch(0, micro, micro, tuple(range(len(labels)))), batch, {}, labels)
+        clock.end_segment()
+        for micro in (0, 1):
+            if splits:
+                stage.backward_input(micro, None)
+            else:
+                stage.backward(micro, None, last=False)
+        for micro in (0, 1) if splits else ():
+            stage.backward_weight(micro, last=False)
+        times[splits].append(clock.end_segment())
+    whole, split = map(median, times)
+    return split / whole
 
 
 def _check_memory(built: nn.Module, loaded: Sequence[LoadedLayer], partition: Partition) -> None:

@@ -23,6 +23,8 @@ SHARE_OF_PEAK, SHARE_OF_BANDWIDTH = 0.5, 0.8
 """Fraction of a GPU's peak arithmetic and bandwidth that training reaches; a rule of thumb, not measured."""
 ADAMW_BYTES = 28
 """Bytes that AdamW reads and writes per parameter: weight, two moments, and the gradient, which it only reads."""
+SPLIT = 1.05
+"""Time of a backward in two parts relative to that of a whole one, where it is not measured: more in small blocks."""
 HOST_BYTES_PER_S = 20e9
 """Of host memory, whose link to a GPU is no slower (PCIe 4.0 x16), where it is not measured; the same."""
 DISK_BYTES_PER_S = 2e9
@@ -54,6 +56,8 @@ class LayerTimes:
     backward_s: tuple[float, ...]
     context_s: float = 0.0
     """What a stage computes before its layers, such as masks and positions."""
+    split: Positive = SPLIT
+    """Time of a backward in two parts relative to that of a whole one."""
 
 
 @dataclass(frozen=True)

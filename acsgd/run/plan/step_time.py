@@ -18,7 +18,7 @@ from acsgd.pp.schedules.simulate import Cost, simulate
 from acsgd.pp.wire.ladder import BACKWARD, FORWARD, NO_CACHE, Rung
 from acsgd.run.plan.memory import PlanCache
 from acsgd.run.plan.partition import Partition
-from acsgd.run.plan.rates import ADAMW_BYTES, DISK_BYTES_PER_S, LinkRate, Rates
+from acsgd.run.plan.rates import ADAMW_BYTES, DISK_BYTES_PER_S, SPLIT, LinkRate, Rates
 from acsgd.run.plan.step_memory import RankWeights, fetched_bytes
 from acsgd.run.report import gather_rounds
 from acsgd.shards.plan import training_costs
@@ -34,8 +34,6 @@ MEASURED = (
     Rung("delta:step=0.2,transform=true", 0.0006, 2.79),
 )
 """Codecs of activations whose bits after entropy coding are in docs/measurements/stages.md."""
-SPLIT = 1.05
-"""Time of a backward in two parts relative to that of a whole one: a few percent longer, more in small blocks."""
 MAX_MICROS = 32
 """Number of micro-batches that are simulated at most; each more takes as long as those before."""
 STEP_BYTES, COPY_BYTES, SUM_BYTES = 16, 4, 8
@@ -201,7 +199,9 @@ class StepPlanner:
 
     def _layer_times(self, partition: Partition, key: str) -> tuple[Sequence[float], Sequence[float]]:
         """Return the times of forward and backward of each layer: measured ones, or estimated from costs."""
-        measured, split = self._rates.layers, SPLIT if partition.programs.splits_backward else 1.0
+        measured, split = self._rates.layers, 1.0
+        if partition.programs.splits_backward:
+            split = SPLIT if measured is None else measured.split
         if measured is not None and measured.key == key:
             return measured.forward_s, [split * each for each in measured.backward_s]
         scale = partition.config.pp.micro / self._micro / self._rates.operations_per_s
