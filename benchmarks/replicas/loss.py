@@ -64,6 +64,7 @@ MODES = (
     "sparseloco:inner=15,moment_correction=true",
     "diloco:inner=15",
     *(f"diloco:inner={inner},outer_lr=1,momentum=0,bits=4,moment_correction=true" for inner in (15, 75)),
+    "diloco:inner=150,outer_lr=1,momentum=0,bits=2",
     "local",
 )
 """{tenth} is replaced by a tenth of the number of steps."""
@@ -135,7 +136,7 @@ class Sweep:
         baseline = held_out if exact is None else exact.held_out
         exact_rate = rate if exact is None else exact.rate
         at_exact = [self.outcome(mode, exact_rate, seed).held_out[-1] for seed in self.seeds]
-        sent = [sent_by_step(mode, outcome) for outcome in outcomes]
+        sent = [self._sent_by_step(mode, rate, outcome) for outcome in outcomes]
         half = len(sent[0]) // 2
         return Row(
             mode,
@@ -168,25 +169,29 @@ class Sweep:
             self.console.print(f"{mode}, rate x {rate:g}, seed {seed}: {result}", highlight=False)
         return outcome
 
+    def _sent_by_step(self, mode: str, rate: float, outcome: Outcome) -> list[int]:
+        """Return the bytes that all replicas sent for each step of a run.
+
+        The metrics count an exchange after the update of a step in the next step, and the last exchange not at all: it
+        is assumed to equal the one a period earlier, or, if it is the only one, the last one but one of a run of the
+        first seed with half of the period.
+        """
+        parsed = None if is_torch(mode) else from_spec(mode, MODES_OF_ACSGD, key="--modes")
+        if not isinstance(parsed, AFTER_UPDATE):
+            return outcome.dp_bytes
+        period = getattr(parsed, "inner", 1) // getattr(parsed, "fragments", 1)
+        first, *others = outcome.dp_bytes
+        others[0] += first  # of an exact step, which exchanges before its update
+        earlier = outcome
+        if period >= len(outcome.dp_bytes):
+            halved = mode.replace(f"inner={period}", f"inner={period // 2}")
+            period, earlier = period // 2, self.outcome(halved, rate, self.seeds[0])
+        return [*others, earlier.dp_bytes[-period]]
+
     def compare_exact(self, rate: float) -> float:
         """Return the largest difference between the train losses of torch's all-reduce and acsgd's."""
         pair = [self.outcome(mode, rate, self.seeds[0]).losses for mode in (EXACT, EXACT_OF_TORCH)]
         return max(abs(mine - other) for mine, other in zip(*pair, strict=True))
-
-
-def sent_by_step(mode: str, outcome: Outcome) -> list[int]:
-    """Return the bytes that all replicas sent for each step.
-
-    The metrics count an exchange after the update of a step in the next step, and the last exchange not at all: it is
-    assumed to equal the one a period earlier.
-    """
-    parsed = None if is_torch(mode) else from_spec(mode, MODES_OF_ACSGD, key="--modes")
-    if not isinstance(parsed, AFTER_UPDATE):
-        return outcome.dp_bytes
-    period = getattr(parsed, "inner", 1) // getattr(parsed, "fragments", 1)
-    first, *others = outcome.dp_bytes
-    others[0] += first  # of an exact step, which exchanges before its update
-    return [*others, outcome.dp_bytes[-period]]
 
 
 def table(rows: Sequence[Row], exact_bytes: float, title: str) -> Table:
