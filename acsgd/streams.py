@@ -220,7 +220,11 @@ def open_streams(device: str, local_rank: int) -> Streams:
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if local_rank < gpus:
         return CudaStreams(torch.device("cuda", local_rank))
-    if device == "cuda" or gpus:
+    if device == "cuda" and not gpus:
+        raise ValueError(
+            "run.device=cuda: torch finds no GPU on this host; acsgd doctor prints why; use --run.device cpu"
+        )
+    if gpus:
         raise ValueError(
             f"run.device={device}: local rank {local_rank} has no GPU of its own, this host has {gpus}; "
             f"launch {gpus} processes here (torchrun --nproc-per-node {gpus}), or use --run.device cpu"

@@ -136,7 +136,7 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             1,
             'empty.jsonl is not a complete checkpoint; give the path of a checkpoint, ".../step-00000100", or "auto"',
         ),
-        ("--run.device cuda", 1, "local rank 0 has no GPU of its own"),
+        ("--run.device cuda", 1, "torch finds no GPU on this host; acsgd doctor prints why; use --run.device cpu"),
         ("--data.deal speed --dp.mode diloco", 1, "data.deal=speed: with dp.mode=diloco each replica makes steps of"),
         ("--dp.shard optimizer --dp.mode diloco", 2, "dp.shard=optimizer works with dp.mode=allreduce, whose replicas"),
         ("--dp.shard gradients", 3, "all 3 replicas need the same number of micro-batches, of 4 in a step"),

@@ -15,6 +15,7 @@ from acsgd.config.options import Config
 from acsgd.launch import set_variables
 from acsgd.run.plan.plugins import parse_plugins
 from acsgd.run.plan.transports import Endpoint, HostLinks, check_transports, choose_transports
+from acsgd.streams import open_streams
 from acsgd.topology import Axis, Topology
 
 NCCL = "2.28.9"
@@ -166,3 +167,10 @@ def test_variables_of_nccl_that_the_user_has_set_remain(monkeypatch: pytest.Monk
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" in environment, "acsgd ends operations, and says why"
     page = Path(__file__).parents[2].joinpath("docs/howto/several-gpus.md").read_text()
     assert all(f"\n| `{name}` | {value} |" in page for name, value in environment.items())
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_more_processes_than_gpus_are_told_how_many_to_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"local rank 2 has no GPU .* 2; launch 2 processes here \(torchrun --nproc-"):
+        open_streams(device, 2)
