@@ -3,14 +3,14 @@
     .venv/bin/python -m benchmarks.pipeline.delays                       # simulated
     .venv/bin/python -m benchmarks.pipeline.delays --measured 2 4        # and measured; needs root
 
-A forward takes --forward seconds, a backward twice as long, its two parts as long as a forward each; messages take no
-time on the wire, and each arrives after the delay. A step ends with the delay of a message more, of the reports of all
+A forward takes --forward seconds, a backward twice as long, --split times as long in two parts; messages take no time
+on the wire, and each arrives after the delay. A step ends with the delay of a message more, of the reports of all
 ranks. Measured are real steps of one process per host, each in its network namespace (netlab.py), over gloo: of a GPT-2
 that is so small that its computations are done in less time, of which each then sleeps the rest. So a step takes as
 long as on hosts with free cores, as far as this machine lets the processes run. The schedules run in turn in the same
 processes.
 
-compute   time of the computations of a stage; measured, also of what each does for its messages
+compute   time of the computations of a stage with whole backwards; measured, also of what each does for its messages
 share     compute over the time of the step: no step is faster
 fill      the same of a step that waits for its first input alone, on the last stage, and for the reports
 measured  median of --rounds steps, with the quartiles of its ratio to the step that is simulated with the measured time
@@ -50,8 +50,6 @@ from benchmarks.pipeline.network_ranks import UNTIED, Setting, Step, on_hosts, r
 
 STAGES, DELAYS_S = (2, 4), (0.02, 0.1)
 COMPARED = "1f1b:lead=2", "1f1b:lead=4", "1f1b:lead=8", "zb:lead=2", "zb:lead=4", "zb:lead=8"
-LENGTHS = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
-"""Time of each computation of a stage, in forwards."""
 WIDTH, VOCABULARY = 16, 64
 """Of the model."""
 
@@ -66,11 +64,18 @@ class Row:
     micros: int
     forward_s: float
     """Time of a forward."""
+    split: float
+    """Time of a backward in two parts relative to that of a whole one."""
     measured_s: Sequence[float] = ()
 
     @property
+    def backward_s(self) -> float:
+        """Time of a backward, as the schedule has it."""
+        return 2 * self.forward_s * (self.split if self.schedule.startswith("zb") else 1.0)
+
+    @property
     def compute_s(self) -> float:
-        """Time of the computations of a stage."""
+        """Time of the computations of a stage with whole backwards."""
         return 3 * self.micros * self.forward_s
 
     @property
@@ -83,7 +88,7 @@ class Row:
     def simulated_s(self) -> float:
         """Time of the simulated step."""
         program = from_spec(self.schedule, SCHEDULES, key="--schedules").program(self.stages, self.micros)
-        cost = Cost(self.forward_s, 2 * self.forward_s, delay=self.delay_s)
+        cost = Cost(self.forward_s, self.backward_s, delay=self.delay_s)
         return float(simulate(lower(program), cost).makespan) + self.delay_s
 
 
@@ -92,6 +97,7 @@ class PacedSetting(Setting):
     """A pipeline whose forms are schedules, and whose computations take a given time."""
 
     forward_s: float
+    split: float
 
     def config(self, form: str) -> Config:
         """Return the configuration with a schedule."""
@@ -102,8 +108,9 @@ class PacedSetting(Setting):
 def be_paced_rank(rank: int, setting: PacedSetting, store: str, pipe: Connection) -> None:
     """Run one rank, see `network_ranks.be_rank`: before all else that runs here, since it needs little of a core."""
     os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))  # its threads inherit that
+    lengths = {"forward": 1.0, "backward": 2.0, "backward_input": setting.split, "backward_weight": setting.split}
     with contextlib.ExitStack() as patched:
-        for name, length in LENGTHS.items():
+        for name, length in lengths.items():
             paced = _paced(getattr(Stage, name), length * setting.forward_s)
             patched.enter_context(mock.patch.object(Stage, name, paced))
         network_ranks.be_rank(rank, setting, store, pipe)
@@ -126,12 +133,15 @@ def measure(rows: Sequence[Row], options: argparse.Namespace) -> None:
     stages, delay_s, schedules = rows[0].stages, rows[0].delay_s, tuple(row.schedule for row in rows)
     with tempfile.TemporaryDirectory() as directory, netlab.lab(hosts=stages, delay_s=delay_s) as network:
         model = save_model(Path(directory) / "model", vocabulary=VOCABULARY, tied=False, width=WIDTH)
-        setting = PacedSetting(model, model, stages, "", options.micros, schedules, VOCABULARY, options.forward)
+        setting = PacedSetting(
+            model, model, stages, "", options.micros, schedules, VOCABULARY, options.forward, options.split
+        )
         with on_hosts(network, be_paced_rank, setting) as pipes:
             steps = [[_slowest(pipes, schedule) for schedule in schedules] for _ in range(1 + options.rounds)]
     for row, (_, *measured) in zip(rows, zip(*steps, strict=True), strict=True):  # the first step lets TCP adapt
         row.measured_s = [step.seconds for step in measured]
-        row.forward_s = statistics.median(step.compute_s for step in measured) / (3 * row.micros)
+        computed_s = statistics.median(step.compute_s for step in measured)
+        row.forward_s *= computed_s / (row.micros * (row.forward_s + row.backward_s))
 
 
 def _slowest(pipes: Sequence[Connection], schedule: str) -> Step:
@@ -156,6 +166,7 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--forward", type=float, default=0.04 / 3, help="time of a forward of a stage, seconds")
+    parser.add_argument("--split", type=float, default=1.0, help="time of a split backward relative to a whole one")
     parser.add_argument("--micros", type=int, default=64, help="micro-batches per step")
     parser.add_argument("--schedules", nargs="+", default=COMPARED)
     parser.add_argument("--delays", type=float, nargs="+", default=DELAYS_S, help="seconds")
@@ -175,7 +186,8 @@ def main() -> None:
             sys.exit(f"benchmarks/pipeline/delays.py: {error}")
     for stages in STAGES:
         for delay_s in options.delays:
-            rows = [Row(stages, delay_s, each, options.micros, options.forward) for each in options.schedules]
+            given = options.micros, options.forward, options.split
+            rows = [Row(stages, delay_s, each, *given) for each in options.schedules]
             if stages in options.measured:
                 measure(rows, options)
             results += rows
