@@ -107,12 +107,12 @@ def measure_layers(partition: Partition, seconds: float, now: Callable[[], float
     )
     for index in sorted(same):
         forward[index], backward[index] = forward[index - 1], backward[index - 1]
-    times = (tuple(part[layer.index] for layer in layers.layers) for part in (forward, backward))
+    forward_s, backward_s = (tuple(part[layer.index] for layer in layers.layers) for part in (forward, backward))
     split = SPLIT
     if partition.programs.splits_backward:
         stage.composed = ComposedModel(built, layers)
         split = _split_ratio(stage, batch, labels, clock, len(passes), graph_per_layer=graph_per_layer)
-    return LayerTimes(layers_key(config, model), *times, median(composed.contexts), split)
+    return LayerTimes(layers_key(config, model), forward_s, backward_s, median(composed.contexts), split)
 
 
 def _open_stage(partition: Partition, composed: ComposedModel, loaded: Sequence[LoadedLayer]) -> Stage:

@@ -20,7 +20,6 @@ from acsgd.run.plan.memory import PlanCache
 from acsgd.run.plan.partition import Partition
 from acsgd.run.plan.rates import ADAMW_BYTES, DISK_BYTES_PER_S, SPLIT, LinkRate, Rates
 from acsgd.run.plan.step_memory import RankWeights, fetched_bytes
-from acsgd.run.report import gather_rounds
 from acsgd.shards.plan import training_costs
 
 CHOSEN = "fixpoint:bits=8"
@@ -123,7 +122,7 @@ class StepPlanner:
         ends = self._ends_of(partition, cost)
         last = [sum(backward[stage] for stage in stages) for stages in ranks]
         exchanges, exposed = self.exchanges(partition, ends, last)
-        reports_s = link.delay_s * sum(bool(each.received) for each in gather_rounds(0, partition.topology.world_size))
+        reports_s = link.delay_s * (partition.topology.world_size > 1)
         done = max(end + late for end, late in zip(ends, exposed, strict=True)) + reports_s
         works_s = max(self._mode_s(partition, each) for each in self.weights(partition))
         loads = self._loads(partition, sizes, micros) + [
