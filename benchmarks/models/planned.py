@@ -46,7 +46,7 @@ from acsgd.launch import Launch
 from acsgd.layers.batch import Batch
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import Job, prepare
-from acsgd.run.plan.measure import measure_layers, memory_rate
+from acsgd.run.plan.measure import copy_rate, measure_layers, memory_rate
 from acsgd.run.plan.measure_messages import MeasuredMessages, measure_messages
 from acsgd.run.plan.model import describe_run_model
 from acsgd.run.plan.planner import RunPlanner
@@ -120,6 +120,8 @@ RUNS = {
     "Llama": Run(LLAMA, 1),
     "recompute": Run(LLAMA, 1, "--model.recompute every:2"),
     "offload": Run(LLAMA, 1, "--optim.offload cpu"),
+    "parameters": Run(LLAMA, 1, "--model.offload cpu --optim.offload cpu"),
+    "disk": Run(LLAMA, 1, "--model.offload disk --adapter.spec lora:r=16"),
     "1f1b": Run(GPT2, 2, "--pp.stages 2"),
     "delta": Run(GPT2, 2, "--pp.stages 2 --pp.forward delta:bits=4 --pp.backward fixpoint:bits=8"),
     "zb": Run(LLAMA, 2, "--pp.stages 2 --pp.schedule zb"),
@@ -245,10 +247,10 @@ class Training:
 
 
 def cpu_rates(job: Job, seconds: float) -> Rates:
-    """Measure layers and memory as `measure_rates` does, by CPU time, without what predicts other layers."""
+    """Measure layers, memory and copies as `measure_rates` does, by CPU time, without what predicts other layers."""
     layers = measure_layers(job, seconds, time.thread_time)
-    bytes_per_s = memory_rate(job.streams, time.thread_time)
-    return Rates("the CPU of this host", False, job.config.model.dtype, 1.0, bytes_per_s, layers=layers)
+    copied, fetched = (rate(job.streams, time.thread_time) for rate in (memory_rate, copy_rate))
+    return Rates("the CPU of this host", False, job.config.model.dtype, 1.0, copied, fetched, layers=layers)
 
 
 def step_memory(job: Job, groups: Groups) -> int:

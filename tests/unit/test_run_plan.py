@@ -271,6 +271,26 @@ def test_divided_parameters_are_counted_with_those_of_two_layers(tiny_model: Any
     assert part.moments == pytest.approx(whole.moments / 2, rel=1e-3)
 
 
+@pytest.mark.parametrize(("on_gpu", "groups"), [(False, 1), pytest.param(True, 2, marks=pytest.mark.soak)])
+def test_parameters_in_files_are_counted_where_they_are_read(
+    on_gpu: bool, groups: int, tiny_model: Any, tmp_path: Path
+) -> None:
+    """On a CPU, the layer that is read ahead has pages only once it is copied, and its buffers serve the next one."""
+    config = make_config(tiny_model("llama", **WIDE), tmp_path, micro=1)
+    config = replace(config, model=replace(config.model, offload="disk"), adapter=AdapterConfig("lora:r=2"))
+    model = describe_run_model(config)
+    [read] = RunPlanner(config, 1, model, on_gpu=on_gpu).memory(config)
+    built = model.build(torch.float32)
+    table, block, *_ = layers = [
+        [built.get_parameter(key).nbytes for key in layer.parameters if key in model.description.frozen]
+        for layer in model.layers
+    ]
+    in_use = max(sum(map(sum, layers[first : first + groups])) for first in range(len(layers)))
+    adapters = 4 * model.parameters.trained
+    assert read.weights - read.host_weights == pytest.approx(adapters + in_use, rel=0.01), "and buffers"
+    assert read.host_weights == groups * sum(block) + sum(table), "the head has the size of the table"
+
+
 @pytest.mark.soak
 def test_a_pipeline_keeps_the_micro_batches_that_its_schedule_has_in_flight(tiny_model: Any, tmp_path: Path) -> None:
     config = make_config(tiny_model("llama", **WIDE), tmp_path, stages=3, micro=1)

@@ -191,6 +191,22 @@ def test_offloaded_activations_take_the_time_that_computation_does_not_hide(conf
     assert fast.update_s == pytest.approx(plain.update_s, abs=1e-6)
 
 
+def test_the_thread_that_computes_on_a_cpu_copies_what_is_offloaded(config: Config) -> None:
+    """6 micro-batches: each gradient is copied, the first one twice, and each master, which is read and written.
+
+    A parameter is fetched for both passes of each.
+    """
+    rates = replace(RATES, operations_per_s=1e3, bytes_per_s=1e9, host_bytes_per_s=1e8)
+    nbytes = 4 * describe_run_model(config).parameters.trained
+    optim, params = replace(config.optim, offload="cpu"), replace(config.model, offload="cpu")
+    kept, state, both = (
+        planned(each, 1, rates)
+        for each in (config, replace(config, optim=optim), replace(config, optim=optim, model=params))
+    )
+    assert state.update_s - kept.update_s == pytest.approx((3 * (6 + 1) + 2) * nbytes / 1e9)
+    assert both.update_s - state.update_s == pytest.approx(6 * 2 * nbytes / 1e8), "not hidden"
+
+
 def test_replicas_exchange_what_backward_does_not_hide(config: Config) -> None:
     config = replace(config, data=replace(config.data, batch=8))
     trained = describe_run_model(config).parameters.trained

@@ -16,6 +16,7 @@ from acsgd.dp.sync import SingleReplicaSync
 from acsgd.layers.composed import ComposedModel, Inputs
 from acsgd.layers.description import BATCH
 from acsgd.layers.skeleton import move_buffers, parameter_names, set_tied_parameter
+from acsgd.optim.fetch import FetchedParam
 from acsgd.pp.chunked_loss import HeadLoss
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.run.plan.layer_trace import RecordingModel, add_weights, alike
@@ -204,10 +205,20 @@ def memory_rate(streams: Streams, now: Callable[[], float] = time.perf_counter) 
     return 3 * x.nbytes / _time_of(lambda: x.add_(y), streams, now)
 
 
-def copy_rate(streams: Streams) -> float:
-    """Return the bytes per second that are copied from host memory to the device."""
-    host, x = streams.host_buffer(COPIED_BYTES).zero_(), torch.empty(COPIED_BYTES, dtype=torch.uint8).to(streams.device)
-    return COPIED_BYTES / _time_of(lambda: x.copy_(host, non_blocking=True), streams, time.perf_counter)
+def copy_rate(streams: Streams, now: Callable[[], float] = time.perf_counter) -> float:
+    """Return the bytes per second at which offloaded parameters are fetched from host memory to the device.
+
+    On a CPU, a fetched parameter takes new pages. now: see `measure_layers`.
+    """
+    host = streams.host_buffer(COPIED_BYTES).zero_()
+    param = FetchedParam("", nn.Parameter(torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=streams.device), False))
+
+    def fetch() -> None:
+        param.release()
+        param.allocate()
+        param.values.copy_(host, non_blocking=True)
+
+    return COPIED_BYTES / _time_of(fetch, streams, now)
 
 
 def _time_of(work: Callable[[], object], streams: Streams, now: Callable[[], float]) -> float:

@@ -6,8 +6,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
-from itertools import chain
+from functools import cached_property, reduce
+from itertools import chain, zip_longest
+from operator import or_
 
 import torch
 from transformers import PreTrainedModel
@@ -189,27 +190,37 @@ class _RankPlan:
     def _host_weight_bytes(self) -> int:
         """Memory of the weights on the host: copies, of which trained ones in fp32 are masters, or buffers of reads."""
         partition = self._partition
-        if partition.config.model.offload == "disk":
-            return self._fetched_at_once
+        if partition.config.model.offload == "disk":  # a buffer is used again for parameters of its size
+            return _total(reduce(or_, self._fetched_together, Counter[int]()))
         frozen, is_fp32 = partition.model.description.frozen, partition.shapes.dtype == torch.float32
         return sum(self._bytes_of(key) for key in partition.offloaded if key in frozen or not is_fp32)
 
     @property
     def _fetched_at_once(self) -> int:
-        """Bytes of the fetched parameters that are on the device at the same time: of two groups of layers."""
-        of_groups = self._fetched_bytes
-        return max((sum(of_groups[first : first + 2]) for first in range(len(of_groups))), default=0)
+        """Bytes of the fetched parameters that are on the device at the same time."""
+        return max(map(_total, self._fetched_together), default=0)
+
+    @property
+    def _fetched_together(self) -> Sequence[Counter[int]]:
+        """The parameters that are fetched at the same time, as `_fetched_sizes`: those of two groups.
+
+        On a CPU, those that are read ahead take no memory before they are copied, and their buffers none thereafter.
+        """
+        groups, config = self._fetched_sizes, self._partition.config
+        if config.model.offload == "disk" and self._partition.streams.device.type == "cpu":
+            return groups
+        return [one + other for one, other in zip_longest(groups, groups[1:], fillvalue=Counter[int]())]
 
     @cached_property
-    def _fetched_bytes(self) -> list[int]:
-        """Bytes of the parameters that each group of layers fetches, in the order of the groups."""
+    def _fetched_sizes(self) -> list[Counter[int]]:
+        """Number of the parameters that each group of layers fetches, by size, bytes, in the order of the groups."""
         layers = self._partition.model.layers
         keys = (
             dict.fromkeys(key for layer in group for key in layers[layer].parameters if key in self._fetched)
             for span in self._partition.layout.spans.values()
             for group in layer_groups(self._partition, span)
         )
-        return [sum(map(self._bytes_of, each)) for each in keys]
+        return [Counter(map(self._bytes_of, each)) for each in keys]
 
     def _bytes_of(self, key: str) -> int:
         return fetched_bytes(self._traced.built.get_parameter(key), self._partition.shapes.dtype)
@@ -260,7 +271,7 @@ class _RankPlan:
         gradients, on_host = self._gradient_bytes, peak.on_host
         updates = max(update.reduction_peak, update.update_peak)
         offloaded = 0
-        gathered = GATHER_COPIES * max(self._fetched_bytes, default=0) if self._ownership.gathered else 0
+        gathered = GATHER_COPIES * max(map(_total, self._fetched_sizes), default=0) if self._ownership.gathered else 0
         if self._offloads:
             in_flight = self._in_flight_bytes
             offloaded = self._master_bytes + gradients + in_flight + self._moment_bytes + update.state + updates
@@ -337,3 +348,8 @@ class _RankPlan:
             entry = sum(delta.entry_bytes(spec) for spec in specs.values() if spec.dtype.is_floating_point)
             total += entry * plan_capacity(delta, entry, samples=sequences, per_step=per_step)
         return total
+
+
+def _total(sizes: Counter[int]) -> int:
+    """Return the bytes of parameters. sizes: their number by size, bytes."""
+    return sum(size * count for size, count in sizes.items())

@@ -38,6 +38,9 @@ MAX_MICROS = 32
 STEP_BYTES, COPY_BYTES, SUM_BYTES = 16, 4, 8
 """Bytes that clipping and the optimizer read and write of a gradient, of an fp32 master that is copied, and of a sum of
 gradients that is added to."""
+COPY_PASSES = 3
+"""Times that the bytes of a copy cross the memory of a host: what is copied, and what is written over, which the core
+reads first."""
 
 
 @dataclass(frozen=True)
@@ -268,23 +271,27 @@ class StepPlanner:
         micros, rates = partition.micros_per_replica, self._rates
         if partition.config.optim.offload == "none":
             return nbytes / owned / rates.bytes_per_s
-        if not rates.on_gpu:  # each gradient is copied by the thread that computes
-            return (nbytes / owned + 2 * micros * sum(param.nbytes for param in trained)) / rates.bytes_per_s
+        if not rates.on_gpu:  # the thread that computes copies each gradient, the first one once more, to the master's
+            copied = COPY_PASSES * (micros + 1) * sum(param.nbytes for param in trained)
+            return (nbytes / owned + copied) / rates.bytes_per_s
         added = micros * sum(param.nbytes + SUM_BYTES * param.numel() for param in trained)
         return nbytes / owned / rates.host_bytes_per_s + max(0.0, added / rates.host_bytes_per_s - compute_s)
 
     def _fetch_s(self, partition: Partition, compute_s: float, saved: int) -> float:
-        """Return the time of a rank's copies of offloaded parameters and activations that is not hidden.
+        """Return the time of a rank's fetches of offloaded parameters and activations that is not hidden.
 
         compute_s: as `_update_s`; saved: see `plan`.
         """
-        offload, micros = partition.config.model.offload, partition.micros_per_replica
-        keys = () if offload == "cpu" and not self._rates.on_gpu else partition.offloaded
-        nbytes = sum(fetched_bytes(self._built.get_parameter(key), partition.shapes.dtype) for key in keys)
-        rate = DISK_BYTES_PER_S if offload == "disk" else self._rates.host_bytes_per_s
-        fetches = 3 if partition.programs.splits_backward else 2
-        copies_s = fetches * nbytes / rate + 2 * saved / self._rates.host_bytes_per_s
-        return max(0.0, micros * copies_s - compute_s)
+        rates, micros = self._rates, partition.micros_per_replica
+        fetches = micros * (3 if partition.programs.splits_backward else 2)
+        nbytes = sum(
+            fetched_bytes(self._built.get_parameter(key), partition.shapes.dtype) for key in partition.offloaded
+        )
+        copies_s = (fetches * nbytes + 2 * micros * saved) / rates.host_bytes_per_s
+        reads_s = fetches * nbytes / DISK_BYTES_PER_S if partition.config.model.offload == "disk" else 0.0
+        if rates.on_gpu:
+            return max(0.0, max(copies_s, reads_s) - compute_s)
+        return copies_s + max(0.0, reads_s - compute_s)  # the thread that computes copies, and another one reads
 
 
 def ranks_of(partition: Partition) -> Sequence[int]:
