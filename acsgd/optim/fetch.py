@@ -93,8 +93,8 @@ class ParamSource:
         """
         trained = {weight.key: weight for weight in weights}
         new = [key for key in spec.parameters if key in self._keys and key not in self._by_key]
-        loaded = {key: param for key in new if not (param := model.get_parameter(key)).is_meta}
-        params = {key: FetchedParam(key, param) for key, param in loaded.items()}
+        loaded = {key: each for key in new if not (each := model.get_parameter(key)).is_meta}
+        params = {key: FetchedParam(key, each) for key, each in loaded.items()}
         for key, param in params.items():
             if key in trained:
                 trained[key] = self.keep_trained(param, trained[key])
