@@ -45,11 +45,6 @@ def check(config: Config) -> None:
             "model.recompute=attention runs attention by itself, and model.compile compiles each block as a whole; "
             "use --model.recompute layers, or remove model.compile"
         )
-    if config.model.compile and config.model.offload_activations:
-        raise ValueError(
-            "model.offload_activations moves what autograd saves of each layer, and model.compile chooses that by "
-            "itself; remove one of both"
-        )
     traced_steps(config.log.trace)
     steps, every = config.optim.steps, config.checkpoint.every_steps
     is_last = every is not None and steps is not None and every >= steps
@@ -115,7 +110,6 @@ def _check_offload(config: Config) -> None:
     trains = "all weights are trained, and"
     problems = (
         (config.dp.shard == "weights", "dp.shard=weights keeps parts of all weights on each device; remove one"),
-        (model.compile, "model.compile compiles blocks whose parameters stay where they are; remove one"),
         (
             not on_disk and trains_all and config.optim.offload == "none",
             f"{trains} lie where their masters are; add --optim.offload cpu, or {adapter}",

@@ -18,15 +18,18 @@ from acsgd.layers import composed
 from acsgd.optim.ownership import OwnedWeights, Ownership
 from acsgd.pp import Action, Op
 from acsgd.pp.nan_probe import NaNProbe
+from acsgd.pp.saved_activations import ActivationOffload
 from acsgd.pp.stage import MicroBatch
+from acsgd.streams import Streams
 
 INDUCTOR = composed.COMPILE
 
 
-def step(family: str, *, compiles: bool) -> list[Tensor]:
-    """Return the losses of two micro-batches, and the gradients."""
+def step(family: str, *, compiles: bool, offloads: bool = False) -> list[Tensor]:
+    """Return the losses of two micro-batches, and the gradients. offloads: whether activations are."""
     config = tiny_config(family, vocab_size=VOCABULARY, **blocks_of(family, 2), **dropout_of(family))
-    (stage,) = build_stages(config, [range(4)], compiles=compiles)
+    activations = ActivationOffload(Streams(torch.device("cpu"))) if offloads else None
+    (stage,) = build_stages(config, [range(4)], compiles=compiles, activations=activations)
     ids = torch.randint(VOCABULARY, (2, 2, SEQUENCE), generator=torch.Generator().manual_seed(0))
     losses = []
     for index, tokens in enumerate(ids):
@@ -53,8 +56,10 @@ def test_compiled_blocks_equal_the_others(
 ) -> None:
     monkeypatch.setattr(composed, "COMPILE", arguments)
     torch._dynamo.reset()
-    for ours, expected in zip(step(family, compiles=True), step(family, compiles=False), strict=True):
+    compiled = step(family, compiles=True)
+    for ours, expected in zip(compiled, step(family, compiles=False), strict=True):
         assert (ours - expected).abs().max() <= tolerance * expected.abs().max()
+    assert all(map(torch.equal, step(family, compiles=True, offloads=True), compiled))
 
 
 def test_a_search_for_a_nan_names_a_module_inside_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,7 +223,7 @@ class RunPlanner:
             places.append(("cpu", model.offload))
         elif self.host_bytes is not None and not (trains_all and model.offload == "cpu"):
             places.append(("none", model.offload))
-        if model.offload == "none" and not model.compile and config.dp.shard != "weights":
+        if model.offload == "none" and config.dp.shard != "weights":
             places.append(("cpu" if trains_all else optim.offload, "cpu"))
             if not trains_all and model.quantize == "none" and model.init == "pretrained":
                 places.append((optim.offload, "disk"))
