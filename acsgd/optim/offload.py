@@ -22,6 +22,10 @@ MAX_IN_FLIGHT = 16
 """Gradients on their way to the host, after which the oldest is waited for: about those of two blocks."""
 
 
+CAST_AT_ONCE = 1 << 16
+"""Numbers that each thread casts to fp32 at once."""
+
+
 class _Pending(NamedTuple):
     """A gradient that is copied to the host."""
 
@@ -79,9 +83,19 @@ class GradientOffload:
         if master.grad is None:
             master.grad = buffer.to(master.dtype, copy=True)
         else:
-            master.grad += buffer
+            _add_in_fp32(master.grad, buffer)
         self._free.setdefault(buffer.nbytes, []).append(buffer.view(-1).view(torch.uint8))
         then()
+
+
+def _add_in_fp32(total: Tensor, part: Tensor) -> None:
+    """Add a tensor of the host to an fp32 one of its shape, in place.
+
+    In parts whose fp32 values stay in a cache: torch reads 16-bit numbers four times slower while it adds them.
+    """
+    length = CAST_AT_ONCE * torch.get_num_threads()
+    for sums, values in zip(total.view(-1).split(length), part.view(-1).split(length), strict=True):
+        sums += values.float()
 
 
 class OffloadedOptimizer:

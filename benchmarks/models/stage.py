@@ -3,8 +3,9 @@
     .venv/bin/python -m benchmarks.models.stage [--types gpt2 t5] [--json runs/benchmarks/stage.json]
 
 Both sides run the same weights and batch in one process, alternately (common/compare.py). Also measured: the fraction
-of a step in which the arguments of the blocks are computed (the context), and the time to derive the layers of a model
-of 671 billion parameters.
+of a step in which the arguments of the blocks are computed (the context), the time to derive the layers of a model
+of 671 billion parameters, and the fraction of the bandwidth of copy_ that the work of optim.offload=cpu on the host
+reaches, in CPU time.
 """
 
 from __future__ import annotations
@@ -20,13 +21,18 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig
 
+from acsgd.config.options import OptimConfig
 from acsgd.layers.composed import ComposedModel, State
 from acsgd.layers.description import LOGITS
 from acsgd.layers.verify import fill_with_random
 from acsgd.model_classes import MODEL_CLASSES
+from acsgd.optim.adamw import AdamW
+from acsgd.optim.offload import GradientOffload, OffloadedOptimizer
+from acsgd.shards.weights import Weight
+from acsgd.streams import Streams
 from benchmarks.common.compare import Comparison, alternate, summarise
 
 SHAPE = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -54,6 +60,8 @@ TYPES: dict[str, dict[str, Any]] = {
 """Options by type, with widths of 512 and few blocks, so that the cost besides the blocks counts more than in use.
 DeBERTa has as many as its smallest model but one: its convolution after the first block runs once more per stage."""
 VOCABULARY = 4096
+OFFLOADED = 2**24
+"""Elements of a weight in host memory."""
 TASK_OF = {"deberta-v2": MODEL_CLASSES["classification"], "t5": MODEL_CLASSES["seq2seq"]}
 
 
@@ -116,6 +124,34 @@ def derive_s() -> float:
     return median_s(lambda: MODEL_CLASSES["lm"].layers(config), 3)
 
 
+def offload_shares(rounds: int) -> dict[str, tuple[float, ...]]:
+    """Return the quartiles of the bytes per CPU time of gradients that are added and of AdamW, relative to copy_."""
+    streams, config = Streams(torch.device("cpu")), OptimConfig(lr=1e-3, steps=1, offload="cpu")
+    param, master = nn.Parameter(torch.randn(OFFLOADED).bfloat16()), nn.Parameter(torch.randn(OFFLOADED))
+    weight, gradient = Weight("weight", param, master), torch.randn(OFFLOADED).bfloat16()
+    gradients, optimizer = GradientOffload(streams), OffloadedOptimizer(AdamW(), [weight], config, streams)
+    source, target = torch.randn(2, 2 * OFFLOADED)
+
+    def add() -> None:
+        param.grad = gradient
+        gradients.start(weight, lambda: None)
+        gradients.finish()
+
+    def cpu_s(work: Callable[[], object]) -> float:
+        start = time.process_time()
+        work()
+        return time.process_time() - start
+
+    master.grad = torch.zeros(OFFLOADED)
+    optimizer.step(0)
+    # numbers read and written: of a gradient its copy and its sum; of a step 4 fp32 ones, of which 3 change, and bf16
+    works = {"add gradients": (add, 14), "step of AdamW": (lambda: optimizer.step(1), 30)}
+    shares: dict[str, list[float]] = {name: [] for name in works}
+    for name, (work, nbytes) in [*works.items()] * (rounds + 1):
+        shares[name].append(nbytes / cpu_s(work) * cpu_s(lambda: target.copy_(source)) / 16)
+    return {name: tuple(statistics.quantiles(each[1:], n=4)) for name, each in shares.items()}
+
+
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -141,7 +177,13 @@ def main() -> None:
     console = Console()
     console.print(table)
     console.print(f"deriving the layers of a model of 671 billion parameters: {deriving_s:.1f} s")
+    offloaded = offload_shares(options.rounds)
+    for name, (low, middle, high) in offloaded.items():
+        console.print(
+            f"{name} in host memory: {middle:.2f} of the bandwidth of copy_, quartiles {low:.2f} - {high:.2f}"
+        )
     about = {"torch": torch.__version__, "rows": options.rows, "length": options.length, "derive_s": deriving_s}
+    about |= {"offload": offloaded}
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"about": about, "types": results}, indent=1))
 

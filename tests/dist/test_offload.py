@@ -18,10 +18,13 @@ from lib.ranks import on_ranks
 from lib.replica_runs import make_replica_config, resumed_at_half
 from lib.resume import STEPS, TinyModel, checkpoint_of, train_ranks
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from acsgd.config.options import AdapterConfig, Config, ReplicaConfig
 from acsgd.dp import MODES
+from acsgd.optim import offload
+from acsgd.shards.weights import Weight
+from acsgd.streams import Streams
 
 SOAK = pytest.mark.soak
 NEEDS_8BIT = pytest.mark.skipif(
@@ -53,6 +56,18 @@ def assert_same(run: Config, expected: Config) -> None:
         assert saved[file].keys() == by_name.keys()
         for name, tensor in by_name.items():
             assert torch.equal(saved[file][name], tensor), (file, name)
+
+
+def test_gradients_are_added_in_fp32_in_parts_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "CAST_AT_ONCE", 100)
+    param, master = (nn.Parameter(torch.zeros(37, 11, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32))
+    adds, gradients = offload.GradientOffload(Streams(torch.device("cpu"))), torch.randn(3, 37, 11).bfloat16()
+    for gradient in gradients:
+        param.grad = gradient
+        adds.start(Weight("w", param, master), lambda: None)
+    adds.finish()
+    assert master.grad is not None
+    assert torch.equal(master.grad, gradients[0].float() + gradients[1].float() + gradients[2].float())
 
 
 @pytest.mark.parametrize(
