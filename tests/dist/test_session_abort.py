@@ -108,7 +108,7 @@ def test_training_continues_in_new_groups_as_if_nothing_had_happened(
         assert longest_s < stretched(5.0)  # milliseconds on a quiet machine
 
 
-@pytest.mark.parametrize("offload", ["cpu", "disk"])
+@pytest.mark.parametrize("offload", ["cpu", pytest.param("disk", marks=pytest.mark.soak)])
 def test_a_step_that_ends_in_the_middle_of_a_backward_is_repeated_with_offloaded_parameters(
     offload: Any, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -69,7 +69,7 @@ def test_training_in_two_parts_is_that_of_whole_backwards(
             assert ours == others
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.soak)])
 def test_both_parts_fetch_offloaded_parameters(family: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     """One layer after the other, or all of them if a table is embedding and head of the same stage."""
     blocks = {"llama": {"num_hidden_layers": 2}, "gpt2": {"n_layer": 2}}
