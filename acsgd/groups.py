@@ -206,17 +206,16 @@ class Groups:
         """
         number, rank = self._rounds[name], self.world.rank()
         self._rounds[name] += 1
-        before, exchange = (
-            TextExchange(self.store, f"{name}/{each}", self.world.size()) for each in (number - 1, number)
+        earlier, exchange = (
+            TextExchange(self.store, f"{name}/{each}", self.world.size()) for each in (number - 2, number)
         )
         with self._located(name):
             exchange.send(rank, text)
-            if not self._wait_for(exchange.joined, exchange.missing, timeout_s):
-                exchange.join()
-            texts = exchange.read()
-            if number:  # all ranks have read the texts before these
-                before.delete(rank)
-        return texts
+            if number > 1:  # all ranks have taken part in the exchange after that one
+                earlier.delete(rank)
+            # the store is on the host of rank 0, for which a look takes no delay of a link
+            joined = self._wait_for(exchange.joined, exchange.missing, timeout_s, looks=rank == 0)
+            return exchange.join() if joined is None else exchange.split(joined)
 
     def publish_text(self, name: str, text: str) -> None:
         """Store a text of rank 0, once per run, for the ranks that call `published_text`."""
@@ -226,8 +225,9 @@ class Groups:
         """Wait for a text that rank 0 publishes. Raises errors as `all_gather_text` does."""
         key = _published_key(name, self.run_id)
         with self._located(name):
-            self._wait_for(key, lambda: [0], timeout_s)
-        return self.store.get(key)
+            text = self._wait_for(key, lambda: [0], timeout_s)
+        assert text is not None
+        return text.decode()
 
     def meet(self, name: str, rank: int, *, timeout_s: float) -> None:
         """Wait until another rank calls this, too, with the same name and this rank. From any thread.
@@ -249,24 +249,29 @@ class Groups:
             where = f"rank {self.world.rank()} on {socket.gethostname()}: {name}"
             raise type(error)(f"{where}: {error}", awaited=error.awaited) from error
 
-    def _wait_for(self, key: str, find_missing: Callable[[], list[int]], timeout_s: float) -> bool:
-        """Wait until the store has a key; return False if no rank is missing, as found now and then, before it has.
+    def _wait_for(
+        self, key: str, find_missing: Callable[[], list[int]], timeout_s: float, *, looks: bool = False
+    ) -> bytes | None:
+        """Wait until the store has a key, and return its value; None if before that no rank is missing any more.
 
-        Its requests do not grow with the number of ranks.
+        looks: whether to look for missing ranks alone, and not for the key, each time; else only now and then. The
+        requests do not grow with the number of ranks.
         """
         started = checked = time.monotonic()
         watch = PeerWatch(self.store, self.timeout_s, self._opened.is_stopping.is_set)
         interval_s = heartbeat_interval_s(self.timeout_s) * max(1.0, self.world.size() / MANY_RANKS)
-        missing = find_missing()
-        while missing and not self.store.has(key):
+        while looks or (value := self.store.find(key)) is None:
             now = time.monotonic()
-            if now - checked >= interval_s and (missing := find_missing()):
+            is_due = now - checked >= interval_s
+            if (looks or is_due) and not (missing := find_missing()):
+                return None
+            if is_due:
                 checked = now
                 watch.check(missing)
                 if now - started > timeout_s:
                     raise RunError(f"ranks {missing} did not answer within {timeout_s:g} s", awaited=missing)
             time.sleep(poll_pause_s(now - started, self.world.size()))
-        return bool(missing)
+        return value
 
     def wait_for_all(self, name: str, *, timeout_s: float) -> None:
         """Wait until every rank has called this. name, timeout_s: as in `all_gather_text`."""

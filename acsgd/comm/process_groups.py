@@ -294,7 +294,7 @@ class ProcessGroups:
             self._store.wait([exchange.joined])
         except RuntimeError:
             raise RuntimeError(f"ranks {exchange.missing()} have not started, or have ended") from None
-        return exchange.read()
+        return exchange.split(self.client.get_bytes(exchange.joined))
 
     def publish_ports(self) -> None:
         """As `Groups.publish_ports`."""

@@ -118,6 +118,10 @@ def call_in_thread(function: Callable[[], T], *, timeout_s: float, waits: Waits 
         thread.close()
 
 
+_NONE = "none of these"
+"""Value that no key has."""
+
+
 class StoreClient:
     """A connection to the store of a run. Each call raises StoreError if the store does not answer in time.
 
@@ -161,6 +165,11 @@ class StoreClient:
         """Return the value of a key that exists, which need not be text."""
         return self._call(lambda: self._store.get(key))
 
+    def find(self, key: str) -> bytes | None:
+        """Return the value of a key, None if there is none. Takes one request, where `get` takes two."""
+        value = self._call(lambda: self._store.compare_set(key, _NONE, _NONE))
+        return None if value == _NONE.encode() else value
+
     def add(self, key: str, amount: int) -> int:
         """Add to the integer value of a key, 0 at first, and return the sum."""
         return self._call(lambda: self._store.add(key, amount))
@@ -202,8 +211,8 @@ class StoreClient:
 class TextExchange:
     """A text of each of `size` ranks, through the store, for the same requests of a rank however many there are.
 
-    A rank waits for one key and reads one key: whoever finds that no rank is missing joins the texts there, compressed,
-    since most are alike. name: of this exchange alone.
+    A rank waits for one key, and gets it with the request that finds it: whoever finds that no rank is missing joins
+    the texts there, compressed, since most are alike. name: of this exchange alone.
     """
 
     def __init__(self, store: StoreClient, name: str, size: int) -> None:
@@ -223,14 +232,16 @@ class TextExchange:
         ranks = {*map(int, self._store.get(self._key("ranks")).split())}
         return [rank for rank in range(self._size) if rank not in ranks]
 
-    def join(self) -> None:
-        """Join the texts of all ranks, of which none is missing. Several ranks may do so."""
+    def join(self) -> list[str]:
+        """Join the texts of all ranks, of which none is missing; return them. Several ranks may do so."""
         texts = [text.decode() for text in self._store.get_all([*map(self._key, range(self._size))])]
         self._store.set_bytes(self.joined, zlib.compress(json.dumps(texts).encode()))
+        return texts
 
-    def read(self) -> list[str]:
-        """Return the texts by rank, which are joined."""
-        texts: list[str] = json.loads(zlib.decompress(self._store.get_bytes(self.joined)))
+    @staticmethod
+    def split(joined: bytes) -> list[str]:
+        """Return the texts by rank of the value that `join` has stored."""
+        texts: list[str] = json.loads(zlib.decompress(joined))
         return texts
 
     def delete(self, rank: int) -> None:

@@ -223,24 +223,26 @@ def test_after_a_stop_signal_a_dead_rank_is_found_sooner(monkeypatch: pytest.Mon
     assert 100.0 < now[0] < 102.0
 
 
-def wait_for_late_ranks(monkeypatch: pytest.MonkeyPatch, ranks: int, late: range, *, joins: bool) -> tuple[int, int]:
-    """Let rank 0 exchange texts with others, of which some are 20 s late, and the last joins the texts, or ends.
+def wait_for_late_ranks(
+    monkeypatch: pytest.MonkeyPatch, rank: int, ranks: int, late: range, *, joins: bool
+) -> tuple[int, int]:
+    """Let a rank exchange texts with others, of which some are 20 s late, and the last joins the texts, or ends.
 
     Returns the number of its requests to the store, and the largest number of keys that one names while it waits.
     """
     store, named, now = dist.HashStore(), list[int](), [0.0]
     client, waiting = client_of(store, NO_LIMIT_S), client_of(store, NO_LIMIT_S)
     exchange = TextExchange(client, "late/0", ranks)
-    for rank in {*range(1, ranks)} - {*late}:
-        exchange.send(rank, str(rank))
+    for other in {*range(ranks)} - {*late, rank}:
+        exchange.send(other, str(other))
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
-        for rank in late:
-            store.set(f"acsgd/heartbeat/{rank}", str(now[0]))
+        for other in late:
+            store.set(f"acsgd/heartbeat/{other}", str(now[0]))
         if now[0] - seconds < 20.0 <= now[0]:
-            for rank in late:
-                exchange.send(rank, str(rank))
+            for other in late:
+                exchange.send(other, str(other))
             if joins:
                 exchange.join()
 
@@ -252,25 +254,26 @@ def wait_for_late_ranks(monkeypatch: pytest.MonkeyPatch, ranks: int, late: range
     monkeypatch.setattr(waiting, "_call", requests)
     monkeypatch.setattr(StoreClient, "has", counted)
     monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    world: Any = SimpleNamespace(rank=lambda: 0, size=lambda: ranks)
+    world: Any = SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
     opened = cast(Any, SimpleNamespace(is_stopping=threading.Event()))
     own = groups.Groups({}, world, world, waiting, NO_LIMIT_S, "", DIRECT, None, opened)
-    assert own.all_gather_text("late", "0", timeout_s=100.0) == [*map(str, range(ranks))]
+    assert own.all_gather_text("late", str(rank), timeout_s=100.0) == [*map(str, range(ranks))]
     return requests.call_count + len(named), max(named)
 
 
+@pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("joins", [True, False])
 def test_waiting_for_others_takes_the_same_requests_however_many_there_are(
-    joins: bool, monkeypatch: pytest.MonkeyPatch
+    rank: int, joins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For one of them or for half; also if the last one, which joins the texts, ends before it has."""
-    one, one_of_many = (wait_for_late_ranks(monkeypatch, n, range(1, 2), joins=joins) for n in (4, 100))
-    half, half_of_many = (wait_for_late_ranks(monkeypatch, n, range(1, n // 2), joins=joins) for n in (6, 100))
+    one, one_of_many = (wait_for_late_ranks(monkeypatch, rank, n, range(1, 2), joins=joins) for n in (4, 100))
+    half, half_of_many = (wait_for_late_ranks(monkeypatch, rank, n, range(1, n // 2), joins=joins) for n in (6, 100))
     assert one[0] == one_of_many[0] == half[0] == half_of_many[0] < 20 * 20 + 4 * 20 / 0.5 + 100, (
         "fewer pauses at first"
     )
     assert half[1] == 2, "while it waits, it reads one key, and now and then the heartbeats of those that are missing"
-    thousand = wait_for_late_ranks(monkeypatch, 1000, range(1, 2), joins=joins)
+    thousand = wait_for_late_ranks(monkeypatch, rank, 1000, range(1, 2), joins=joins)
     assert thousand[0] < one[0] / 3, "it pauses for longer: 1000 ranks together read 2000 times per second"
 
 
@@ -282,6 +285,10 @@ def test_texts_that_are_appended_at_once_are_all_there(kind: type[Any], tmp_path
         for number in range(10):
             for added in [pool.submit(append, f"{number}/{rank} ") for rank, append in enumerate(ranks)]:
                 added.result()
+    client = client_of(store, NO_LIMIT_S)
+    assert client.find("key") == store.get("key")
+    assert client.find("no key") is None
+    assert not store.check(["no key"])
     found = store.get("key").decode().split()
     assert sorted(found) == sorted(f"{number}/{rank}" for number in range(10) for rank in range(4))
 
