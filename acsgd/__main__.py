@@ -12,7 +12,7 @@ from typing import NoReturn
 from acsgd.errors import BEFORE_TRAINING, ReportedError
 from acsgd.failures.signals import end_with_torchrun, starting
 from acsgd.failures.stdio import protect_streams
-from acsgd.launch import Launch, forbid_restart
+from acsgd.launch import Launch, forbid_restart, set_variables
 
 TRAIN, EVAL, GENERATE = "train", "eval", "generate"
 """Names of the commands that run on several ranks, too."""
@@ -38,6 +38,7 @@ def end_process(code: int) -> NoReturn:
 def run(argv: list[str], *, prog: str) -> None:
     """Import the code of a command, which takes seconds, and run it. Raises ReportedError after a failure."""
     protect_streams()
+    set_variables()
     launch = Launch.from_env()
     if launch.under_torchrun:
         end_with_torchrun(os.getppid(), is_main=launch.local_rank == 0, end=end_process)

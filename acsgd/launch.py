@@ -154,6 +154,7 @@ def gloo_interface() -> str | None:
 
 
 _VARIABLES = {
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # each request to a store that has ended would print a stack of C++
     "GLOO_ENABLE_STORE_V2_API": "1",  # a rank gets the addresses of all others of a group in one request
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # streams that share a queue wait for each other, as a send for a receive
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torch would end a process that has lost a peer, without a sentence
@@ -163,7 +164,7 @@ _VARIABLES = {
 
 
 def set_variables() -> None:
-    """Set what gloo, NCCL and CUDA read when they start, unless the user has set it."""
+    """Set what torch reads when it is imported, and gloo, NCCL and CUDA when they start, unless the user has set it."""
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
 

@@ -31,7 +31,7 @@ from acsgd.failures.report import report_startup_error
 from acsgd.failures.signals import StopSignals, starting
 from acsgd.groups import clone_store, connect, open_store
 from acsgd.io.files.cache import TIMEOUT_S
-from acsgd.launch import Launch, set_variables
+from acsgd.launch import Launch
 from acsgd.notes import print_note
 from acsgd.run.lock.lock import RunLock, leases_of
 from acsgd.run.plan.job import Job, prepare, with_local_checkpoint
@@ -48,7 +48,6 @@ def main(argv: list[str], launch: Launch, *, prog: str, end: Callable[[int], Non
 
     prog: name of the command; end: see `report_failure`. Raises ReportedError after a failure.
     """
-    set_variables()
     if launch.daemon:
         _run_elastic(argv, launch, prog, end)
         return

@@ -163,6 +163,7 @@ def test_variables_of_nccl_that_the_user_has_set_remain(monkeypatch: pytest.Monk
     set_variables()
     assert environment.pop("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
     assert environment.pop("GLOO_ENABLE_STORE_V2_API") == "1"
+    assert environment.pop("TORCH_CPP_LOG_LEVEL") == "ERROR"
     assert set(environment.values()) == {"0"}
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" in environment, "acsgd ends operations, and says why"
     page = Path(__file__).parents[2].joinpath("docs/howto/several-gpus.md").read_text()
