@@ -112,6 +112,8 @@ class Stage:
         """Whether gradients are reported group by group, in the order in which all replicas fetch."""
         self._in_backward: int | None = None
         """Group of layers whose backward runs, if parameters are fetched."""
+        self._in_weight_part = False
+        """Whether a weight part runs, whose parameters are fetched before it."""
         self._last_backward = False
         self._final: set[str] = set()
         """Weights whose gradients of this step are complete."""
@@ -148,7 +150,7 @@ class Stage:
         if self._offload is not None:
             self._offload.clear()
         if self._fetch is not None:
-            self._in_backward = None
+            self._in_backward, self._in_weight_part = None, False
             self._fetch.reset()
 
     def close(self) -> None:
@@ -219,6 +221,7 @@ class Stage:
         passes = self._in_flight.pop(micro)
         self._weight_parts[micro] = [each.backward_inputs(grads, scale) for each in passes]
         self._end_group()
+        assert self._fetches_nothing, "a layer has no gradient of its outputs"
         return self._take_input_grads(passes)
 
     def backward_weight(self, micro: int, *, last: bool) -> None:
@@ -229,6 +232,7 @@ class Stage:
             while part:
                 each = part.pop()  # its graph is freed
                 self._run_weight_part(each, ahead=part[-1].graph if part else -1)
+        assert self._fetches_nothing, "a layer is fetched for no weight part"
         self._end_backward()
 
     def _run_weight_part(self, part: WeightPart, *, ahead: int) -> None:
@@ -242,8 +246,9 @@ class Stage:
         groups = [part.graph] if self.graph_per_layer else range(len(self.layers))
         for group in groups:
             self._fetch.enter(group, ahead)
+        self._in_weight_part = True
         part.run()
-        self._end_group()
+        self._in_weight_part = False
         for group in groups:
             self._fetch.leave(group)
 
@@ -252,9 +257,14 @@ class Stage:
         self._last_backward = is_last
         torch.autograd.backward(part.graphs[-1].differentiable, output_grads)
         self._end_group()
-        assert self._fetch is None or self._fetch.is_idle, "a layer has no gradient of its outputs"
+        assert self._fetches_nothing, "a layer has no gradient of its outputs"
         self._end_backward()
         self.sync.backward_done(is_last=is_last)
+
+    @property
+    def _fetches_nothing(self) -> bool:
+        """Whether no group is fetched ahead, whose values would be old after the next update."""
+        return self._fetch is None or self._fetch.is_idle
 
     def _end_backward(self) -> None:
         """Complete the gradients of the masters."""
@@ -269,10 +279,12 @@ class Stage:
         """
         if saved:
             begin_backward(saved, group)
-        if self._fetch is None:
+        if self._fetch is None or self._in_weight_part:
             return
         self._end_group()
-        reaches_next = self.sends_gradient or self.layers[group * self._together].spec.index > self._first_trained
+        # gradients of the inputs of each layer end above the first trained one, which has a weight part only
+        last = self._first_trained + self.graph_per_layer
+        reaches_next = self.sends_gradient or self.layers[group * self._together].spec.index > last
         self._fetch.enter(group, ahead=group - 1 if reaches_next else -1)
         self._in_backward = group
 

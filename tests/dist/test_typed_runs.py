@@ -98,6 +98,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, selected: Callable[[str], set
     if "bf16" not in left_out:
         runs.add("mixtral", "2 stages", "bf16", **{"model.dtype": "bf16"})
     runs.add("t5", "2 stages", "recompute", **{"model.recompute": "layers"})
+    offloaded = {"pp.schedule": "zb", "pp.layers": (1, 3), "model.offload": "cpu", "optim.offload": "cpu"}
+    runs.add("bart", "2 stages", "offloaded", **offloaded, encoder_layers=3, decoder_layers=1)
     resumed = runs.add("t5", "2 stages", "resumed")
     runs.train(4)
     saved = checkpoint_of(runs.configs["t5, 4 stages"], HALF)
@@ -190,6 +192,12 @@ def test_recomputation_changes_no_bit(runs: Runs) -> None:
     kept, recomputed = (runs.configs[f"t5, 2 stages{special}"] for special in ("", ", recompute"))
     assert result_of(recomputed) == result_of(kept)
     assert weights_of(recomputed, STEPS) == weights_of(kept, STEPS)
+
+
+def test_split_backwards_of_several_layers_fetch_parameters_again_after_each_update(runs: Runs) -> None:
+    """The second stage has a part of the encoder, and tables of replicated tensors: its layers are in one graph."""
+    config = runs.configs["bart, 2 stages, offloaded"]
+    assert_equal(config, oracle(config))
 
 
 def test_all_copies_of_a_weight_are_equal_at_the_end(runs: Runs) -> None:
