@@ -7,6 +7,7 @@ code after the last block. Each layer is a function of its inputs and its parame
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -132,6 +133,15 @@ class LayerSpec:
     def runs_forward(self) -> bool:
         """Whether the model runs code of its own after the block of this layer."""
         return any(origin.kind == "forward" for origin in self.origins.values())
+
+
+def are_connected(layers: Sequence[LayerSpec]) -> bool:
+    """Return whether weights of some layers are used in several of them, by themselves or in replicated tensors.
+
+    The gradients of such weights need all of these layers at once.
+    """
+    uses = Counter(key for layer in layers for key in layer.parameters)
+    return any(count > 1 for count in uses.values()) or any(layer.replicated for layer in layers)
 
 
 @dataclass(frozen=True)

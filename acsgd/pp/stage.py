@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from acsgd.dp.sync import GradSync
 from acsgd.layers.composed import ComposedModel, Context, Inputs, State
-from acsgd.layers.description import LayerSpec
+from acsgd.layers.description import LayerSpec, are_connected
 from acsgd.layers.skeleton import parameter_names
 from acsgd.optim.fetch import LayerFetch
 from acsgd.optim.offload import GradientOffload
@@ -98,10 +97,8 @@ class Stage:
             for path in filter(None, (layer.spec.block for layer in layers)):
                 recompute_attention(composed.model.get_submodule(path), is_random=self._random)
         self._per_sequence = self._random and mask_per_sample
-        uses = Counter(key for layer in layers for key in layer.spec.parameters)
         # gradients of a weight are summed over its uses before they are accumulated: all uses are in one graph
-        is_shared = any(count > 1 for count in uses.values()) or any(layer.spec.replicated for layer in layers)
-        self.graph_per_layer = splits_backward and not is_shared
+        self.graph_per_layer = splits_backward and not are_connected([layer.spec for layer in layers])
         """Whether autograd records each layer by itself, which a backward in two parts goes through one by one."""
         self._in_flight: dict[int, list[ForwardPass]] = {}  # by local index of the micro-batch
         self._weight_parts: dict[int, list[list[WeightPart]]] = {}  # by the same, of backwards that have begun

@@ -275,7 +275,10 @@ def test_divided_parameters_are_counted_with_those_of_two_layers(tiny_model: Any
 def test_parameters_in_files_are_counted_where_they_are_read(
     on_gpu: bool, groups: int, tiny_model: Any, tmp_path: Path
 ) -> None:
-    """On a CPU, the layer that is read ahead has pages only once it is copied, and its buffers serve the next one."""
+    """On a CPU, the layer that is read ahead has pages only once it is copied, and its buffers serve the next one.
+
+    On a GPU, the backward of the last layer is read ahead of when the device has copied that of the forward.
+    """
     config = make_config(tiny_model("llama", **WIDE), tmp_path, micro=1)
     config = replace(config, model=replace(config.model, offload="disk"), adapter=AdapterConfig("lora:r=2"))
     model = describe_run_model(config)
@@ -288,7 +291,16 @@ def test_parameters_in_files_are_counted_where_they_are_read(
     in_use = max(sum(map(sum, layers[first : first + groups])) for first in range(len(layers)))
     adapters = 4 * model.parameters.trained
     assert read.weights - read.host_weights == pytest.approx(adapters + in_use, rel=0.01), "and buffers"
-    assert read.host_weights == groups * sum(block) + sum(table), "the head has the size of the table"
+    assert read.host_weights == groups * (sum(block) + sum(table)), "the head has the size of the table"
+
+
+def test_a_weight_part_of_layers_that_share_a_table_has_all_of_them(tiny_model: Any, tmp_path: Path) -> None:
+    config = make_config(tiny_model("gpt2", n_layer=3), tmp_path, schedule="zb", micro=1)
+    model, optim = replace(config.model, offload="cpu"), replace(config.optim, offload="cpu")
+    config = replace(config, model=replace(model, dtype="bf16"), optim=optim)
+    plans = planner_of(config, 1)
+    [split] = plans.memory(config)
+    assert split.weights - split.host_weights == 2 * plans.partition(config).model.parameters.trained
 
 
 @pytest.mark.soak

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from acsgd.codecs.base import wire_bytes
+from acsgd.layers.description import are_connected
 from acsgd.optim.offload import MAX_IN_FLIGHT
 from acsgd.optim.ownership import OwnedWeights
 from acsgd.pp.schedules.actions import Action, Op
@@ -191,36 +192,39 @@ class _RankPlan:
         """Memory of the weights on the host: copies, of which trained ones in fp32 are masters, or buffers of reads."""
         partition = self._partition
         if partition.config.model.offload == "disk":  # a buffer is used again for parameters of its size
-            return _total(reduce(or_, self._fetched_together, Counter[int]()))
+            # also by the group that is read next: the first or last one of a stage again, or that of another stage
+            groups = 1 if partition.streams.device.type == "cpu" else 2
+            return groups * _total(reduce(or_, self._fetched_sizes, Counter[int]()))
         frozen, is_fp32 = partition.model.description.frozen, partition.shapes.dtype == torch.float32
         return sum(self._bytes_of(key) for key in partition.offloaded if key in frozen or not is_fp32)
 
     @property
     def _fetched_at_once(self) -> int:
-        """Bytes of the fetched parameters that are on the device at the same time."""
-        return max(map(_total, self._fetched_together), default=0)
-
-    @property
-    def _fetched_together(self) -> Sequence[Counter[int]]:
-        """The parameters that are fetched at the same time, as `_fetched_sizes`: those of two groups.
+        """Bytes of the fetched parameters that are on the device at the same time: those of two groups.
 
         On a CPU, those that are read ahead take no memory before they are copied, and their buffers none thereafter.
+        A part of a backward for weights alone that needs all layers of its stage at once has those of the stage.
         """
-        groups, config = self._fetched_sizes, self._partition.config
-        if config.model.offload == "disk" and self._partition.streams.device.type == "cpu":
-            return groups
-        return [one + other for one, other in zip_longest(groups, groups[1:], fillvalue=Counter[int]())]
+        partition, sizes = self._partition, [*map(_total, self._fetched_sizes)]
+        reads_on_cpu = partition.config.model.offload == "disk" and partition.streams.device.type == "cpu"
+        at_once = sizes if reads_on_cpu else [one + other for one, other in zip_longest(sizes, sizes[1:], fillvalue=0)]
+        if partition.programs.splits_backward:
+            spans = partition.layout.spans.values()
+            connected = (span for span in spans if are_connected(partition.model.layers[slice(*span)]))
+            at_once += [_total(self._sizes_of(range(*span))) for span in connected]
+        return max(at_once, default=0)
 
     @cached_property
     def _fetched_sizes(self) -> list[Counter[int]]:
         """Number of the parameters that each group of layers fetches, by size, bytes, in the order of the groups."""
-        layers = self._partition.model.layers
-        keys = (
-            dict.fromkeys(key for layer in group for key in layers[layer].parameters if key in self._fetched)
-            for span in self._partition.layout.spans.values()
-            for group in layer_groups(self._partition, span)
-        )
-        return [Counter(map(self._bytes_of, each)) for each in keys]
+        spans = self._partition.layout.spans.values()
+        return [self._sizes_of(group) for span in spans for group in layer_groups(self._partition, span)]
+
+    def _sizes_of(self, group: range) -> Counter[int]:
+        """Return the number of the fetched parameters of some layers, by size, bytes."""
+        layers = self._partition.model.layers[slice(group.start, group.stop)]
+        keys = dict.fromkeys(key for layer in layers for key in layer.parameters if key in self._fetched)
+        return Counter(map(self._bytes_of, keys))
 
     def _bytes_of(self, key: str) -> int:
         return fetched_bytes(self._traced.built.get_parameter(key), self._partition.shapes.dtype)
