@@ -129,12 +129,6 @@ class ParamSource:
         """
         raise NotImplementedError
 
-    def release(self) -> None:
-        """Free all parameters, wherever an interrupted step uses them."""
-        for param in [each for each in self._by_key.values() if each.uses]:
-            param.uses = 0
-            param.release()
-
     def close(self) -> None:
         """End threads, and let go of files."""
 
@@ -257,6 +251,8 @@ class LayerFetch:
         self._meter = meter
         self._pending: dict[int, Callable[[], None]] = {}
         """What waits for the groups that are fetched ahead."""
+        self._entered: list[int] = []
+        """The groups that have their parameters, or wait for them."""
 
     @functools.cached_property
     def groups(self) -> Sequence[Sequence[FetchedParam]]:
@@ -285,6 +281,7 @@ class LayerFetch:
     def enter(self, group: int, ahead: int) -> None:
         """Wait for the parameters of a group, and start to fetch those of the group `ahead`, if there is one."""
         self._start(group)
+        self._entered.append(group)
         self._pending.pop(group)()
         if 0 <= ahead < len(self._layers):
             self._start(ahead)
@@ -292,18 +289,24 @@ class LayerFetch:
             param.set_values()
 
     def leave(self, group: int) -> None:
-        """Free the parameters of a group that no group ahead uses."""
+        """Free the parameters of a group that no other group uses now or next."""
+        self._entered.remove(group)
+        self._free(group)
+
+    def reset(self) -> None:
+        """Free the parameters of all groups after an interrupted step."""
+        for finish in self._pending.values():
+            finish()
+        for group in [*self._pending, *self._entered]:
+            self._free(group)
+        self._pending.clear()
+        self._entered.clear()
+
+    def _free(self, group: int) -> None:
         for param in self.groups[group]:
             param.uses -= 1
             if not param.uses:
                 param.release()
-
-    def reset(self) -> None:
-        """Free all parameters of the source after an interrupted step."""
-        for finish in self._pending.values():
-            finish()
-        self._pending.clear()
-        self._source.release()
 
     @contextlib.contextmanager
     def unmetered(self) -> Iterator[None]:
@@ -325,6 +328,6 @@ class LayerFetch:
         missing = [param for param in self.groups[group] if not param.uses]
         for param in missing:
             param.allocate()
+        self._pending[group] = self._source.start(missing, self._meter)
         for param in self.groups[group]:
             param.uses += 1
-        self._pending[group] = self._source.start(missing, self._meter)

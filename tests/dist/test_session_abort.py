@@ -108,12 +108,18 @@ def test_training_continues_in_new_groups_as_if_nothing_had_happened(
         assert longest_s < stretched(5.0)  # milliseconds on a quiet machine
 
 
-@pytest.mark.parametrize("offload", ["cpu", pytest.param("disk", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("offload", "schedule"),
+    [("cpu", "1f1b"), pytest.param("disk", "1f1b", marks=pytest.mark.soak), ("disk", "interleaved:chunks=2")],
+)
 def test_a_step_that_ends_in_the_middle_of_a_backward_is_repeated_with_offloaded_parameters(
-    offload: Any, tiny_model: Callable[..., Path], tmp_path: Path
+    offload: Any, schedule: Any, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Those of the block whose backward runs, and of the one before it, are on the device then."""
-    config = direct.make_config(tiny_model(n_layer=3), tmp_path, micro=2)
+    """Those of the block whose backward runs, and of the one before it, are on the device then.
+
+    With two stages, it is in the second one, whose fetches end before their memory is freed.
+    """
+    config = direct.make_config(tiny_model(n_layer=5), tmp_path, micro=2, schedule=schedule)
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, offload=offload, freeze="*.h.*"),
@@ -121,8 +127,7 @@ def test_a_step_that_ends_in_the_middle_of_a_backward_is_repeated_with_offloaded
     )
     batch = direct.draw_batch(config, 0)
     with direct.session_of(config, 0, 1, str(tmp_path / "store")) as session:
-        [stage] = session.stages.values()
-        model = stage.composed.model
+        model = next(iter(session.stages.values())).composed.model
         loss = session.pipeline.run(batch, 0)
         expected = direct.digest(direct.gradients(session))
 
@@ -133,13 +138,15 @@ def test_a_step_that_ends_in_the_middle_of_a_backward_is_repeated_with_offloaded
             if (leaf := tree_leaves(output)[0]).requires_grad:
                 leaf.register_hook(end)
 
-        middle = model.get_submodule(session.job.model.description.blocks[1])
+        middle = model.get_submodule(session.job.model.description.blocks[3])
         hook = middle.register_forward_hook(end_backward)
         with pytest.raises(WaitInterruptedError):
             session.pipeline.run(batch, 0)
         hook.remove()
         again = reconnect(session, session.job, session.groups)
         assert all(model.get_parameter(key).isnan().all() for key in session.job.offloaded), "all are freed"
+        fetches = [fetch for stage in session.stages.values() if (fetch := stage._fetch) is not None]
+        assert not any(each.values.any() for fetch in fetches for group in fetch.groups for each in group)
         assert again.pipeline.run(batch, 0) == loss
         assert direct.digest(direct.gradients(again)) == expected
         session.close()
