@@ -24,6 +24,7 @@ from acsgd.config.options import Config
 from acsgd.config.run_file import parse, to_toml
 from acsgd.dp.modes import measured_work
 from acsgd.errors import CorruptFileError
+from acsgd.pp import passes
 from acsgd.pp.schedules.simulate import Cost
 from acsgd.pp.stage import Stage
 from acsgd.pp.wire.frame import HEADER_BYTES
@@ -47,6 +48,7 @@ from acsgd.run.plan.rates import (
     rates_of_gpu,
 )
 from acsgd.run.plan.step_time import PlannedStep
+from tests.lib.model_types import small_config
 from tests.lib.training import make_config
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 192}
@@ -109,19 +111,36 @@ def test_each_layer_takes_the_time_of_its_own_recomputation(config: Config, monk
     assert times.backward_s[1:3] == (1, 1), "both blocks are run again in their own backward"
 
 
-def test_a_split_backward_takes_the_time_of_its_parts(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock counts whole backwards, and each part."""
+@pytest.mark.parametrize(
+    ("family", "schedule", "ratio"),
+    [("llama", "zb", 3.0), ("gpt2", "zb", 3.0), ("t5", "zb", SPLIT), ("llama", "1f1b", SPLIT)],
+)
+def test_a_split_backward_takes_the_time_of_its_parts(
+    family: str, schedule: str, ratio: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock counts whole backwards, and layers whose inputs get their gradients first: all but the embedding.
+
+    The table of GPT-2 is its head, too; tensors of T5 are replicated.
+    """
     calls = list[str]()
 
-    def counted(name: str, run: Any) -> Any:
-        return lambda *args, **options: (calls.append(name), run(*args, **options))[1]
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        calls.append("whole")
+        return backward(self, *args, **options)
 
-    for name in ("backward", "backward_input", "backward_weight"):
-        monkeypatch.setattr(Stage, name, counted(name, getattr(Stage, name)))
-    split = replace(config, pp=replace(config.pp, stages=2, schedule="zb"))
-    for changed, ratio in ((split, 2.0), (config, SPLIT)):
-        planner = RunPlanner(changed, changed.pp.stages, describe_run_model(changed), on_gpu=False)
-        assert measure_layers(planner.partition(changed), 0.0, lambda: float(len(calls))).split == ratio
+    def counted_inputs(inputs: Any, *args: Any) -> Any:
+        calls.extend(["inputs"] * bool(inputs))
+        return backward_inputs(inputs, *args)
+
+    backward, backward_inputs = Stage.backward, passes.backward_inputs
+    monkeypatch.setattr(Stage, "backward", counted)
+    monkeypatch.setattr(passes, "backward_inputs", counted_inputs)
+    path = tmp_path / "model"
+    small_config(family).save_pretrained(path)
+    config = make_config(path, tmp_path, micro=1, stages=2, schedule=schedule)
+    config = replace(config, model=replace(config.model, task="seq2seq" if family == "t5" else "lm"))
+    planner = RunPlanner(config, 2, describe_run_model(config), on_gpu=False)
+    assert measure_layers(planner.partition(config), 0.0, lambda: float(len(calls))).split == ratio
 
 
 def test_a_pipeline_idles_and_waits_for_messages(config: Config) -> None:

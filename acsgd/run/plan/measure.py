@@ -97,7 +97,6 @@ def measure_layers(partition: Partition, seconds: float, now: Callable[[], float
     _fill(built, {key for layer in loaded for key in layer.spec.parameters}, partition)
     composed = RecordingModel(built, layers, clock)
     stage = _open_stage(partition, composed, loaded)
-    graph_per_layer, stage.graph_per_layer = stage.graph_per_layer, False
     batch, labels = _random_batch(partition)
     passes: list[tuple[dict[int, float], dict[int, float]]] = []
     end = time.perf_counter() + seconds
@@ -110,9 +109,9 @@ def measure_layers(partition: Partition, seconds: float, now: Callable[[], float
         forward[index], backward[index] = forward[index - 1], backward[index - 1]
     forward_s, backward_s = (tuple(part[layer.index] for layer in layers.layers) for part in (forward, backward))
     split = SPLIT
-    if partition.programs.splits_backward:
+    if partition.programs.splits_backward and not any(layer.replicated for layer in layers.layers):
         stage.composed = ComposedModel(built, layers)
-        split = _split_ratio(stage, batch, labels, clock, len(passes), graph_per_layer=graph_per_layer)
+        split = _split_ratio(stage, batch, labels, clock, len(passes))
     return LayerTimes(layers_key(config, model), forward_s, backward_s, median(composed.contexts), split)
 
 
@@ -132,22 +131,20 @@ def _open_stage(partition: Partition, composed: ComposedModel, loaded: Sequence[
         targets=1,
         seed=0,
         recompute=recompute._replace(layers=min(recompute.layers, 1)),  # or one layer would take the time of a group
-        splits_backward=partition.programs.splits_backward,
         first_trained=model.description.first_trained,
     )
 
 
-def _split_ratio(
-    stage: Stage, batch: Inputs, labels: Tensor, clock: _Clock, count: int, *, graph_per_layer: bool
-) -> float:
+def _split_ratio(stage: Stage, batch: Inputs, labels: Tensor, clock: _Clock, count: int) -> float:
     """Return the time of backwards in two parts relative to that of whole ones; the second parts follow all first ones.
 
-    batch, labels: of a micro-batch; count: number of pairs of micro-batches; graph_per_layer: see `Stage`, of the
-    backward in two parts.
+    Backwards in two parts go through the layers one by one, as those of stages that share no weight do, although a
+    table that is both embedding and head is in this one twice. batch, labels: of a micro-batch; count: number of pairs
+    of micro-batches.
     """
     times: tuple[list[float], list[float]] = ([], [])
     for splits in [False, True] * count:
-        stage.graph_per_layer = graph_per_layer and splits
+        stage.graph_per_layer = splits
         for micro in (0, 1):
             stage.forward(MicroBatch(0, micro, micro, tuple(range(len(labels)))), batch, {}, labels)
         clock.end_segment()
