@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import gc
 import json
 import os
@@ -304,13 +305,7 @@ def measure(name: str, directory: Path, options: argparse.Namespace, messages: M
 
 def slowest(of_ranks: Sequence[Rates]) -> Rates:
     """Return the rates of the ranks together: the longest time of each layer."""
-    layers = [each.layers for each in of_ranks if each.layers is not None]
-    forward, backward = (
-        tuple(map(max, zip(*times, strict=True)))
-        for times in ([each.forward_s for each in layers], [each.backward_s for each in layers])
-    )
-    context_s, split = (max(each) for each in zip(*((each.context_s, each.split) for each in layers), strict=True))
-    times = LayerTimes(layers[0].key, forward, backward, context_s, split)
+    times = functools.reduce(LayerTimes.slower_of, (each.layers for each in of_ranks if each.layers is not None))
     return replace(of_ranks[0], bytes_per_s=min(each.bytes_per_s for each in of_ranks), layers=times)
 
 

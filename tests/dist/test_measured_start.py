@@ -49,7 +49,9 @@ def start_and_train(
     def slowed(*args: Any) -> LayerTimes:
         times = measure(*args)
         assert min(times.forward_s) > 0 < min(times.backward_s)
-        return LayerTimes(times.key, *[(1.0 + rank,) * len(times.forward_s)] * 2)
+        return LayerTimes(
+            times.key, *[(1.0 + rank,) * len(times.forward_s)] * 2, context_s=0.1 * rank, split=1.2 + rank
+        )
 
     def recorded(partition: Any, ranks: choose.MeasuredRanks, *largest: Any) -> Any:
         found.append(ranks)
@@ -97,6 +99,7 @@ def test_ranks_measure_and_decide_alike_and_train_as_with_what_they_choose_given
     assert {*ranks.links} == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 0), (0, 2)}
     assert all(link.bytes_per_s > 0 < link.delay_s for link in ranks.links.values())
     assert [{*times.forward_s} for times in ranks.layers] == [{1.0 + rank} for rank in order], "each has its own times"
+    assert [(times.context_s, times.split) for times in ranks.layers] == [(0.1 * rank, 1.2 + rank) for rank in order]
     assert losses[0] == losses[1]
 
 

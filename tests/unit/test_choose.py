@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import operator
 import random
 from collections.abc import Callable, Sequence
@@ -25,7 +26,6 @@ from acsgd.pp.schedules.simulate import Cost, simulate
 from acsgd.run.plan.choose import (
     GAIN,
     MAX_ORDERS,
-    SPLIT,
     HostPlanner,
     MeasuredHosts,
     MeasuredRanks,
@@ -39,7 +39,8 @@ from acsgd.run.plan.job import prepare
 from acsgd.run.plan.model import describe_run_model
 from acsgd.run.plan.partition import Partition, divide_model, open_grid, topology_of
 from acsgd.run.plan.plugins import parse_modes
-from acsgd.run.plan.rates import LayerTimes, LinkRate
+from acsgd.run.plan.rates import SPLIT, LayerTimes, LinkRate, Rates
+from acsgd.run.plan.step_time import StepPlanner
 from acsgd.run.setup import auto
 from acsgd.shards.plan import blocks_of
 from acsgd.streams import open_streams
@@ -85,6 +86,17 @@ def test_no_other_schedule_makes_a_shorter_step(link: LinkRate, config: Config) 
     shortest = min(times.values())
     near = [spec for spec in CANDIDATES if times[spec] <= GAIN * shortest]
     assert found[0].schedule == near[0], "of those that are as short, the one with the fewest activations"
+
+
+def test_a_choice_takes_the_times_that_are_planned(config: Config) -> None:
+    partition, times = divided(config), LayerTimes("", (1.0,) * 8, (2.0,) * 8, context_s=0.5, split=1.3)
+    link = LinkRate(1e6, 0.1)
+    found = timed_divisions(partition, ranks(4, link)._replace(layers=(times,) * 4))
+    rates = Rates("", False, "fp32", operations_per_s=math.inf, bytes_per_s=math.inf, layers=times)
+    planner = StepPlanner(partition.model.build(partition.shapes.dtype), (), config.pp.micro, rates, link)
+    planned = [planner.plan(each.partition, times.key) for each in found]
+    ends = [each.compute_s + each.bubble_s + each.messages_s for each in planned]
+    assert [each.step_s for each in found] == pytest.approx(ends)
 
 
 def test_a_choice_depends_on_the_links(config: Config) -> None:

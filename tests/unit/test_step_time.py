@@ -113,7 +113,7 @@ def test_each_layer_takes_the_time_of_its_own_recomputation(config: Config, monk
 
 @pytest.mark.parametrize(
     ("family", "schedule", "ratio"),
-    [("llama", "zb", 3.0), ("gpt2", "zb", 3.0), ("t5", "zb", SPLIT), ("llama", "1f1b", SPLIT)],
+    [("llama", "auto", 3.0), ("gpt2", "zb", 3.0), ("t5", "zb", SPLIT), ("llama", "1f1b", SPLIT)],
 )
 def test_a_split_backward_takes_the_time_of_its_parts(
     family: str, schedule: str, ratio: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

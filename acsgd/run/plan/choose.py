@@ -19,7 +19,7 @@ from acsgd.pp.schedules.schedules import CANDIDATES, is_chosen
 from acsgd.pp.schedules.simulate import Cost
 from acsgd.pp.wire.ladder import codecs_of_links
 from acsgd.run.plan.partition import Partition, divide_model, open_grid
-from acsgd.run.plan.rates import ADAMW_BYTES, SPLIT, LayerTimes, LinkRate, Rates
+from acsgd.run.plan.rates import ADAMW_BYTES, LayerTimes, LinkRate, Rates
 from acsgd.run.plan.step_time import StepPlanner, ends_of, message_bytes, row_bytes
 from acsgd.shards.plan import blocks_of, plan_unequal
 
@@ -340,10 +340,10 @@ def step_cost(partition: Partition, measured: MeasuredRanks, built: PreTrainedMo
     activations, gradients = message_bytes(partition)
     route = next(iter(partition.programs.routes), None)
     table, user = (0, 0) if route is None else (rank_of(route.owner), rank_of(route.user))
-    nbytes, split = row_bytes(partition, built), SPLIT if partition.programs.splits_backward else 1.0
+    nbytes, splits = row_bytes(partition, built), partition.programs.splits_backward
     return Cost(
-        [sum(times.forward_s[layers]) for times, layers in of_stage],
-        [split * sum(times.backward_s[layers]) for times, layers in of_stage],
+        [times.context_s + sum(times.forward_s[layers]) for times, layers in of_stage],
+        [(times.split if splits else 1.0) * sum(times.backward_s[layers]) for times, layers in of_stage],
         [size / link.bytes_per_s for size, link in zip(activations, down, strict=True)],
         [size / link.bytes_per_s for size, link in zip(gradients, up, strict=True)],
         [link.delay_s for link in down],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Sequence
@@ -18,9 +19,11 @@ from acsgd.layers.description import BATCH
 from acsgd.layers.skeleton import move_buffers, parameter_names, set_tied_parameter
 from acsgd.optim.fetch import FetchedParam
 from acsgd.pp.chunked_loss import HeadLoss
+from acsgd.pp.schedules.schedules import is_chosen
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.run.plan.layer_trace import RecordingModel, add_weights, alike
 from acsgd.run.plan.layout import sizes_of
+from acsgd.run.plan.limits import check_split
 from acsgd.run.plan.model import RunModel, layers_cache
 from acsgd.run.plan.partition import Partition
 from acsgd.run.plan.rates import SPLIT, LayerTimes, Rates
@@ -85,6 +88,7 @@ def layers_key(config: Config, model: RunModel) -> str:
 def measure_layers(partition: Partition, seconds: float, now: Callable[[], float] = time.perf_counter) -> LayerTimes:
     """Run forward and backward of the layers of a model, with random weights, on one micro-batch after another.
 
+    Two micro-batches are run at least 1 + MIN_PASSES times, and where backwards may be split, three times as often.
     Quantized layers are run without quantization. now: the clock; on a CPU, time.process_time leaves others out.
     """
     model, config = partition.model, partition.config
@@ -99,7 +103,8 @@ def measure_layers(partition: Partition, seconds: float, now: Callable[[], float
     stage = _open_stage(partition, composed, loaded)
     batch, labels = _random_batch(partition)
     passes: list[tuple[dict[int, float], dict[int, float]]] = []
-    end = time.perf_counter() + seconds
+    splits = _may_split(partition)
+    end = time.perf_counter() + (seconds / 3 if splits else seconds)  # the ratio takes twice as long as these passes
     while len(passes) < MIN_PASSES + 1 or time.perf_counter() < end:
         passes += composed.run_two(stage, batch, labels, partition.shapes.sizes[BATCH])[1:]  # which adds gradients
     forward, backward = (
@@ -109,7 +114,7 @@ def measure_layers(partition: Partition, seconds: float, now: Callable[[], float
         forward[index], backward[index] = forward[index - 1], backward[index - 1]
     forward_s, backward_s = (tuple(part[layer.index] for layer in layers.layers) for part in (forward, backward))
     split = SPLIT
-    if partition.programs.splits_backward and not any(layer.replicated for layer in layers.layers):
+    if splits:
         stage.composed = ComposedModel(built, layers)
         split = _split_ratio(stage, batch, labels, clock, len(passes))
     return LayerTimes(layers_key(config, model), forward_s, backward_s, median(composed.contexts), split)
@@ -133,6 +138,19 @@ def _open_stage(partition: Partition, composed: ComposedModel, loaded: Sequence[
         recompute=recompute._replace(layers=min(recompute.layers, 1)),  # or one layer would take the time of a group
         first_trained=model.description.first_trained,
     )
+
+
+def _may_split(partition: Partition) -> bool:
+    """Return whether a schedule of the run, or one that it may choose, splits the backward of each layer."""
+    config = partition.config
+    if any(layer.replicated for layer in partition.model.layers):
+        return False
+    if partition.topology.stages == 1 or not is_chosen(config.pp.schedule):
+        return partition.programs.splits_backward
+    with contextlib.suppress(ValueError):
+        check_split(config)
+        return True
+    return False
 
 
 def _split_ratio(stage: Stage, batch: Inputs, labels: Tensor, clock: _Clock, count: int) -> float:

@@ -59,6 +59,13 @@ class LayerTimes:
     split: Positive = SPLIT
     """Time of a backward in two parts relative to that of a whole one."""
 
+    def slower_of(self, other: LayerTimes) -> LayerTimes:
+        """Return the longest times of both, which are of the same layers."""
+        both = (self.forward_s, other.forward_s), (self.backward_s, other.backward_s)
+        forward_s, backward_s = (tuple(map(max, *each)) for each in both)
+        context_s, split = max(self.context_s, other.context_s), max(self.split, other.split)
+        return LayerTimes(self.key, forward_s, backward_s, context_s, split)
+
 
 @dataclass(frozen=True)
 class MessageTimes:

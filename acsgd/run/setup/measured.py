@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
@@ -14,6 +15,7 @@ from acsgd.comm.host_links import HostLinkTimes
 from acsgd.comm.process_groups import Group
 from acsgd.comm.waits import Meter
 from acsgd.groups import Groups, machine_name
+from acsgd.io.files.fields import from_json
 from acsgd.pp.wire.channel import Channel
 from acsgd.pp.wire.frame import MessageKind
 from acsgd.pp.wire.probe import Probed, probe, probe_size
@@ -26,7 +28,7 @@ from acsgd.streams import Streams
 from acsgd.topology import Axis
 
 LAYERS_S = 2.0
-"""Time for which layers are run to measure them, seconds; slow ones are run four times."""
+"""Time for which layers are run to measure them, seconds; slow ones run as often as `measure_layers` needs."""
 PROBES = 3
 """Number of measurements of a link whose median counts, after a first one."""
 
@@ -73,8 +75,7 @@ def measure_ranks(job: Job, groups: Groups, transports: Transports) -> MeasuredR
         probed[name] = [probe_ring(ring, groups, job.streams, known) for _ in range(PROBES)]
     layers = measure_layers(job, LAYERS_S)
     medians = {name: _median(rounds) for name, rounds in probed.items()}
-    times = layers.forward_s, layers.backward_s
-    reports = gather_reports(groups, job, {"layers": times, "memory": memory_rate(job.streams), **medians})
+    reports = gather_reports(groups, job, {"layers": asdict(layers), "memory": memory_rate(job.streams), **medians})
 
     def links_of(axis: Axis, lines: Sequence[Sequence[int]]) -> dict[tuple[int, int], LinkRate]:
         return _slowest(reports, axis, lines, lambda pair: transports.uses_nccl(axis, pair))
@@ -82,7 +83,7 @@ def measure_ranks(job: Job, groups: Groups, transports: Transports) -> MeasuredR
     pipelines, replicas = job.topology.lines("pipeline"), _replica_lines(job, groups)
     of_positions = ([reports[rank]["layers"] for rank in ranks] for ranks in zip(*pipelines, strict=True))
     return MeasuredRanks(
-        tuple(_longest(layers.key, of_ranks) for of_ranks in of_positions),
+        tuple(map(_longest, of_positions)),
         links_of("pipeline", pipelines),
         functools.reduce(LinkRate.slower_of, links_of("replica", replicas).values(), NO_TIME),
         min(each["memory"] for each in reports),
@@ -171,10 +172,10 @@ def measure_hosts(job: Job, groups: Groups) -> MeasuredHosts:
     known = _by_link(gather_reports(groups, job, {"hosts": measure({})}), "hosts", leaders)
     layers = measure_layers(job, LAYERS_S)
     probed = _median([measure(known) for _ in range(PROBES)])
-    reports = gather_reports(groups, job, {"layers": (layers.forward_s, layers.backward_s), "hosts": probed})
+    reports = gather_reports(groups, job, {"layers": asdict(layers), "hosts": probed})
     of_hosts = ([reports[leader + local]["layers"] for local in range(per_host)] for leader in leaders)
     links = _slowest(reports, "hosts", [leaders], lambda pair: transports.uses_nccl("pipeline", pair))
-    return MeasuredHosts(tuple(_longest(layers.key, of_ranks) for of_ranks in of_hosts), links)
+    return MeasuredHosts(tuple(map(_longest, of_hosts)), links)
 
 
 def _channel(number: int, peer: int, group: Group, groups: Groups, streams: Streams) -> Channel:
@@ -225,7 +226,6 @@ def _median(rounds: Sequence[Mapping[int, Probed]]) -> dict[int, Probed]:
     return {peer: Probed(*map(median, zip(*(each[peer] for each in rounds), strict=True))) for peer in rounds[0]}
 
 
-def _longest(key: str, times: Sequence[Sequence[Sequence[float]]]) -> LayerTimes:
-    """Return the longest times of each layer. times: of forward and of backward, by rank."""
-    forward, backward = (tuple(map(max, zip(*of_pass, strict=True))) for of_pass in zip(*times, strict=True))
-    return LayerTimes(key, forward, backward)
+def _longest(times: Iterable[Mapping[str, Any]]) -> LayerTimes:
+    """Return the longest times of each layer. times: reported, by rank."""
+    return functools.reduce(LayerTimes.slower_of, (from_json(LayerTimes, each) for each in times))
