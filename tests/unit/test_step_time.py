@@ -210,6 +210,20 @@ def test_offloaded_activations_take_the_time_that_computation_does_not_hide(conf
     assert fast.update_s == pytest.approx(plain.update_s, abs=1e-6)
 
 
+def test_a_gpu_waits_for_copies_of_what_is_read_from_files(config: Config) -> None:
+    """Copies from host memory are hidden, and reads, but not the copies that follow these. Two passes fetch a layer."""
+    frozen = replace(config, model=replace(config.model, freeze="model.layers.*"))
+    rates = replace(RATES, on_gpu=True, operations_per_s=1e3)
+    description = describe_run_model(frozen)
+    nbytes = 4 * (description.parameters.frozen)
+    kept, cpu, disk = (
+        planned(replace(frozen, model=replace(frozen.model, offload=offload)), 1, rates)
+        for offload in ("none", "cpu", "disk")
+    )
+    assert cpu.update_s == kept.update_s
+    assert disk.update_s - kept.update_s == pytest.approx(6 * 2 * nbytes / rates.host_bytes_per_s)
+
+
 def test_the_thread_that_computes_on_a_cpu_copies_what_is_offloaded(config: Config) -> None:
     """6 micro-batches: each gradient is copied, the first one twice, and each master, which is read and written.
 

@@ -280,18 +280,20 @@ class StepPlanner:
     def _fetch_s(self, partition: Partition, compute_s: float, saved: int) -> float:
         """Return the time of a rank's fetches of offloaded parameters and activations that is not hidden.
 
-        compute_s: as `_update_s`; saved: see `plan`.
+        A GPU copies behind its computations, but parameters that are read from files only once a layer waits for them.
+        A CPU copies in the thread that computes. Files are read behind both. compute_s: as `_update_s`; saved: see
+        `plan`.
         """
         rates, micros = self._rates, partition.micros_per_replica
         fetches = micros * (3 if partition.programs.splits_backward else 2)
         nbytes = sum(
             fetched_bytes(self._built.get_parameter(key), partition.shapes.dtype) for key in partition.offloaded
         )
-        copies_s = (fetches * nbytes + 2 * micros * saved) / rates.host_bytes_per_s
+        params_s, saved_s = (each / rates.host_bytes_per_s for each in (fetches * nbytes, 2 * micros * saved))
         reads_s = fetches * nbytes / DISK_BYTES_PER_S if partition.config.model.offload == "disk" else 0.0
-        if rates.on_gpu:
-            return max(0.0, max(copies_s, reads_s) - compute_s)
-        return copies_s + max(0.0, reads_s - compute_s)  # the thread that computes copies, and another one reads
+        if rates.on_gpu and not reads_s:
+            return max(0.0, params_s + saved_s - compute_s)
+        return params_s + max(0.0, reads_s - compute_s, saved_s - compute_s)
 
 
 def ranks_of(partition: Partition) -> Sequence[int]:
