@@ -181,16 +181,15 @@ CHOICES = (
         "dp.mode={config.dp.mode} exchanges weights after `inner` steps, but the run has {config.optim.steps}: "
         "replicas are never the same model; give a smaller inner, or a longer run",
     ),
-    without_effect(
-        "optim.offload",
-        lambda job: job.streams.device.type == "cpu",
-        "the device is the CPU, whose memory holds masters and moments anyway",
+    Choice(
+        lambda job, _: job.streams.device.type == "cpu" and job.config.optim.offload == "cpu",
+        "optim.offload=cpu saves no memory on a CPU, whose memory holds masters and moments anyway, and copies each "
+        "gradient; remove it",
     ),
-    without_effect(
-        "model.offload",
-        lambda job: job.streams.device.type == "cpu" and job.config.model.offload == "cpu",
-        "the device is the CPU, whose memory holds the weights anyway",
-        "give --model.offload disk, or ",
+    Choice(
+        lambda job, _: job.streams.device.type == "cpu" and job.config.model.offload == "cpu",
+        "model.offload=cpu saves no memory on a CPU, whose memory holds the weights anyway, and copies those of each "
+        "layer in each pass; give --model.offload disk, or remove it",
     ),
     without_effect(
         "model.offload_activations",
