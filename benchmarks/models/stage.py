@@ -161,6 +161,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2, help="sequences per batch")
     parser.add_argument("--length", type=int, default=256, help="tokens per sequence")
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error(f"--rounds {options.rounds} gives no quartiles; give at least 2")
     torch.set_num_threads(1)
     title = f"forward and backward, {options.rows} x {options.length} tokens"
     table = Table("type", "stage / model", "quartiles", "CPU", "context / step", title=title, title_justify="left")
