@@ -25,7 +25,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import fmean
@@ -35,7 +35,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from acsgd.config.spec import from_spec
+from acsgd.config.spec import from_spec, to_spec
 from acsgd.dp import MODES as MODES_OF_ACSGD
 from acsgd.dp.modes.cocktail_grad import CocktailGrad
 from acsgd.dp.modes.diloco import DiLoCo
@@ -64,10 +64,10 @@ MODES = (
     "sparseloco:inner=15,moment_correction=true",
     "diloco:inner=15",
     *(f"diloco:inner={inner},outer_lr=1,momentum=0,bits=4,moment_correction=true" for inner in (15, 75)),
-    "diloco:inner=150,outer_lr=1,momentum=0,bits=2",
+    "diloco:inner={steps},outer_lr=1,momentum=0,bits=2",
     "local",
 )
-"""{tenth} is replaced by a tenth of the number of steps."""
+"""{steps} is replaced by the number of steps, {tenth} by a tenth of it."""
 AFTER_UPDATE = (CocktailGrad, DiLoCo, Quantized, SparseLoCo)
 """Modes that exchange between the update of a step and the next step."""
 FURTHER = 2
@@ -172,9 +172,9 @@ class Sweep:
     def _sent_by_step(self, mode: str, rate: float, outcome: Outcome) -> list[int]:
         """Return the bytes that all replicas sent for each step of a run.
 
-        The metrics count an exchange after the update of a step in the next step, and the last exchange not at all: it
-        is assumed to equal the one a period earlier, or, if it is the only one, the last one but one of a run of the
-        first seed with half of the period.
+        The metrics count an exchange after the update of a step in the next step, and one after the last step not at
+        all: it is assumed to equal the one a period earlier, or, if it is the only one, the first one of a run of the
+        first seed with half of the period. Raises ValueError if the only one is of one of several fragments.
         """
         parsed = None if is_torch(mode) else from_spec(mode, MODES_OF_ACSGD, key="--modes")
         if not isinstance(parsed, AFTER_UPDATE):
@@ -182,11 +182,14 @@ class Sweep:
         period = getattr(parsed, "inner", 1) // getattr(parsed, "fragments", 1)
         first, *others = outcome.dp_bytes
         others[0] += first  # of an exact step, which exchanges before its update
-        earlier = outcome
-        if period >= len(outcome.dp_bytes):
-            halved = mode.replace(f"inner={period}", f"inner={period // 2}")
-            period, earlier = period // 2, self.outcome(halved, rate, self.seeds[0])
-        return [*others, earlier.dp_bytes[-period]]
+        steps = len(outcome.dp_bytes)
+        if period != steps:
+            return [*others, outcome.dp_bytes[-period] if period < steps else 0]
+        if getattr(parsed, "fragments", 1) > 1:
+            raise ValueError(f"--modes {mode}: the bytes of its only exchange are not known; give fragments=1")
+        halved = replace(parsed, inner=period // 2)
+        earlier = self.outcome(to_spec(halved, MODES_OF_ACSGD), rate, self.seeds[0])
+        return [*others, earlier.dp_bytes[halved.inner]]
 
     def compare_exact(self, rate: float) -> float:
         """Return the largest difference between the train losses of torch's all-reduce and acsgd's."""
@@ -272,7 +275,7 @@ def measure(tuning: Tuning, options: argparse.Namespace) -> None:
     """Run what is not cached yet, print, save."""
     setting, console = tuning.setting, Console(width=210)
     steps = setting.epochs * setting.steps_per_epoch
-    modes = [mode.format(tenth=steps // 10) for mode in options.modes]
+    modes = [mode.format(steps=steps, tenth=steps // 10) for mode in options.modes]
     sweep = Sweep(tuning, options.replicas, options.seeds, options.rates, console)
     about: dict[str, Any] = {
         "torch": torch.__version__,

@@ -87,8 +87,9 @@ def draw(measured: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def _points(family: Family, measured: Mapping[str, Any]) -> Iterator[Point]:
-    """Yield a family's points, fewest bytes first."""
-    rows = [row for row in measured["rows"] if any(fnmatchcase(row["mode"], each) for each in family.patterns)]
+    """Yield a family's points, fewest bytes first; none of a mode that sends nothing in so few steps."""
+    sends = (row for row in measured["rows"] if row["sent"])
+    rows = [row for row in sends if any(fnmatchcase(row["mode"], each) for each in family.patterns)]
     options = [set(row["mode"].removeprefix("torch:").partition(":")[2].split(",")) for row in rows]
     common = set.intersection(*options) if len(options) > 1 else set().union(*options)
     for row, of_row in sorted(zip(rows, options, strict=True), key=lambda pair: pair[0]["sent"]):
