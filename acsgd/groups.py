@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import socket
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,9 +19,9 @@ from torch.distributed.rendezvous import rendezvous
 from acsgd.comm.addresses import default_is_loopback, find_interface, join_address
 from acsgd.comm.communicators import Communicator, OrderedTransport
 from acsgd.comm.host_links import LIMIT_S, HostLinkTimes, HostRing
-from acsgd.comm.liveness import PeerWatch, heartbeat_interval_s
+from acsgd.comm.liveness import PeerWatch, heartbeat_interval_s, wait_for_key
 from acsgd.comm.process_groups import GLOO, MARGIN_S, Group, ProcessGroups, VirtualHost
-from acsgd.comm.store import MANY_RANKS, StoreClient, TextExchange, call_in_thread, poll_pause_s
+from acsgd.comm.store import StoreClient, TextExchange, call_in_thread
 from acsgd.comm.waits import DIRECT, Waits
 from acsgd.errors import ConnectError, RunError, reason
 from acsgd.launch import Launch, set_interface
@@ -252,26 +251,16 @@ class Groups:
     def _wait_for(
         self, key: str, find_missing: Callable[[], list[int]], timeout_s: float, *, looks: bool = False
     ) -> bytes | None:
-        """Wait until the store has a key, and return its value; None if before that no rank is missing any more.
-
-        looks: whether to look for missing ranks alone, and not for the key, each time; else only now and then. The
-        requests do not grow with the number of ranks.
-        """
-        started = checked = time.monotonic()
+        """As `wait_for_key`. Raises errors as `all_gather_text` does."""
         watch = PeerWatch(self.store, self.timeout_s, self._opened.is_stopping.is_set)
-        interval_s = heartbeat_interval_s(self.timeout_s) * max(1.0, self.world.size() / MANY_RANKS)
-        while looks or (value := self.store.find(key)) is None:
-            now = time.monotonic()
-            is_due = now - checked >= interval_s
-            if (looks or is_due) and not (missing := find_missing()):
-                return None
-            if is_due:
-                checked = now
-                watch.check(missing)
-                if now - started > timeout_s:
-                    raise RunError(f"ranks {missing} did not answer within {timeout_s:g} s", awaited=missing)
-            time.sleep(poll_pause_s(now - started, self.world.size()))
-        return value
+
+        def check(missing: list[int], waited_s: float) -> None:
+            watch.check(missing)
+            if waited_s > timeout_s:
+                raise RunError(f"ranks {missing} did not answer within {timeout_s:g} s", awaited=missing)
+
+        interval_s, ranks = heartbeat_interval_s(self.timeout_s), self.world.size()
+        return wait_for_key(self.store, key, find_missing, check, interval_s=interval_s, ranks=ranks, looks=looks)
 
     def wait_for_all(self, name: str, *, timeout_s: float) -> None:
         """Wait until every rank has called this. name, timeout_s: as in `all_gather_text`."""

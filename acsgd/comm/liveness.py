@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from acsgd.comm.store import StoreClient, StoreError
+from acsgd.comm.store import MANY_RANKS, StoreClient, StoreError, poll_pause_s
 from acsgd.errors import RunError, WaitInterruptedError
 
 FAILURES = "acsgd/failures"
@@ -56,6 +56,37 @@ class Heartbeat:
                 self._store.set(_key(self._rank), str(number))
                 if self._closed.wait(self._interval_s):
                     return
+
+
+def wait_for_key(
+    store: StoreClient,
+    key: str,
+    find_missing: Callable[[], list[int]],
+    check: Callable[[list[int], float], None],
+    *,
+    interval_s: float,
+    ranks: int,
+    looks: bool = False,
+) -> bytes | None:
+    """Wait until the store has a key, and return its value; None if before that no rank is missing any more.
+
+    check: ends the wait with an error; it gets the missing ranks, of which there are some, and the seconds since the
+    start, every `interval_s` seconds, of N > `MANY_RANKS` ranks N / MANY_RANKS times as rarely. ranks: number that may
+    wait. looks: whether to look for missing ranks alone, and not for the key, each time; else only before a check. The
+    requests do not grow with the number of ranks.
+    """
+    started = checked = time.monotonic()
+    interval_s *= max(1.0, ranks / MANY_RANKS)
+    while looks or (value := store.find(key)) is None:
+        now = time.monotonic()
+        is_due = now - checked >= interval_s
+        if (looks or is_due) and not (missing := find_missing()):
+            return None
+        if is_due:
+            checked = now
+            check(missing, now - started)
+        time.sleep(poll_pause_s(now - started, ranks))
+    return value
 
 
 class PeerWatch:

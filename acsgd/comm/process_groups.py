@@ -20,7 +20,7 @@ from torch import Tensor
 
 from acsgd.comm.communicators import Communicator, CommunicatorWatch, OrderedTransport
 from acsgd.comm.connections import GlooConnections
-from acsgd.comm.liveness import Heartbeat, PeerWatch, heartbeat_interval_s
+from acsgd.comm.liveness import Heartbeat, PeerWatch, heartbeat_interval_s, wait_for_key
 from acsgd.comm.store import CallThread, StoreClient, TextExchange, poll_pause_s
 from acsgd.comm.waits import SLICE_S, Waits, Work
 from acsgd.errors import ConnectError, RunError
@@ -284,17 +284,26 @@ class ProcessGroups:
     def gather_before(self, name: str, text: str) -> list[str]:
         """Return the texts of all ranks, before their groups are open. All ranks call it together.
 
-        Raises RuntimeError that names the ranks that have not called it in time.
+        Raises RuntimeError that names the ranks that have not called it in time; StoreError if the store does not
+        answer.
         """
-        exchange = TextExchange(self.client, name, self._world_size)
+        exchange, timeout_s = TextExchange(self.client, name, self._world_size), self._timeout.total_seconds()
+
+        def check(missing: list[int], waited_s: float) -> None:
+            if waited_s > timeout_s:
+                raise RuntimeError(f"ranks {missing} have not started, or have ended")
+
         exchange.send(self._rank, text)
-        if not exchange.missing():
-            exchange.join()
-        try:
-            self._store.wait([exchange.joined])
-        except RuntimeError:
-            raise RuntimeError(f"ranks {exchange.missing()} have not started, or have ended") from None
-        return exchange.split(self.client.get_bytes(exchange.joined))
+        joined = wait_for_key(
+            self.client,
+            exchange.joined,
+            exchange.missing,
+            check,
+            interval_s=heartbeat_interval_s(timeout_s),
+            ranks=self._world_size,
+            looks=self._rank == 0,
+        )
+        return exchange.join() if joined is None else exchange.split(joined)
 
     def publish_ports(self) -> None:
         """As `Groups.publish_ports`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from lib.ranks import on_ranks
 from acsgd import groups
 from acsgd.comm import liveness
 from acsgd.comm.liveness import FAILURES, Heartbeat, PeerWatch, heartbeat
-from acsgd.comm.process_groups import _GroupStore
+from acsgd.comm.process_groups import ProcessGroups, _GroupStore
 from acsgd.comm.store import CallThread, StoreClient, StoreError, TextExchange
 from acsgd.comm.waits import DIRECT, InterruptibleWaits
 from acsgd.errors import RunError, WaitInterruptedError
@@ -214,9 +215,7 @@ def test_after_a_stop_signal_a_dead_rank_is_found_sooner(monkeypatch: pytest.Mon
         if now[0] > 100.0:
             stopped.expect_stop()
 
-    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
-    monkeypatch.setattr(groups, "time", clock)
-    monkeypatch.setattr(liveness, "time", clock)
+    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     with pytest.raises(RunError, match=r"no heartbeat of ranks \[2\] for 10 s \(after a stop signal\)") as error:
         stopped.all_gather_text("last", "0", timeout_s=NO_LIMIT_S)
     assert error.value.awaited == (2,)
@@ -253,7 +252,7 @@ def wait_for_late_ranks(
     requests = mock.Mock(side_effect=waiting._call)
     monkeypatch.setattr(waiting, "_call", requests)
     monkeypatch.setattr(StoreClient, "has", counted)
-    monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     world: Any = SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
     opened = cast(Any, SimpleNamespace(is_stopping=threading.Event()))
     own = groups.Groups({}, world, world, waiting, NO_LIMIT_S, "", DIRECT, None, opened)
@@ -275,6 +274,49 @@ def test_waiting_for_others_takes_the_same_requests_however_many_there_are(
     assert half[1] == 2, "while it waits, it reads one key, and now and then the heartbeats of those that are missing"
     thousand = wait_for_late_ranks(monkeypatch, rank, 1000, range(1, 2), joins=joins)
     assert thousand[0] < one[0] / 3, "it pauses for longer: 1000 ranks together read 2000 times per second"
+
+
+def gather_before(monkeypatch: pytest.MonkeyPatch, store: dist.Store, rank: int, *, is_late: bool) -> list[str]:
+    """Gather the texts of two ranks, of which the other one sends while this one waits, if ever, and ends then."""
+    now = [0.0]
+    own = ProcessGroups(store, DIRECT, rank, 2, timedelta(seconds=60))
+    other = TextExchange(own.client, "domain", 2)
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if is_late and now[0] - seconds < 5.0 <= now[0]:
+            other.send(1 - rank, f"of {1 - rank}")
+
+    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    with contextlib.closing(own._thread):
+        texts = own.gather_before("domain", f"of {rank}")
+        assert 5.0 <= now[0] < 7.0
+        return texts
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_texts_before_the_groups_are_open_arrive_also_if_the_last_sender_ends(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert gather_before(monkeypatch, dist.HashStore(), rank, is_late=True) == ["of 0", "of 1"]
+    with pytest.raises(RuntimeError, match=rf"^ranks \[{1 - rank}\] have not started, or have ended$"):
+        gather_before(monkeypatch, dist.HashStore(), rank, is_late=False)
+
+
+class EndedStore(dist.HashStore):
+    """A store whose host ends once the ranks have sent their texts."""
+
+    def get(self, key: str) -> bytes:
+        raise RuntimeError("Broken pipe")
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        return self.get(key)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_that_ends_before_the_groups_are_open_is_named(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StoreError, match=r"^the store of the run has ended or cannot be reached \(Broken pipe\)$"):
+        gather_before(monkeypatch, EndedStore(), rank, is_late=True)
 
 
 @pytest.mark.parametrize("kind", [dist.HashStore, dist.FileStore])
