@@ -39,6 +39,10 @@ def poll_pause_s(waited_s: float, ranks: int = 1) -> float:
     return min(MAX_POLL_S * max(1.0, ranks / MANY_RANKS), MIN_POLL_S + waited_s / 20)
 
 
+MAX_VALUE_BYTES = 8 << 20
+"""Largest value that TCPStore takes, bytes: its host closes the connection of a client that sends a larger one."""
+
+
 class StoreError(RunError):
     """The store does not answer, or its host has ended. Usually all ranks have the same error."""
 
@@ -140,7 +144,8 @@ class StoreClient:
         return StoreClient(self._store, self._thread, timeout_s=timeout_s)
 
     def set(self, key: str, value: str) -> None:
-        """Store a value."""
+        """Store a value. Raises RunError if it is larger than `MAX_VALUE_BYTES`."""
+        _check_size(key, value.encode())
         self._call(lambda: self._store.set(key, value))
 
     def set_once(self, key: str, value: str) -> str:
@@ -148,7 +153,8 @@ class StoreClient:
         return self._call(lambda: self._store.compare_set(key, "", value)).decode()
 
     def set_bytes(self, key: str, value: bytes) -> None:
-        """Store a value that need not be text."""
+        """Store a value that need not be text. Raises RunError if it is larger than `MAX_VALUE_BYTES`."""
+        _check_size(key, value)
         self._call(lambda: self._store.set(key, value))  # type: ignore[arg-type]  # torch's stub is narrower than torch
 
     def get(self, key: str) -> str:
@@ -175,7 +181,11 @@ class StoreClient:
         return self._call(lambda: self._store.add(key, amount))
 
     def append(self, key: str, text: str) -> None:
-        """Append to the text of a key, "" at first, a text that no other process appends."""
+        """Append to the text of a key, "" at first, a text that no other process appends.
+
+        If two processes appended equal texts at once to a key of a file, one would be lost: each takes the text of the
+        key that ends with its own for the result of its own request.
+        """
         if self._is_extended:
             self._call(lambda: self._store.append(key, text))  # type: ignore[attr-defined]  # not in torch's stubs
             return
@@ -208,11 +218,17 @@ class StoreClient:
             raise StoreError(f"{_name(self._store)} has ended or cannot be reached ({reason(error)})") from error
 
 
-class TextExchange:
-    """A text of each of `size` ranks, through the store, for the same requests of a rank however many there are.
+def _check_size(key: str, value: bytes) -> None:
+    if len(value) > MAX_VALUE_BYTES:
+        raise RunError(f"{key} has {len(value)} bytes, and the store takes at most {MAX_VALUE_BYTES} per value")
 
-    A rank waits for one key, and gets it with the request that finds it: whoever finds that no rank is missing joins
-    the texts there, compressed, since most are alike. name: of this exchange alone.
+
+class TextExchange:
+    """All-gather of one text per rank, of `size` ranks, through the store.
+
+    The number of requests per rank does not grow with the number of ranks. A rank waits for one key, and gets it with
+    the request that finds it: a rank that finds that no other is missing joins the texts there, once each, since most
+    are equal. name: of this exchange alone.
     """
 
     def __init__(self, store: StoreClient, name: str, size: int) -> None:
@@ -233,16 +249,21 @@ class TextExchange:
         return [rank for rank in range(self._size) if rank not in ranks]
 
     def join(self) -> list[str]:
-        """Join the texts of all ranks, of which none is missing; return them. Several ranks may do so."""
+        """Join the texts of all ranks, of which none is missing; return them. Several ranks may do so.
+
+        Raises RunError if the distinct texts, compressed, are larger than `MAX_VALUE_BYTES`.
+        """
         texts = [text.decode() for text in self._store.get_all([*map(self._key, range(self._size))])]
-        self._store.set_bytes(self.joined, zlib.compress(json.dumps(texts).encode()))
+        numbers: dict[str, int] = {}
+        of_ranks = [numbers.setdefault(text, len(numbers)) for text in texts]
+        self._store.set_bytes(self.joined, zlib.compress(json.dumps([[*numbers], of_ranks]).encode()))
         return texts
 
     @staticmethod
     def split(joined: bytes) -> list[str]:
         """Return the texts by rank of the value that `join` has stored."""
-        texts: list[str] = json.loads(zlib.decompress(joined))
-        return texts
+        distinct, of_ranks = json.loads(zlib.decompress(joined))
+        return [distinct[number] for number in of_ranks]
 
     def delete(self, rank: int) -> None:
         """Delete what a rank has stored, once all ranks have read the texts."""

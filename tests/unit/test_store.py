@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from acsgd import groups
 from acsgd.comm import liveness
 from acsgd.comm.liveness import FAILURES, Heartbeat, PeerWatch, heartbeat
 from acsgd.comm.process_groups import ProcessGroups, _GroupStore
-from acsgd.comm.store import CallThread, StoreClient, StoreError, TextExchange
+from acsgd.comm.store import MAX_VALUE_BYTES, CallThread, StoreClient, StoreError, TextExchange
 from acsgd.comm.waits import DIRECT, InterruptibleWaits
 from acsgd.errors import RunError, WaitInterruptedError
 from acsgd.launch import set_variables
@@ -317,6 +318,32 @@ class EndedStore(dist.HashStore):
 def test_a_store_that_ends_before_the_groups_are_open_is_named(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StoreError, match=r"^the store of the run has ended or cannot be reached \(Broken pipe\)$"):
         gather_before(monkeypatch, EndedStore(), rank, is_late=True)
+
+
+def test_equal_texts_are_joined_once_and_too_long_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = random.Random(0).randbytes(40_000).hex()  # two of them do not fit into a window of zlib
+    client = client_of(dist.HashStore(), NO_LIMIT_S)
+    sizes = []
+    for ranks in (1, 50):
+        exchange = TextExchange(client, f"long/{ranks}", ranks)
+        for rank in range(ranks):
+            exchange.send(rank, text if rank % 2 == 0 else "")
+        texts, joined = exchange.join(), client.get_bytes(exchange.joined)
+        assert texts == exchange.split(joined) == [text if rank % 2 == 0 else "" for rank in range(ranks)]
+        sizes.append(len(joined))
+    assert sizes[1] < sizes[0] + 100
+    monkeypatch.setattr("acsgd.comm.store.MAX_VALUE_BYTES", 100_000)
+    client.set("key", "x" * 100_000)
+    with pytest.raises(RunError, match=r"^key has 100002 bytes, and the store takes at most 100000 per value$"):
+        client.set("key", "é" * 50_001)
+
+
+def test_the_limit_of_a_value_is_that_of_torch() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server.set("key", "x" * MAX_VALUE_BYTES)
+    assert len(server.get("key")) == MAX_VALUE_BYTES
+    with pytest.raises(RuntimeError):
+        server.compare_set("key", "", "x" * (MAX_VALUE_BYTES + 1))
 
 
 @pytest.mark.parametrize("kind", [dist.HashStore, dist.FileStore])
