@@ -25,16 +25,11 @@ def heartbeat_interval_s(timeout_s: float) -> float:
     return min(0.5, timeout_s / 32)
 
 
-def heartbeat(store: StoreClient, rank: int) -> str:
-    """Return the latest heartbeat of a rank: a new text each time, "" before the first."""
-    key = _key(rank)
-    return store.get(key) if store.has(key) else ""
-
-
 class Heartbeat:
     """A thread that stores a new heartbeat of this rank every `interval_s` seconds until it is closed.
 
-    It shows that the process runs, also while its main thread waits inside gloo.
+    It shows that the process runs, also while its main thread waits inside gloo. The first heartbeat is stored here.
+    Raises StoreError.
     """
 
     def __init__(self, store: StoreClient, rank: int, interval_s: float) -> None:
@@ -42,6 +37,7 @@ class Heartbeat:
         self._rank = rank
         self._interval_s = interval_s
         self._closed = threading.Event()
+        self._beat(0)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -52,10 +48,13 @@ class Heartbeat:
 
     def _run(self) -> None:
         with contextlib.suppress(StoreError, WaitInterruptedError):  # the next exchange of this rank reports it
-            for number in itertools.count():
-                self._store.set(_key(self._rank), str(number))
+            for number in itertools.count(1):
                 if self._closed.wait(self._interval_s):
                     return
+                self._beat(number)
+
+    def _beat(self, number: int) -> None:
+        self._store.set(_key(self._rank), str(number))
 
 
 def wait_for_key(
@@ -101,15 +100,17 @@ class PeerWatch:
         self._limit_s = limit_s
         self._is_stopping = is_stopping
         self._failed_at: float | None = None
-        self._seen: dict[int, tuple[str, float]] = {}
+        self._seen: dict[int, tuple[bytes, float]] = {}
 
     def check(self, ranks: list[int]) -> None:
         """Raise RunError if the heartbeats of one of `ranks` have stopped, or if any rank has reported a failure.
 
-        Call it while waiting for `ranks`, about as often as there are heartbeats.
+        Call it while waiting for `ranks`, whose groups are open: each has a heartbeat. It takes two requests, however
+        many there are (see `StoreClient.get_all`). A dead rank is found by the first call that is at least `limit_s`
+        after the one that has read its last heartbeat.
         """
         now = time.monotonic()
-        for rank, latest in zip(ranks, self._heartbeats(ranks), strict=True):
+        for rank, latest in zip(ranks, self._store.get_all([*map(_key, ranks)]), strict=True):
             if rank not in self._seen or self._seen[rank][0] != latest:
                 self._seen[rank] = latest, now
         limit_s, why = self._limit_s, "run.timeout"
@@ -122,13 +123,6 @@ class PeerWatch:
             self._failed_at = self._failed_at or now
             if now - self._failed_at >= min(FAILURE_GRACE_S, self._limit_s):
                 raise RunError(f"a rank failed, and ranks {ranks} did not answer", awaited=ranks)
-
-    def _heartbeats(self, ranks: list[int]) -> list[str]:
-        """Return the latest heartbeats, in two requests however many ranks there are."""
-        keys = [_key(rank) for rank in ranks]
-        if keys and self._store.has(*keys):
-            return [text.decode() for text in self._store.get_all(keys)]
-        return [heartbeat(self._store, rank) for rank in ranks]  # some have none yet
 
 
 def _key(rank: int) -> str:

@@ -199,6 +199,8 @@ class ProcessGroups:
             transport = self._host.transport()
         if rank == 0:
             self.client.set(_RUN_ID, secrets.token_hex(4))
+        # before this rank connects to others: once the groups are open, each rank has a heartbeat
+        self._heartbeat = Heartbeat(self.client, rank, heartbeat_interval_s(self._timeout.total_seconds()))
         thread = CallThread("connect", self._waits)  # torch's timeouts do not hold everywhere
 
         def bounded(call: Callable[[], T]) -> T:
@@ -229,9 +231,7 @@ class ProcessGroups:
         self.connections.seal()
         if self._host is not None:
             self.connections.check_address(self._host.address)
-        run_id = self.client.get(_RUN_ID)
-        self._heartbeat = Heartbeat(self.client, rank, heartbeat_interval_s(self._timeout.total_seconds()))
-        return run_id, opened
+        return self.client.get(_RUN_ID), opened
 
     def open_communicator(
         self, transport: OrderedTransport, device: torch.device, name: str, ranks: Sequence[int]

@@ -61,11 +61,15 @@ def test_wherever_the_store_freezes_all_ranks_end_in_time() -> None:
 
 
 def sums_along_axes(rank: int, world_size: int, sizes: dict[Axis, int], store: Path) -> dict[str, float]:
-    """Return the sum of the ranks in the group of each axis, and of all ranks in a group apart."""
+    """Return the sum of the ranks in the group of each axis, and of all ranks in a group apart.
+
+    Once a rank is connected, all have a heartbeat.
+    """
     topology, file_store = Topology(rank, sizes), dist.FileStore(str(store), world_size)
     with connect(topology, timeout=timedelta(seconds=60), store=file_store, several_hosts=True) as groups:
         assert [groups.by_axis[axis].ranks for axis in sizes] == [topology.ranks_along(axis) for axis in sizes]
-        assert groups.background is not groups.world
+        assert groups.store.has(*(f"acsgd/heartbeat/{other}" for other in range(world_size)))
+        assert groups.has_several_hosts
         sums = {}
         for name, group in {**groups.by_axis, "background": groups.background}.items():
             total = torch.tensor(float(rank), device=group.device)
