@@ -251,13 +251,20 @@ class ElasticWorker:
         self._session = end_transfers(self._session, self._state, self._transfers)
         self._transfers = None
 
+    def _drop_session(self) -> None:
+        """Drop the state of this rank."""
+        if self._session is not None:
+            self._session.close_stages()
+        self._session = None
+
     def _wait_as_spare(self, view: View) -> None:
         """Drop the state, which others change from now on; keep it if nobody trains."""
         plan = view.plan
         if self._progress is not None:
             self._progress.wait_as_spare()
         if plan.ranks:
-            self._session, self._view, self._stopped_at = None, view, None
+            self._drop_session()
+            self._view, self._stopped_at = view, None
         elif self._session is not None and self._config.elastic.below_min == "end":
             raise RefusedError(
                 f"fewer than elastic.min_replicas={self._config.elastic.min_replicas} replicas of {plan.stages} stages "
@@ -399,7 +406,7 @@ class ElasticWorker:
         plan = view.plan
         replica_id = plan.replica_ids[job.topology.replica] if job.plugins.mode.exchanges == "nothing" else 0
         if plan.from_disk:
-            self._session = None
+            self._drop_session()
             begin = start(job, inputs, groups, gives_up=self._config.elastic.force or self._view is not None)
             self._session, self._is_connected, self._replica_id = begin.session, True, replica_id
             self._state.restart(begin.progress)
@@ -409,7 +416,7 @@ class ElasticWorker:
         assert plan.progress is not None
         restore_streams(inputs.reader, plan)
         if plan.from_snapshot or plan.ranks[job.topology.rank] not in plan.holders:
-            self._session = None
+            self._drop_session()
             self._state.restart(Progress())
             self._state.summary = StepSummary(plan.summary) if plan.summary else None
         newest = inputs.candidates.checkpoints[0] if inputs.candidates.checkpoints else None

@@ -130,7 +130,7 @@ class ParamSource:
         raise NotImplementedError
 
     def close(self) -> None:
-        """End threads, and let go of files."""
+        """End threads, and let go of files and copies."""
 
 
 class HostParams(ParamSource):
@@ -167,6 +167,9 @@ class HostParams(ParamSource):
             for param in params:
                 param.values.copy_(self._kept[param.key], non_blocking=True)
             return partial(self._streams.wait_for, self._streams.record_event())
+
+    def close(self) -> None:
+        self._kept.clear()
 
 
 class _HostBuffer(NamedTuple):
@@ -318,7 +321,7 @@ class LayerFetch:
             self._meter = meter
 
     def close(self) -> None:
-        """End the threads that fetch."""
+        """End the threads that fetch, and let go of where the parameters lie."""
         self._source.close()
 
     def _start(self, group: int) -> None:

@@ -151,7 +151,7 @@ class Stage:
             self._fetch.reset()
 
     def close(self) -> None:
-        """End the threads that fetch parameters."""
+        """End the threads that fetch parameters, and let go of where these lie."""
         if self._fetch is not None:
             self._fetch.close()
 

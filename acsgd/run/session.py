@@ -297,6 +297,10 @@ class Session:
     def close(self) -> None:
         """End all threads, and wait until activation caches on disk are saved."""
         self.pipeline.close()
+        self.close_stages()
+
+    def close_stages(self) -> None:
+        """End the threads that fetch parameters, and let go of where these lie. Call it if others replace the stages."""
         for stage in self.stages.values():
             stage.close()
 

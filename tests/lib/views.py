@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -148,6 +149,7 @@ def train_in_views(
             except Exception as error:
                 error.add_note(f"in view {number} of the run {name}")
                 raise
+        process.drop_session()
         trained[name] = Trained(
             process.losses,
             process.digests,
@@ -214,7 +216,8 @@ class _Process:
     def run_view(self, number: int, view: ScriptedView) -> None:
         """Take part in a view, or drop the state."""
         if self._number not in view.members:
-            self._session, self._state = None, LoopState(Progress())
+            self.drop_session()
+            self._state = LoopState(Progress())
             self._snapshots = SnapshotStore()
             return
         self._one_host = view.one_host
@@ -244,7 +247,7 @@ class _Process:
             else:
                 restore_streams(reader, plan)
                 if not is_holder:
-                    self._session = None
+                    self.drop_session()
                     self._state.restart(Progress())
                 constants = Constants(self._models.weights(job), job.model.description)
                 if not view.is_formed:
@@ -282,6 +285,14 @@ class _Process:
             groups.abort("the view has ended")
             assert all(communicator.is_aborted for communicator in self._communicators)
             assert self._communicators or len(view.members) == 1 or not view.is_ordered
+        readers = [thread.name for thread in threading.enumerate() if thread.name.startswith("parameters")]
+        assert len(readers) <= 1, "sessions that were replaced read no parameters"
+
+    def drop_session(self) -> None:
+        """Drop the state of this process."""
+        if self._session is not None:
+            self._session.close_stages()
+        self._session = None
 
     def _name(self, number: int) -> str:
         """Return the name of a process as a worker; a domain is a host."""

@@ -128,6 +128,8 @@ def hand_over(
     peers = (session or new).peers
     received.restore(new, ReplicaPlace(peers.replica, peers.size))
     align_domain(new, session.peers.state_key if isinstance(held, HeldLayers) and session else "", is_whole=False)
+    if session is not None:  # after the last wait: an interrupt leaves it as it is
+        session.close_stages()
     return HandedOver(new, received_bytes)
 
 
@@ -234,6 +236,8 @@ def end_transfers(
         transfers.close()
     if not (isinstance(transfers, JoiningRank) and transfers.is_pending):
         return session
+    if session is not None:
+        session.close_stages()
     state.restart(Progress())
     return None
 
