@@ -300,7 +300,7 @@ class Session:
         self.close_stages()
 
     def close_stages(self) -> None:
-        """End the threads that fetch parameters, and let go of where these lie. Call it if others replace the stages."""
+        """End the threads that fetch parameters, and let go of where these lie, as when others replace the stages."""
         for stage in self.stages.values():
             stage.close()
 

@@ -43,6 +43,7 @@ SCRIPTS: dict[str, Script] = {
 In the last script, it continues from the snapshot that process 0 has sent it after step 4."""
 SKIPPED = 4
 OTHER_RUNS = ("skipped step", "sharded_ps", "powersgd:rank=1", "frozen", "cpu", "disk", "streamed", "tied rows")
+OFFLOADED = "offloaded cocktail"
 UPDATE_RUNS = (
     "quantized:bits=4,exact_steps=1",
     "quantized:bits=4,exact_steps=5",
@@ -52,6 +53,7 @@ UPDATE_RUNS = (
     "diloco:inner=4,fragments=2,delay=1,bits=8,moment_correction=true",
     "sparseloco:inner=3,topk=0.2",
     "delta",
+    OFFLOADED,
 )
 """Modes in which replicas have their own weights. What follows when the newcomer takes part depends on its updates, and
 with `delta` on which activations it caches."""
@@ -126,6 +128,7 @@ def runs(
     stream = f"stream:{path / 'a.jsonl'}:0.5,demo:0.5"
     two_stages = dataclasses.replace(config.pp, stages=2, tied="rows")
     frozen = dataclasses.replace(config.model, freeze="*.wte.*,*.h.0.*")
+    offloading = dataclasses.replace(config.optim, offload="cpu")
     others = {
         "skipped step": config,
         "sharded_ps": dataclasses.replace(config, dp=ReplicaConfig("sharded_ps")),
@@ -134,7 +137,7 @@ def runs(
         "cpu": dataclasses.replace(
             config,
             model=dataclasses.replace(frozen, offload="cpu"),
-            optim=dataclasses.replace(config.optim, offload="cpu"),
+            optim=offloading,
         ),
         "disk": dataclasses.replace(config, model=dataclasses.replace(frozen, offload="disk")),
         "streamed": dataclasses.replace(config, data=dataclasses.replace(config.data, sources=stream, window=4)),
@@ -149,6 +152,9 @@ def runs(
         pp = two_stages if name == "half a replica" else four_micros.pp
         scripts[name] = dataclasses.replace(config, dp=ReplicaConfig(mode), pp=pp), script
     scripts[LOCAL] = dataclasses.replace(config, dp=ReplicaConfig(LOCAL)), JOINS
+    others[OFFLOADED] = dataclasses.replace(
+        config, dp=ReplicaConfig(COCKTAIL), model=dataclasses.replace(config.model, offload="cpu"), optim=offloading
+    )
     others |= {mode: dataclasses.replace(config, dp=ReplicaConfig(mode)) for mode in UPDATE_RUNS if mode not in others}
     for name, other in others.items():
         members = ((0, 1), (0, 1, 2, 3)) if other.pp.stages == 2 else ((0, 1), (0, 1, 2))

@@ -6,11 +6,24 @@ hundred of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lib.direct import SEQUENCE, VOCABULARY, build_stages
+from lib.direct import (
+    SEQUENCE,
+    VOCABULARY,
+    build_stages,
+    descend,
+    digest,
+    draw_batch,
+    gradients,
+    make_config,
+    session_of,
+)
 from lib.models import blocks_of, dropout_of, tiny_config
 from torch import Tensor
 
@@ -60,6 +73,24 @@ def test_compiled_blocks_equal_the_others(
     for ours, expected in zip(compiled, step(family, compiles=False), strict=True):
         assert (ours - expected).abs().max() <= tolerance * expected.abs().max()
     assert all(map(torch.equal, step(family, compiles=True, offloads=True), compiled))
+
+
+def test_compiled_blocks_use_parameters_that_are_fetched(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(composed, "COMPILE", {"backend": "eager"})
+    torch._dynamo.reset()
+    config = make_config(tiny_model("llama", num_hidden_layers=1), tmp_path, micro=2)
+    kept = replace(config, model=replace(config.model, compile=True), optim=replace(config.optim, offload="cpu"))
+    found = []
+    for run in (kept, replace(kept, model=replace(kept.model, offload="cpu"))):
+        with session_of(run, 0, 1, str(tmp_path / run.model.offload)) as session:
+            losses = []
+            for number in range(2):
+                losses.append(session.pipeline.run(draw_batch(run, number), number).item())
+                descend(session.weights)
+            found.append((losses, digest(gradients(session))))
+    assert found[0] == found[1]
 
 
 def test_a_search_for_a_nan_names_a_module_inside_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None:
