@@ -24,14 +24,14 @@ def lower(
 ) -> Program:
     """Add sends, receives and one reduce per stage to a program of computations, and the messages of tied tables.
 
-    A send follows the computation that makes its tensor. A receive is posted `ahead` computations before the one
-    that needs it, and as long before its peer sends it as that is before this, in a run where every computation takes
-    one step: so the ranks cannot deadlock, even where a send blocks until its receive is posted, and the notice that it
-    is posted has as much time as the message. Messages of one boundary and direction are received in the order in which
-    they are sent. A reduce follows the last computation that
-    completes a micro-batch of its stage, if there is one. Stages below `first_backward`, whose weights are frozen, run
-    no backward, and no gradient travels to them. routes, pacing: see `add_rows`; default: the pacing of this program
-    with one micro-batch per group. Raises ValueError if the computations alone cannot run.
+    A send follows the computation that makes its tensor. Let u be the index of the computation that needs a message,
+    among those of its rank, and s the number of those that run before its peer makes the message, if each takes one
+    step. The receive is posted before computation min(u - ahead, 2 s - u): so the notice that it is posted has u - s
+    steps, as the message has, and ranks cannot deadlock, even where a send blocks until its receive is posted. Messages
+    of one boundary and direction are received in the order in which they are sent. A reduce follows the last
+    computation that completes a micro-batch of its stage, if there is one. Stages below `first_backward`, whose weights
+    are frozen, run no backward, and no gradient travels to them. routes, pacing: see `add_rows`; default: the pacing of
+    this program with one micro-batch per group. Raises ValueError if the computations alone cannot run.
     """
     program = without_backwards(program, first_backward)
     dependencies = Dependencies.of(program, first_backward)

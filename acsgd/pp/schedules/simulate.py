@@ -187,7 +187,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--forward", type=Fraction, default=1, help="time of one forward of one stage")
     parser.add_argument("--backward", type=Fraction, default=2, help="time of one backward of one stage")
     parser.add_argument("--weight", type=Fraction, help="time of its part for the weights, if split; default: half")
-    parser.add_argument("--delay", type=Fraction, default=0, help="time that each message takes besides")
+    parser.add_argument(
+        "--delay",
+        type=Fraction,
+        default=0,
+        help="time that each message takes besides, and before it the notice that its receive is posted",
+    )
     parser.add_argument("--message", type=Fraction, default=0, help="time of one message on the wire")
     parser.add_argument(
         "--ahead", type=int, default=AHEAD, help="number of computations by which a receive is posted before its use"
