@@ -183,7 +183,7 @@ class Sweep:
         first, *others = outcome.dp_bytes
         others[0] += first  # of an exact step, which exchanges before its update
         steps = len(outcome.dp_bytes)
-        if period != steps:
+        if period != steps or not isinstance(parsed, DiLoCo | SparseLoCo):
             return [*others, outcome.dp_bytes[-period] if period < steps else 0]
         if getattr(parsed, "fragments", 1) > 1:
             raise ValueError(f"--modes {mode}: the bytes of its only exchange are not known; give fragments=1")
