@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lib.processes import PRELOAD
 from lib.ranks import on_ranks
 from lib.training import STEPS, losses_of_rank, make_config, oracle_losses
 
@@ -20,14 +21,19 @@ from acsgd.streams import open_streams
 TinyModel = Callable[..., Path]
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 PRELOAD_ON_A_GPU = """
+import importlib, pathlib, sys, traceback
 import torch
 
-def starts_cuda():
-    raise AssertionError("a process that is forked after this cannot use CUDA")
+started, exists = [], pathlib.Path.exists
 
-torch.backends.cuda.is_built = lambda: True
-torch.cuda.is_available = torch.cuda.device_count = starts_cuda
-import tests.lib.preload
+def start_cuda():
+    started.append("".join(traceback.format_stack(limit=8)))
+    return 0
+
+pathlib.Path.exists = lambda path: str(path) == "/dev/nvidiactl" or exists(path)
+torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = start_cuda
+importlib.import_module(sys.argv[1])
+assert not started, "a process that is forked after this cannot use CUDA: " + started[0]
 """
 
 
@@ -62,8 +68,9 @@ def test_work_on_the_side_stream_comes_after_what_made_its_input() -> None:
 
 
 @pytest.mark.soak
-def test_the_server_that_ranks_are_forked_from_starts_no_cuda() -> None:
-    """As a rehearsal, where torch is built without CUDA."""
+@pytest.mark.parametrize("preload", [*PRELOAD, "tests.soak.preload"])
+def test_the_servers_that_ranks_are_forked_from_start_no_cuda(preload: str) -> None:
+    """As a rehearsal, where there is no GPU."""
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    subprocess.run([sys.executable, "-c", PRELOAD_ON_A_GPU], cwd=root, env=environment, check=True)
+    subprocess.run([sys.executable, "-c", PRELOAD_ON_A_GPU, preload], cwd=root, env=environment, check=True)
