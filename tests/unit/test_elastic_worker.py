@@ -10,15 +10,14 @@ from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import cast
+from unittest import mock
 
 import pytest
-from lib.patience import stretched
 
 from acsgd.comm.store import StoreError
 from acsgd.comm.waits import InterruptibleWaits
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig
-from acsgd.elastic import control
-from acsgd.elastic.control import Control
+from acsgd.elastic.control import COMPLETE_S, Control
 from acsgd.elastic.membership.messages import Broken, Done, End, Hello, Host, Run, Setup, Stop, Stopped, View, to_line
 from acsgd.elastic.membership.plan import Plan
 from acsgd.elastic.state.handover import is_run_over
@@ -185,8 +184,8 @@ def test_a_rank_of_a_run_that_is_over_may_complete_its_end(
     message: Stop | End, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another rank has done so before. Any other request ends at once what the rank waits for."""
-    monkeypatch.setattr(control, "COMPLETE_S", stretched(0.2))
-    interrupted = Event()
+    timer, interrupted = mock.Mock(), Event()
+    monkeypatch.setattr("acsgd.elastic.control.threading.Timer", timer)
     with socket.socket(socket.AF_UNIX) as daemon:
         daemon.bind(str(tmp_path / "daemon"))
         daemon.listen()
@@ -198,8 +197,13 @@ def test_a_rank_of_a_run_that_is_over_may_complete_its_end(
             with connection:
                 connection.sendall(to_line(message))
                 assert own.next_message() == message
-                assert interrupted.is_set() != (message == End(is_over=True))
-                assert interrupted.wait(stretched(10.0))
+                if message == End(is_over=True):
+                    assert not interrupted.is_set()
+                    timer.return_value.start.assert_called_once_with()
+                    delay_s, interrupt, args = timer.call_args.args
+                    assert delay_s == COMPLETE_S
+                    interrupt(*args)
+                assert interrupted.is_set()
 
 
 def test_a_worker_that_starts_after_the_end_of_its_torchrun_says_so(tmp_path: Path) -> None:

@@ -334,7 +334,10 @@ class Leave:
 
 @dataclass(frozen=True)
 class Done:
-    """The run has ended: this worker has completed the last step, or stopped the run."""
+    """The run has ended: this worker has completed the last step, or stopped the run.
+
+    Also if what follows the last step has failed on it.
+    """
 
 
 @dataclass(frozen=True)
@@ -372,7 +375,8 @@ class Run:
 class End:
     """End the process. error: why, if it is the run's or this host's failure.
 
-    is_over: the run is over, so that this rank, too, may complete what follows its last step.
+    is_over: the run is over, so that this rank, too, may complete what follows its last step, within `COMPLETE_S` of
+    `acsgd.elastic.control`. A rank that has failed there sends it nothing any more.
     """
 
     error: str | None = None
