@@ -176,7 +176,7 @@ def load_onto(device: torch.device, tensor: Tensor) -> Tensor:
 
     A copy from host to device does not block, and the source may change at once. A copy to the host blocks.
     """
-    if tensor.device.type == "cpu" != device.type:
+    if tensor.device.type == "cpu" and device.type not in ("cpu", "meta"):
         tensor = tensor.pin_memory()  # a copy, which torch keeps until the device has read it
     return tensor.to(device, non_blocking=device.type != "cpu")
 

@@ -28,7 +28,7 @@ from acsgd.run.step.checkpointing import FAILED_SAVE, SAVE
 from acsgd.run.step.hooks import LoopState, StepHook, StepHooks
 from acsgd.run.step.run import STOP
 from acsgd.run.step.spikes import SKIP, SpikeGuard
-from acsgd.streams import peak_of_gpu
+from acsgd.streams import load_onto, peak_of_gpu
 from acsgd.tasks import find_task
 from acsgd.topology import Topology
 
@@ -112,6 +112,10 @@ def test_the_utilization_is_that_of_all_devices_or_unknown() -> None:
 def test_the_peak_of_a_gpu_that_is_not_in_the_table_is_unknown(name: str, bf16: float, fp32: float) -> None:
     assert peak_of_gpu(name, torch.bfloat16) == pytest.approx(bf16)
     assert peak_of_gpu(name, torch.float32) == pytest.approx(fp32)
+
+
+def test_a_tensor_without_data_needs_no_pinned_memory() -> None:
+    assert load_onto(torch.device("meta"), torch.zeros(2)).is_meta
 
 
 def test_the_hidden_share_is_the_fraction_of_transfer_time_not_spent_waiting() -> None:
