@@ -142,8 +142,8 @@ def accept_each(listener: socket.socket, on_connection: Callable[[socket.socket]
             loop.call_later(PAUSE_S, resume)
             return
         connection.setblocking(False)
-        # asyncio does it for a socket that says its protocol, which one of a listener of socket.create_server does not;
-        # without it, the last packet of a message of several waits until the others are acknowledged
+        # asyncio does it for a socket whose proto is IPPROTO_TCP; accepted from a listener of socket.create_server it
+        # is 0. Without it, the last packet of a message of several waits until the others are acknowledged
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         on_connection(connection)
 
