@@ -70,7 +70,7 @@ class Groups:
     """All ranks."""
     background: Group
     """All ranks, over connections of their own, so that other messages do not wait for long ones; the same as `world`
-    if all ranks are on one host."""
+    unless `has_several_hosts`."""
     store: StoreClient
     timeout_s: float
     """Maximum time to wait for a peer (run.timeout), seconds."""
@@ -91,7 +91,7 @@ class Groups:
 
     @property
     def has_several_hosts(self) -> bool:
-        """Whether ranks are on several hosts, as they were connected."""
+        """Whether the ranks were connected as those of several hosts, as in each view of an elastic run."""
         return self.background is not self.world
 
     @property
@@ -349,10 +349,11 @@ def connect(
     """Open this rank's process groups; close them on exit, or abort them if an exception is raised.
 
     timeout: limit of each operation of each group, and of each call of the store. waits: all waits of these groups,
-    also while they are opened. several_hosts: whether ranks are on several hosts, the same on all. host: where this
-    process listens in a run with a mesh. domain: name of that of this rank; "" on any rank = there are none. A process
-    may connect again after exit, with other ranks, with another store (such as a dist.PrefixStore of a new prefix) and
-    with other interruptible waits. Raises RunError if not all ranks connect in time.
+    also while they are opened. several_hosts: whether ranks are or may be on several hosts, the same on all; needed
+    only where `background` or `has_several_hosts` are used. host: where this process listens in a run with a mesh.
+    domain: name of that of this rank; "" on any rank = there are none. A process may connect again after exit, with
+    other ranks, with another store (such as a dist.PrefixStore of a new prefix) and with other interruptible waits.
+    Raises RunError if not all ranks connect in time.
     """
     rank, timeout_s = topology.rank, timeout.total_seconds()
     opened = ProcessGroups(store, waits, rank, topology.world_size, timeout, host)

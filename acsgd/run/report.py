@@ -257,7 +257,7 @@ class Round(NamedTuple):
 MAX_DIRECT_RANKS = 32
 """Number of ranks up to which each sends its numbers to every other. A second round takes the delay of a link more."""
 MAX_DIRECT_ON_HOST = 8
-"""The same where all ranks are on one host, whose messages have no delay."""
+"""The same unless `Groups.has_several_hosts`: messages within a host have no delay."""
 
 
 def gather_rounds(rank: int, size: int, most_direct: int = MAX_DIRECT_RANKS) -> list[Round]:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -18,15 +19,20 @@ from tests.lib.ranks import on_ranks
 
 
 def evaluate_on_rank(rank: int, world_size: int, port: int, output: Path, arguments: list[str]) -> None:
-    """Run `python -m acsgd eval` as torchrun starts it. output: file of what all ranks write to standard output."""
+    """Run `python -m acsgd eval` as torchrun starts it, with two ranks per host.
+
+    output: file of what all ranks write to standard output.
+    """
     os.environ |= {
-        **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        **{"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)},
+        **{"RANK": str(rank), "LOCAL_RANK": str(rank % 2)},
+        **{"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "2"},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"},
     }
     with output.open("a") as file:
         os.dup2(file.fileno(), 1)
-    entry.main(["eval", *arguments], prog="python -m acsgd")
+    with mock.patch.object(command, "connect", wraps=command.connect) as connect:
+        entry.main(["eval", *arguments], prog="python -m acsgd")
+    assert connect.call_args.kwargs["several_hosts"]
 
 
 def test_stages_and_replicas_find_what_one_process_finds(

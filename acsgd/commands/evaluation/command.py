@@ -143,7 +143,8 @@ def evaluate(
     check_offload(options.offload, job.streams.device)
     config = job.config
     context.timeout_s = options.timeout
-    groups = stack.enter_context(connect(job.topology, timeout=timedelta(seconds=options.timeout), store=store))
+    timeout, several = timedelta(seconds=options.timeout), not launch.is_one_host
+    groups = stack.enter_context(connect(job.topology, timeout=timeout, store=store, several_hosts=several))
     verify_layers(job)
     held_out = open_held_out(job, groups)
     source = open_weight_source(job)
