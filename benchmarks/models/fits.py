@@ -88,7 +88,7 @@ class Cell(NamedTuple):
     gib: float = 0.0
     """Memory of the GPU that needs most."""
     host_gib: float = 0.0
-    """Memory of the host for all processes, with optim.offload=cpu."""
+    """Memory of the host for all processes, with optim.offload=cpu or model.offload=cpu."""
 
     def __str__(self) -> str:
         if self.flags is None:
@@ -114,7 +114,8 @@ def first_fitting(planner: RunPlanner, config: Config, gib: int) -> tuple[tuple[
     fitting = next(changed for other, changed in planner.smaller() if other == flags)
     ranks = planner.memory(fitting)
     replicas = planner.world // len(ranks)
-    host = sum(map(planner.needed_on_host, ranks)) * replicas if any(each.offloaded for each in ranks) else 0
+    offloads = any("offload" in flag for flag in flags)
+    host = sum(map(planner.needed_on_host, ranks)) * replicas if offloads else 0
     return flags, max(map(planner.needed, ranks)) / GIB, host / GIB
 
 
