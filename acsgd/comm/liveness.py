@@ -67,12 +67,12 @@ def wait_for_key(
     ranks: int,
     looks: bool = False,
 ) -> bytes | None:
-    """Wait until the store has a key, and return its value; None if before that no rank is missing any more.
+    """Wait until the store has a key, and return its value; None if no rank is missing any more before it has.
 
-    check: ends the wait with an error; it gets the missing ranks, of which there are some, and the seconds since the
-    start, every `interval_s` seconds, of N > `MANY_RANKS` ranks N / MANY_RANKS times as rarely. ranks: number that may
-    wait. looks: whether to look for missing ranks alone, and not for the key, each time; else only before a check. The
-    requests do not grow with the number of ranks.
+    check: called every `interval_s` seconds with the missing ranks and the seconds since the start; raises an error to
+    end the wait. Of N > `MANY_RANKS` ranks, each calls it N / MANY_RANKS times less often. ranks: number of ranks that
+    may wait. looks: whether to call `find_missing` in each round in place of reading the key; else only before `check`.
+    The number of requests does not grow with the number of ranks.
     """
     started = checked = time.monotonic()
     interval_s *= max(1.0, ranks / MANY_RANKS)

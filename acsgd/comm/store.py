@@ -183,8 +183,7 @@ class StoreClient:
     def append(self, key: str, text: str) -> None:
         """Append to the text of a key, "" at first, a text that no other process appends.
 
-        If two processes appended equal texts at once to a key of a file, one would be lost: each takes the text of the
-        key that ends with its own for the result of its own request.
+        Where the store is a file, one of two equal texts that are appended at the same time may be lost.
         """
         if self._is_extended:
             self._call(lambda: self._store.append(key, text))  # type: ignore[attr-defined]  # not in torch's stubs

@@ -100,8 +100,8 @@ class Control:
 
     def _interrupt(self, waits: InterruptibleWaits, message: Stop | End) -> None:
         if isinstance(message, End) and message.is_over:
-            # a rank that has completed its end has sent all that this one may still wait for; one that has failed after
-            # the last step may not have: the wait for it then ends here
+            # a rank that has completed its end has sent all that this one waits for; one that has failed there sends
+            # nothing any more
             later = threading.Timer(COMPLETE_S, waits.interrupt, ("the run has ended",))
             later.daemon = True
             later.start()

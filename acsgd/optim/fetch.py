@@ -243,8 +243,8 @@ class FileParams(ParamSource):
 class LayerFetch:
     """Fetches the parameters of groups of layers, each group before it runs and the next one behind it.
 
-    groups: the layers of each; a parameter may be in several. The source must have all parameters of these
-    layers before the first fetch.
+    groups: the layers of each; a parameter may be in several. The source must have all parameters of these layers
+    before the first fetch.
     """
 
     def __init__(self, groups: Sequence[Sequence[LayerSpec]], source: ParamSource, meter: Meter) -> None:

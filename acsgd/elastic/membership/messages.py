@@ -336,7 +336,7 @@ class Leave:
 class Done:
     """The run has ended: this worker has completed the last step, or stopped the run.
 
-    Also if what follows the last step has failed on it.
+    A worker on which what follows the last step has failed sends it, too.
     """
 
 
@@ -375,8 +375,8 @@ class Run:
 class End:
     """End the process. error: why, if it is the run's or this host's failure.
 
-    is_over: the run is over, so that this rank, too, may complete what follows its last step, within `COMPLETE_S` of
-    `acsgd.elastic.control`. A rank that has failed there sends it nothing any more.
+    is_over: the run is over, and this rank may complete what follows its last step. Its waits for other ranks end after
+    `COMPLETE_S` of `acsgd.elastic.control`: one that has failed after the last step sends nothing any more.
     """
 
     error: str | None = None
