@@ -11,6 +11,7 @@ import functools
 import gc
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from lib.patience import TEST_S, stretched
 from lib.stores import STORES, open_store, s3_server
+
+from acsgd.failures.signals import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -146,6 +149,18 @@ def _kept_options() -> None:
     from tyro import _unsafe_cache
 
     _unsafe_cache.clear_cache = lambda: None
+
+
+@pytest.fixture(autouse=True)
+def _former_signals() -> Iterator[None]:
+    """Restore how stop signals are handled after each test: a command that fails leaves them to its process, which
+    ends with the report of the failure."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    if (fd := signal.set_wakeup_fd(-1)) != -1:
+        os.close(fd)  # the thread that reads the other end of this pipe ends
 
 
 @pytest.fixture(scope="module")
