@@ -273,13 +273,15 @@ def test_replicas_exchange_what_backward_does_not_hide(config: Config) -> None:
     assert hidden.replicas_s - SLOW.delay_s < in_view.replicas_s / 5
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved:chunks=2", "zb"])
-def test_long_steps_take_the_time_of_their_simulation(schedule: str, config: Config) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "stages"), [("1f1b", 2), ("gpipe", 2), ("interleaved:chunks=2", 2), ("zb", 2), ("zb:lead=8", 4)]
+)
+def test_long_steps_take_the_time_of_their_simulation(schedule: str, stages: int, config: Config) -> None:
     config = replace(config, data=replace(config.data, batch=96))
-    config = replace(config, pp=replace(config.pp, stages=2, schedule=schedule))
-    planner = RunPlanner(config, 2, describe_run_model(config), on_gpu=False)
+    config = replace(config, pp=replace(config.pp, stages=stages, schedule=schedule))
+    planner = RunPlanner(config, stages, describe_run_model(config), on_gpu=False)
     partition = planner.partition(config)
-    for cost in (Cost(), Cost(1.0, 2.0, 3.5, delay=2.0)):
+    for cost in (Cost(), Cost(1.0, 2.0, 3.5, delay=2.0), Cost(1.0, 2.0, delay=7.5)):
         found = step_time.ends_of(partition, 96, cost)
         assert found == pytest.approx(step_time._simulated_ends(partition, 96, cost), rel=0.02)
 

@@ -34,7 +34,8 @@ MEASURED = (
 )
 """Codecs of activations whose bits after entropy coding are in docs/measurements/stages.md."""
 MAX_MICROS = 32
-"""Number of micro-batches that are simulated at most; each more takes as long as those before."""
+"""Number of micro-batches that are simulated at most, unless more fill the pipeline; each more takes as long as those
+before."""
 STEP_BYTES, COPY_BYTES, SUM_BYTES = 16, 4, 8
 """Bytes that clipping and the optimizer read and write of a gradient, of an fp32 master that is copied, and of a sum of
 gradients that is added to."""
@@ -402,10 +403,10 @@ def _exposed(partition: Partition, exchange: LinkLoad, step_s: float, backward_s
 
 def ends_of(partition: Partition, micros: int, cost: Cost) -> list[float]:
     """Return when each rank of a pipeline has computed all of its gradients, and has those of its tied tables."""
-    if micros <= MAX_MICROS:
+    ranks, lead = partition.topology.stages, getattr(partition.plugins.schedule, "lead", 1)
+    fewer = max(-(-MAX_MICROS // 2 // ranks), lead) * ranks  # at least as many as fill the pipeline
+    if micros <= max(MAX_MICROS, 2 * fewer):
         return _simulated_ends(partition, micros, cost)
-    ranks = partition.topology.stages
-    fewer = -(-MAX_MICROS // 2 // ranks) * ranks
     some, more = (_simulated_ends(partition, count, cost) for count in (fewer, 2 * fewer))
     return [b + (b - a) * (micros - 2 * fewer) / fewer for a, b in zip(some, more, strict=True)]
 
