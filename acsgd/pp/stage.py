@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,28 @@ class MicroBatch(NamedTuple):
     """Position among the micro-batches of the global batch."""
     sample_ids: tuple[int, ...]
     """One per sequence, B in all."""
+
+
+BackwardPart = Literal["whole", "inputs", "weights"]
+"""What runs of a backward: gradients of the inputs, those of the weights, or both."""
+
+
+@dataclass
+class _StepState:
+    """What a stage keeps from one computation of a step to the next, and which backward runs."""
+
+    passes: dict[int, list[ForwardPass]] = field(default_factory=dict)
+    """By local index of the micro-batch, until its backward begins."""
+    weight_parts: dict[int, list[list[WeightPart]]] = field(default_factory=dict)
+    """By the same, of backwards of which the first part has run."""
+    final: set[str] = field(default_factory=set)
+    """Weights whose gradients of this step are complete."""
+    part: BackwardPart = "whole"
+    """Of the backward that runs."""
+    is_last: bool = False
+    """Whether gradients of the weights are final after it."""
+    group: int | None = None
+    """Group of layers whose backward runs, if parameters are fetched."""
 
 
 class Stage:
@@ -100,20 +123,12 @@ class Stage:
         # gradients of a weight are summed over its uses before they are accumulated: all uses are in one graph
         self.graph_per_layer = splits_backward and not are_connected([layer.spec for layer in layers])
         """Whether autograd records each layer by itself, which a backward in two parts goes through one by one."""
-        self._in_flight: dict[int, list[ForwardPass]] = {}  # by local index of the micro-batch
-        self._weight_parts: dict[int, list[list[WeightPart]]] = {}  # by the same, of backwards that have begun
+        self._state = _StepState()
         self._offload = offload
         self._fetch = fetch
         self._activations = activations if self.runs_backward else None
         self._reports_groups = fetch is not None and fetch.is_collective
         """Whether gradients are reported group by group, in the order in which all replicas fetch."""
-        self._in_backward: int | None = None
-        """Group of layers whose backward runs, if parameters are fetched."""
-        self._in_weight_part = False
-        """Whether a weight part runs, whose parameters are fetched before it."""
-        self._last_backward = False
-        self._final: set[str] = set()
-        """Weights whose gradients of this step are complete."""
         for weight in self.weights:
             weight.param.register_post_accumulate_grad_hook(self._hook(weight))
 
@@ -140,14 +155,10 @@ class Stage:
     def restart(self, sync: GradSync) -> None:
         """Forget micro-batches whose backward was not run, and use another gradient sync of the same weights."""
         self.sync = sync
-        self._in_flight.clear()
-        self._weight_parts.clear()
-        self._final.clear()
-        self._last_backward = False
+        self._state = _StepState()
         if self._offload is not None:
             self._offload.clear()
         if self._fetch is not None:
-            self._in_backward, self._in_weight_part = None, False
             self._fetch.reset()
 
     def close(self) -> None:
@@ -161,12 +172,12 @@ class Stage:
             self.sync.reduce()
             return
         for weight in self.weights:  # those without a gradient in this step
-            if not (weight.has_remote_lookups or weight.key in self._final):
+            if not (weight.has_remote_lookups or weight.key in self._state.final):
                 self.sync.grad_ready(weight, is_final=True)
 
     def finish_lookups(self) -> None:
         """Start the reductions that awaited the gradients of rows that other ranks look up."""
-        self._final.clear()
+        self._state.final.clear()
         for weight in self.weights:
             if weight.has_remote_lookups:
                 self.sync.grad_ready(weight, is_final=True)
@@ -192,7 +203,7 @@ class Stage:
         """
         passes = [self._run_pass(part, rows, inputs, state, labels) for part, rows in self._parts(micro)]
         if self.runs_backward:
-            self._in_flight[micro.local_index] = passes
+            self._state.passes[micro.local_index] = passes
         return {name: tensor.detach() for name, tensor in join_parts([each.outputs for each in passes]).items()}
 
     def backward(self, micro: int, grads: State | None, *, last: bool, scale: float = 1.0) -> State:
@@ -205,9 +216,12 @@ class Stage:
             input_grads = self.backward_input(micro, grads, scale=scale)
             self.backward_weight(micro, last=last)
             return input_grads
-        passes = self._in_flight.pop(micro)
+        passes = self._state.passes.pop(micro)
         for each in passes:
-            self._accumulate(each, each.output_grads(grads, scale), is_last=last and each is passes[-1])
+            is_last = last and each is passes[-1]
+            with self._running("whole", is_last=is_last):
+                torch.autograd.backward(each.graphs[-1].differentiable, each.output_grads(grads, scale))
+            self.sync.backward_done(is_last=is_last)
         return self._take_input_grads(passes)
 
     def backward_input(self, micro: int, grads: State | None, *, scale: float = 1.0) -> State:
@@ -215,22 +229,19 @@ class Stage:
 
         Arguments as in `backward`. `backward_weight` must follow, until when activations are kept, and gradients too.
         """
-        passes = self._in_flight.pop(micro)
-        self._weight_parts[micro] = [each.backward_inputs(grads, scale) for each in passes]
-        self._end_group()
-        assert self._fetches_nothing, "a layer has no gradient of its outputs"
+        passes = self._state.passes.pop(micro)
+        with self._running("inputs"):
+            self._state.weight_parts[micro] = [each.backward_inputs(grads, scale) for each in passes]
         return self._take_input_grads(passes)
 
     def backward_weight(self, micro: int, *, last: bool) -> None:
         """Run the other part: accumulate gradients of the weights, bit for bit those of `backward`."""
-        passes = self._weight_parts.pop(micro)
-        for part in passes:
-            self._last_backward = last and part is passes[-1]
-            while part:
-                each = part.pop()  # its graph is freed
-                self._run_weight_part(each, ahead=part[-1].graph if part else -1)
-        assert self._fetches_nothing, "a layer is fetched for no weight part"
-        self._end_backward()
+        passes = self._state.weight_parts.pop(micro)
+        for parts in passes:
+            with self._running("weights", is_last=last and parts is passes[-1]):
+                while parts:
+                    each = parts.pop()  # its graph is freed
+                    self._run_weight_part(each, ahead=parts[-1].graph if parts else -1)
 
     def _run_weight_part(self, part: WeightPart, *, ahead: int) -> None:
         """Accumulate gradients of the weights of a graph, with the parameters that it may read once more.
@@ -243,29 +254,19 @@ class Stage:
         groups = [part.graph] if self.graph_per_layer else range(len(self.layers))
         for group in groups:
             self._fetch.enter(group, ahead)
-        self._in_weight_part = True
         part.run()
-        self._in_weight_part = False
         for group in groups:
             self._fetch.leave(group)
 
-    def _accumulate(self, part: ForwardPass, output_grads: list[Tensor], *, is_last: bool) -> None:
-        """Accumulate the gradients of all leaves. is_last: whether those of the weights are final afterwards."""
-        self._last_backward = is_last
-        torch.autograd.backward(part.graphs[-1].differentiable, output_grads)
+    @contextlib.contextmanager
+    def _running(self, part: BackwardPart, *, is_last: bool = False) -> Iterator[None]:
+        """Context of a backward or of a part of one, after which the gradients of masters are complete."""
+        self._state.part, self._state.is_last = part, is_last
+        yield
         self._end_group()
-        assert self._fetches_nothing, "a layer has no gradient of its outputs"
-        self._end_backward()
-        self.sync.backward_done(is_last=is_last)
-
-    @property
-    def _fetches_nothing(self) -> bool:
-        """Whether no group is fetched ahead, whose values would be old after the next update."""
-        return self._fetch is None or self._fetch.is_idle
-
-    def _end_backward(self) -> None:
-        """Complete the gradients of the masters."""
-        self._last_backward = False
+        # values that were fetched ahead would be old after the next update
+        assert self._fetch is None or self._fetch.is_idle, "a group of layers is fetched that has no backward"
+        self._state.is_last = False
         if self._offload is not None:
             self._offload.finish()
 
@@ -276,14 +277,14 @@ class Stage:
         """
         if saved:
             begin_backward(saved, group)
-        if self._fetch is None or self._in_weight_part:
+        if self._fetch is None or self._state.part == "weights":  # which fetches before it runs
             return
         self._end_group()
         # gradients of the inputs of each layer end above the first trained one, which has a weight part only
         last = self._first_trained + self.graph_per_layer
         reaches_next = self.sends_gradient or self.layers[group * self._together].spec.index > last
         self._fetch.enter(group, ahead=group - 1 if reaches_next else -1)
-        self._in_backward = group
+        self._state.group = group
 
     def _end_group(self) -> None:
         """Release the parameters of the group of layers whose backward has ended, if parameters are fetched.
@@ -291,7 +292,7 @@ class Stage:
         If replicas fetch together, also report its gradients. Those of other parameters, such as tables of which
         replicated tensors are made, follow at the end of the pass.
         """
-        group, self._in_backward = self._in_backward, None
+        group, self._state.group = self._state.group, None
         if group is None:
             return
         assert self._fetch is not None
@@ -302,7 +303,7 @@ class Stage:
         for layer in reported:
             for weight in layer.weights:
                 if weight.key in self._fetch.keys:
-                    self.sync.grad_ready(weight, is_final=self._last_backward)
+                    self.sync.grad_ready(weight, is_final=self._state.is_last)
 
     def _take_input_grads(self, passes: Sequence[ForwardPass]) -> State:
         """Return the gradients of the inputs, if they are needed."""
@@ -425,12 +426,12 @@ class Stage:
     def _hook(self, weight: Weight) -> Callable[[nn.Parameter], None]:
         def accumulated(*, is_final: bool) -> None:
             if is_final:
-                self._final.add(weight.key)
+                self._state.final.add(weight.key)
             if not self._reports_groups or weight.has_remote_lookups:
                 self.sync.grad_ready(weight, is_final=is_final)
 
         def grad_ready(param: nn.Parameter) -> None:
-            is_final = self._last_backward and not weight.has_remote_lookups
+            is_final = self._state.is_last and not weight.has_remote_lookups
             if self._offload is not None:
                 self._offload.start(weight, partial(accumulated, is_final=is_final))
                 return
