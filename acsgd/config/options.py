@@ -192,8 +192,8 @@ class PipelineConfig:
     """Micro-batch size, sequences; must divide data.batch. Larger = fewer, longer messages and a larger bubble."""
     schedule: str = "1f1b"
     """Pipeline schedule: "gpipe", "1f1b", "1f1b:lead=2", "interleaved:chunks=2", or, with gradients of weights in waits
-    for other stages, "zb", "zb:lead=2" or "zbv"; "auto" = the one of the shortest step, by what the ranks and the links
-    between them measure at the start."""
+    for other stages, "zb", "zb:lead=2", "zbv" or "1f1b:lead=4,split_last=true"; "auto" = the one of the shortest step,
+    by what the ranks and the links between them measure at the start."""
     forward: str = "none"
     """Codec of activations: "none", "none:dtype=bf16", "fixpoint:bits=8", "lloyd:bits=4", "hadamard:bits=4",
     "transform:step=0.1", or, for sequences that are trained on more than once, "delta:bits=4" or "delta:step=2"."""

@@ -201,6 +201,7 @@ class Pipeline:
     ) -> None:
         """Perform actions in order; use_caches: whether the links read and update their activation caches."""
         self._batch, self._step = batch, step
+        self._first_parts = {action for action in actions if action.op is Op.I}
         self._inputs_of_batch = {name: self._load(tensor) for name, tensor in (batch.inputs or {}).items()}
         self._labels = None if batch.labels is None else self._load(batch.labels)
         samples = batch.sample_ids.tolist() if use_caches else [()] * len(batch.sample_ids)
@@ -242,7 +243,8 @@ class Pipeline:
         """Return the arguments of a stage's forward, once the rows that it looks up are there."""
         self._ties.receive_rows(action, self._flush)
         stage, micro, batch = self._stages[action.stage], action.micro, self._batch
-        micro_batch = MicroBatch(self._step, micro, batch.micro_ids[micro], tuple(batch.sample_ids[micro].tolist()))
+        samples, is_split = tuple(batch.sample_ids[micro].tolist()), action._replace(op=Op.I) in self._first_parts
+        micro_batch = MicroBatch(self._step, micro, batch.micro_ids[micro], samples, is_split)
         state = {} if stage.is_first else self._take_input(action, ACTIVATION)
         lengths = self._transfers[micro].lengths
         assert lengths is not None, "the batch has inputs, but not the lengths of its rows"

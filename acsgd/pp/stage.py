@@ -38,6 +38,8 @@ class MicroBatch(NamedTuple):
     """Position among the micro-batches of the global batch."""
     sample_ids: tuple[int, ...]
     """One per sequence, B in all."""
+    is_split: bool = False
+    """Whether its backward runs in two parts."""
 
 
 BackwardPart = Literal["whole", "inputs", "weights"]
@@ -122,7 +124,7 @@ class Stage:
         self._per_sequence = self._random and mask_per_sample
         # gradients of a weight are summed over its uses before they are accumulated: all uses are in one graph
         self.graph_per_layer = splits_backward and not are_connected([layer.spec for layer in layers])
-        """Whether autograd records each layer by itself, which a backward in two parts goes through one by one."""
+        """Whether backwards in two parts go through the layers one by one, each of which autograd records by itself."""
         self._state = _StepState()
         self._offload = offload
         self._fetch = fetch
@@ -212,10 +214,6 @@ class Stage:
         grads: gradients of the outputs; None for the last stage, whose loss gets the gradient `scale`. last: whether
         this is the last backward of the step, after which the gradients are final.
         """
-        if self.graph_per_layer:
-            input_grads = self.backward_input(micro, grads, scale=scale)
-            self.backward_weight(micro, last=last)
-            return input_grads
         passes = self._state.passes.pop(micro)
         for each in passes:
             is_last = last and each is passes[-1]
@@ -227,7 +225,8 @@ class Stage:
     def backward_input(self, micro: int, grads: State | None, *, scale: float = 1.0) -> State:
         """Run the part of a backward that other stages wait for: return gradients of the inputs, if they are needed.
 
-        Arguments as in `backward`. `backward_weight` must follow, until when activations are kept, and gradients too.
+        Arguments as in `backward`; see `MicroBatch.is_split`. `backward_weight` must follow, until when activations are
+        kept, and gradients too.
         """
         passes = self._state.passes.pop(micro)
         with self._running("inputs"):
@@ -281,7 +280,7 @@ class Stage:
             return
         self._end_group()
         # gradients of the inputs of each layer end above the first trained one, which has a weight part only
-        last = self._first_trained + self.graph_per_layer
+        last = self._first_trained + (self.graph_per_layer and self._state.part == "inputs")
         reaches_next = self.sends_gradient or self.layers[group * self._together].spec.index > last
         self._fetch.enter(group, ahead=group - 1 if reaches_next else -1)
         self._state.group = group
@@ -364,7 +363,7 @@ class Stage:
         saved: list[SavedGroup] = []
         for group, first in enumerate(range(0, len(self.layers), self._together)):
             layers = [layer.spec for layer in self.layers[first : first + self._together]]
-            if self.graph_per_layer and graphs is not None and first:
+            if micro.is_split and self.graph_per_layer and graphs is not None and first:
                 graphs.append(LayerGraph(entering, state))
                 state = entering = {name: x.detach().requires_grad_(x.requires_grad) for name, x in state.items()}
             run = self._run_of(layers, micro, inputs, context, labels)

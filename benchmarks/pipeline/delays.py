@@ -41,7 +41,7 @@ from acsgd.config.options import Config
 from acsgd.config.spec import from_spec
 from acsgd.pp.schedules.lowering import lower
 from acsgd.pp.schedules.schedules import SCHEDULES
-from acsgd.pp.schedules.simulate import Cost, simulate
+from acsgd.pp.schedules.simulate import Cost, Timeline, simulate
 from acsgd.pp.stage import Stage
 from benchmarks.common import netlab
 from benchmarks.pipeline import network_ranks
@@ -49,7 +49,10 @@ from benchmarks.pipeline.forms import UNCOMPRESSED
 from benchmarks.pipeline.network_ranks import UNTIED, Setting, Step, on_hosts, request_all, save_model
 
 STAGES, DELAYS_S = (2, 4), (0.02, 0.1)
-COMPARED = "1f1b:lead=2", "1f1b:lead=4", "1f1b:lead=8", "zb:lead=2", "zb:lead=4", "zb:lead=8"
+COMPARED = (
+    *("1f1b:lead=2", "1f1b:lead=4", "zb:lead=4", "1f1b:lead=4,split_last=true"),
+    *("zb:lead=8", "1f1b:lead=8,split_last=true"),
+)
 WIDTH, VOCABULARY = 16, 64
 """Of the model."""
 
@@ -69,11 +72,6 @@ class Row:
     measured_s: Sequence[float] = ()
 
     @property
-    def backward_s(self) -> float:
-        """Time of a backward, as the schedule has it."""
-        return 2 * self.forward_s * (self.split if self.schedule.startswith("zb") else 1.0)
-
-    @property
     def compute_s(self) -> float:
         """Time of the computations of a stage with whole backwards."""
         return 3 * self.micros * self.forward_s
@@ -87,9 +85,15 @@ class Row:
     @property
     def simulated_s(self) -> float:
         """Time of the simulated step."""
+        return float(self.timeline.makespan) + self.delay_s
+
+    @property
+    def timeline(self) -> Timeline:
+        """The simulated step, without the reports at its end."""
         program = from_spec(self.schedule, SCHEDULES, key="--schedules").program(self.stages, self.micros)
-        cost = Cost(self.forward_s, self.backward_s, delay=self.delay_s)
-        return float(simulate(lower(program), cost).makespan) + self.delay_s
+        part_s = self.split * self.forward_s
+        cost = Cost(self.forward_s, 2 * self.forward_s, delay=self.delay_s, weight=part_s, inputs=part_s)
+        return simulate(lower(program), cost)
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,7 @@ def measure(rows: Sequence[Row], options: argparse.Namespace) -> None:
     for row, (_, *measured) in zip(rows, zip(*steps, strict=True), strict=True):  # the first step lets TCP adapt
         row.measured_s = [step.seconds for step in measured]
         computed_s = statistics.median(step.compute_s for step in measured)
-        row.forward_s *= computed_s / (row.micros * (row.forward_s + row.backward_s))
+        row.forward_s *= computed_s / float(max(row.timeline.busy))
 
 
 def _slowest(pipes: Sequence[Connection], schedule: str) -> Step:

@@ -125,7 +125,7 @@ SOAKED = {
     },
     **{
         f"two stages, {name}": Row(4, 1, pp={**TWO, "schedule": name}, is_ordered=True)
-        for name in (*SCHEDULES, "1f1b:lead=2")
+        for name in (*SCHEDULES, "1f1b:lead=2,split_last=true")
     },
 }
 SHARDS = ("optimizer", "gradients", "weights")

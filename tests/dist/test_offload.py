@@ -121,6 +121,7 @@ def test_an_offloaded_run_has_the_losses_and_the_files_of_one_that_is_not(
         pytest.param(1, 2, "cpu", {}, {"shard": "optimizer"}, marks=SOAK),
         pytest.param(2, 1, "cpu", {"freeze": "*.h.*"}, {"schedule": "interleaved:chunks=2"}, marks=SOAK),
         pytest.param(2, 1, "cpu", {"dtype": "bf16"}, {"schedule": "zb"}, marks=SOAK),
+        pytest.param(2, 1, "cpu", {"freeze": "*.h.0.*"}, {"schedule": "1f1b:split_last=true"}, marks=SOAK),
         pytest.param(2, 1, "disk", {"adapter": "lora:r=4"}, {"schedule": "zbv"}, marks=SOAK),
         pytest.param(1, 1, "cpu", {"dtype": "bf16", "quantize": "nf4"}, {}, marks=[SOAK, NEEDS_8BIT]),
         pytest.param(1, 1, "cpu", {"dtype": "bf16", "quantize": "int8"}, {}, marks=[SOAK, NEEDS_8BIT]),

@@ -96,6 +96,7 @@ def run_both(world_size: int, tmp_path: Path, configs: Sequence[Config]) -> None
                 ("1f1b", "fixpoint:bits=4", "rows"),
                 ("interleaved:chunks=2", "none:dtype=bf16", "rows:entropy_coding=true"),
                 ("zb", "fixpoint:bits=4", "rows"),
+                ("1f1b:lead=2,split_last=true", "none:dtype=bf16", "rows"),
                 ("zbv", "fixpoint:bits=4", "dense"),
             ],
             marks=pytest.mark.soak,

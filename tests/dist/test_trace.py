@@ -194,7 +194,7 @@ class SlowCost(Cost):
         return super().of(action) + 6 * (str(action) == "1F3")
 
 
-@pytest.mark.parametrize("schedule", [OneFOneB(), ZeroBubble(), ZeroBubbleV()], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("schedule", [OneFOneB(), OneFOneB(split_last=True), ZeroBubble(), ZeroBubbleV()], ids=str)
 def test_what_differs_from_the_plan_is_marked_where_it_arises(schedule: Schedule) -> None:
     program = lower(schedule.program(3, 6))
 

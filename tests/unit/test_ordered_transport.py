@@ -176,7 +176,7 @@ def performs(program: Program, within_s: float, *, is_on_device: bool = False) -
     return not waiting and all(rank.result() is None for rank in ranks)
 
 
-@pytest.mark.parametrize("spec", [*SCHEDULES, "1f1b:lead=2"])
+@pytest.mark.parametrize("spec", [*SCHEDULES, "1f1b:lead=2,split_last=true"])
 def test_validated_programs_end_where_each_send_lasts_until_its_receive(spec: str) -> None:
     program = lower(from_spec(spec, SCHEDULES, key="").program(3, 4), ahead=2)
     validate(program)

@@ -92,6 +92,7 @@ def measured(config: Config) -> int:
         ({"recompute": "every:2"}, {"micro": 6}),
         ({"recompute": "attention"}, {"micro": 6}),
         ({}, {"schedule": "zb"}),
+        pytest.param({}, {"schedule": "1f1b:split_last=true"}, marks=pytest.mark.soak),
     ],
 )
 def test_a_plan_predicts_the_memory_of_a_run(

@@ -17,7 +17,13 @@ from acsgd.pp.schedules.dependencies import Dependencies
 from acsgd.pp.schedules.schedules import GPipe, Interleaved, OneFOneB, ZeroBubble, ZeroBubbleV
 from acsgd.pp.schedules.simulate import Cost, main, simulate
 
-SPECS = [*SCHEDULES, "1f1b:lead=2", "interleaved:chunks=1,lead=1", "interleaved:chunks=3"]
+SPECS = [
+    *SCHEDULES,
+    "1f1b:lead=2",
+    "1f1b:lead=2,split_last=true",
+    "interleaved:chunks=1,lead=1",
+    "interleaved:chunks=3",
+]
 # fewer micro-batches than ranks, as many, a multiple, and numbers that the ranks do not divide
 SIZES = sorted({(r, m) for r in (1, 2, 3, 4, 5, 8) for m in (1, r - 1, r, r + 1, 2 * r, 2 * r + 1, 16) if m > 0})
 
@@ -48,7 +54,7 @@ def test_evaluations_are_the_forwards_in_order_and_never_deadlock(schedule: Sche
 @every_schedule
 def test_bubble_is_exactly_the_formula(schedule: Schedule) -> None:
     """Whatever backwards take; if they are split, that of F, I and W that take equally long."""
-    is_split = isinstance(schedule, ZeroBubble | ZeroBubbleV)
+    is_split = any(action.op is Op.I for actions in schedule.program(2, 2) for action in actions)
     for backward in (2,) if is_split else (2, Fraction(5, 2)):
         for ranks, micros in SIZES:
             timeline = simulate(lower(schedule.program(ranks, micros)), Cost(backward=backward))
@@ -58,15 +64,18 @@ def test_bubble_is_exactly_the_formula(schedule: Schedule) -> None:
 
 @every_schedule
 def test_micros_and_reduces_come_in_order(schedule: Schedule) -> None:
-    """Each stage runs its micro-batches in ascending order; each rank reduces its first stage last."""
+    """Each stage runs its micro-batches in ascending order, and adds their gradients in this order; each rank reduces
+    its first stage last."""
     for ranks, micros in SIZES:
         program = lower(schedule.program(ranks, micros))
         for rank, actions in enumerate(program):
             stages = Placement.of(program).stages_of(rank)
             assert [action.stage for action in actions if action.op is Op.R] == list(reversed(stages))
             for stage in stages:
-                for op in {action.op for action in actions if action.is_compute}:
-                    assert [a.micro for a in actions if (a.op, a.stage) == (op, stage)] == list(range(micros))
+                of_stage = [action for action in actions if action.is_compute and action.stage == stage]
+                assert [action.micro for action in of_stage if action.operation.completes] == list(range(micros))
+                for op in {action.op for action in of_stage}:
+                    assert (found := [action.micro for action in of_stage if action.op is op]) == sorted(found)
 
 
 def test_peak_of_micro_batches_in_flight_is_as_documented() -> None:
@@ -76,6 +85,10 @@ def test_peak_of_micro_batches_in_flight_is_as_documented() -> None:
             assert max(peak_in_flight(ZeroBubble(lead), ranks, micros)) == min(micros, lead * (ranks - 1) + 1)
             expected = [min(micros, lead * (ranks - rank - 1) + 1) for rank in range(ranks)]
             assert peak_in_flight(OneFOneB(lead), ranks, micros) == expected
+            split_last = OneFOneB(lead, split_last=True)
+            timeline = simulate(lower(split_last.program(ranks, micros)), Cost())
+            assert max(timeline.peak_in_flight) == timeline.peak_in_flight[0] == expected[0]
+            assert timeline.bubble == split_last.bubble(ranks, micros)
 
 
 def test_interleaved_keeps_one_more_round_per_chunk() -> None:
@@ -122,6 +135,17 @@ def test_lead_of_split_backwards_hides_delays_but_that_of_the_first_input() -> N
             timeline = simulate(lower(ZeroBubble(lead).program(ranks, micros)), Cost(1, 2, delay=delay))
             first_notice = max(0, delay - 1)  # the first output waits until the receive of its message is known
             assert timeline.makespan == 3 * micros + (ranks - 1) * (1 + delay) + first_notice
+
+
+def test_split_last_backwards_hide_delays_and_no_others_take_the_time_of_two_parts() -> None:
+    """Each part takes 1.05: in a step without other waits, that is added for as many backwards as are split."""
+    for lead, delay in [(2, 0), (4, Fraction(3, 2)), (8, 6)]:
+        for ranks, micros in [(2, 16), (4, 64)]:
+            part, split = Fraction(21, 20), lead * (ranks - 1) + 1
+            cost = Cost(1, 2, delay=delay, weight=part, inputs=part)
+            timeline = simulate(lower(OneFOneB(lead, split_last=True).program(ranks, micros)), cost)
+            waits = (ranks - 1) * (1 + delay) + max(0, delay - 1)  # as of those that are all split
+            assert timeline.makespan == 3 * micros + split * (2 * part - 2) + waits
 
 
 def test_receives_are_posted_so_early_that_no_message_waits_for_the_notice() -> None:

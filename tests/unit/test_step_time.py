@@ -82,6 +82,8 @@ def test_a_process_computes_its_layers_for_each_micro_batch(config: Config) -> N
         6 * (10 + SPLIT * 26)
     )
     assert planned(split, 1, with_times(split, [1, 2, 3, 4], [5, 6, 7, 8], split=1.5)).compute_s == 6 * (10 + 1.5 * 26)
+    last = replace(config, pp=replace(config.pp, schedule="1f1b:split_last=true"))
+    assert planned(last, 1, with_times(last, [1, 2, 3, 4], [5, 6, 7, 8], split=1.5)).compute_s == 6 * 36 + 0.5 * 26
     assert planned(config, 1, with_times(config, [1, 2, 3, 4], [5, 6, 7, 8], context_s=0.5)).compute_s == 6 * 36.5
     chunks = replace(config, pp=replace(config.pp, stages=2, schedule="interleaved:chunks=2"))
     assert planned(chunks, 2, with_times(chunks, [1] * 4, [2] * 4, context_s=0.5)).compute_s == 6 * 2 * (3 + 0.5)
@@ -274,7 +276,8 @@ def test_replicas_exchange_what_backward_does_not_hide(config: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages"), [("1f1b", 2), ("gpipe", 2), ("interleaved:chunks=2", 2), ("zb", 2), ("zb:lead=8", 4)]
+    ("schedule", "stages"),
+    [("1f1b", 2), ("gpipe", 2), ("interleaved:chunks=2", 2), ("zb", 2), ("zb:lead=8", 4), ("1f1b:split_last=true", 4)],
 )
 def test_long_steps_take_the_time_of_their_simulation(schedule: str, stages: int, config: Config) -> None:
     config = replace(config, data=replace(config.data, batch=96))

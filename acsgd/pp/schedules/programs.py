@@ -47,6 +47,13 @@ class RankPrograms:
         """Whether backwards run in two parts."""
         return any(action.op is Op.I for actions in self.schedule.program(self.ranks, 1) for action in actions)
 
+    def split_share(self, micros: int) -> float:
+        """Return the fraction of this rank's backwards that run in two parts, in a step of some micro-batches."""
+        if not self.splits_backward:
+            return 0.0
+        split = sum(action.op is Op.W for action in self.schedule.program(self.ranks, micros)[self.rank])
+        return split / (micros * self.schedule.chunks)
+
     def actions(self, micros: int) -> StepActions:
         """Return the actions for some number of micro-batches of the replica, lowered and validated.
 

@@ -58,27 +58,35 @@ class OneFOneB:
     lead=1 is PipeDream-Flush, Narayanan et al. 2020, arXiv:2006.09503: rank r keeps the activations of ranks - r
     micro-batches, and every message stalls its receiver. In general rank r keeps lead * (ranks - r - 1) + 1, and once
     the pipeline is full, messages of up to (lead - 1) * (F + B) / 2 overlap with computations.
+
+    split_last: every rank keeps up to as many as the first one. With lead=2 or more, and F, I and W that are equal,
+    each rank waits for its first input alone, as in ZeroBubble, also if messages take up to (lead - 2) * W.
     """
 
     chunks: ClassVar[int] = 1
 
     lead: int = 1
     """Number of forwards by which a rank is ahead of the next; higher = slower messages overlap, more activations."""
+    split_last: bool = False
+    """Whether the last lead * (ranks - 1) + 1 backwards are split, so that their gradients of weights fill the waits
+    while the pipeline drains: almost the bubble of "zb", and only these backwards take the longer time of two parts."""
 
     def __post_init__(self) -> None:
         _check_positive(lead=self.lead)
 
     def program(self, ranks: int, micros: int) -> Program:
         """Return the computations of each rank, in order."""
-        program = []
-        for rank in range(ranks):
-            forwards, backwards = _computes(Op.F, rank, range(micros)), _computes(Op.B, rank, range(micros))
-            program.append(_alternate(forwards, backwards, warmup=self.lead * (ranks - rank - 1)))
-        return program
+        # split are those that the first rank runs after its last forward
+        whole = max(0, micros - self.lead * (ranks - 1) - 1) if self.split_last else micros
+        return _one_f_one_b(ranks, micros, self.lead, whole)
 
     def bubble(self, ranks: int, micros: int) -> Fraction:
         """Return the idle share of the time of all ranks."""
-        return Fraction(ranks - 1, micros + ranks - 1)
+        if not self.split_last:
+            return Fraction(ranks - 1, micros + ranks - 1)
+        if self.lead == 1 and micros > ranks:
+            return Fraction(2 * (ranks - 1), 3 * micros + 2 * (ranks - 1))
+        return ZeroBubble().bubble(ranks, micros)
 
 
 @dataclass(frozen=True)
@@ -140,14 +148,7 @@ class ZeroBubble:
 
     def program(self, ranks: int, micros: int) -> Program:
         """Return the computations of each rank, in order."""
-        # a rank has fewer forwards ahead of their backwards than the first one: as many W may be behind them
-        behind = max(1, min(self.lead, micros // max(1, ranks - 1)))
-        program = []
-        for rank in range(ranks):
-            forwards, inputs = _computes(Op.F, rank, range(micros)), _computes(Op.I, rank, range(micros))
-            computes = _alternate(forwards, inputs, warmup=self.lead * (ranks - rank - 1))
-            program.append(_add_weights(computes, behind * rank))
-        return program
+        return _one_f_one_b(ranks, micros, self.lead, whole=0)
 
     def bubble(self, ranks: int, micros: int) -> Fraction:
         """Return the idle share of the time of all ranks."""
@@ -195,8 +196,8 @@ class AutoSchedule:
 
 CHOICE: dict[str, type[AutoSchedule]] = {"auto": AutoSchedule}
 CANDIDATES = (
-    *("1f1b", "zb", "1f1b:lead=2", "zb:lead=2", "zbv", "interleaved:chunks=2"),
-    *("1f1b:lead=4", "zb:lead=4", "1f1b:lead=8", "zb:lead=8"),  # which hide delays of 3 and of 7 times I or W
+    *("1f1b", "zb", "1f1b:lead=2", "1f1b:lead=2,split_last=true", "zbv", "interleaved:chunks=2"),
+    *("1f1b:lead=4", "1f1b:lead=4,split_last=true", "1f1b:lead=8", "1f1b:lead=8,split_last=true"),
 )
 """Schedules among which "auto" chooses, about in the order of the activations that they keep."""
 
@@ -208,6 +209,18 @@ def is_chosen(spec: str) -> bool:
 
 def _computes(op: Op, stage: int, micros: range) -> list[Action]:
     return [Action(op, stage, micro) for micro in micros]
+
+
+def _one_f_one_b(ranks: int, micros: int, lead: int, whole: int) -> Program:
+    """Return 1F1B, of which the backwards of the micro-batches from `whole` on are split."""
+    # a rank has fewer forwards ahead of their backwards than the first one: as many W may be behind them
+    behind = max(1, min(lead, micros // max(1, ranks - 1)))
+    program = []
+    for rank in range(ranks):
+        backwards = _computes(Op.B, rank, range(whole)) + _computes(Op.I, rank, range(whole, micros))
+        computes = _alternate(_computes(Op.F, rank, range(micros)), backwards, warmup=lead * (ranks - rank - 1))
+        program.append(_add_weights(computes, behind * rank))
+    return program
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:

@@ -41,7 +41,9 @@ class Cost:
     row_gradients: Time | Sequence[Time] = 0
     """Of the gradients of the rows that a micro-batch is the last to use."""
     weight: Time | Sequence[Time] | None = None
-    """Of the part of a backward that computes gradients of weights; None = half of it."""
+    """Of the part of a split backward that computes gradients of weights; None = half of a whole one."""
+    inputs: Time | Sequence[Time] | None = None
+    """Of the part that computes gradients of inputs; None = the rest of a whole one."""
 
     def of(self, action: Action) -> Time:
         """Return the duration of an action: computations occupy the rank, sends the link; all others take no time."""
@@ -53,7 +55,8 @@ class Cost:
             case "compute", _:
                 whole = _at(self.backward, action.stage)
                 weight = whole * Fraction(1, 2) if self.weight is None else _at(self.weight, action.stage)
-                return {Op.B: whole, Op.I: whole - weight, Op.W: weight}[action.op]
+                inputs = whole - weight if self.inputs is None else _at(self.inputs, action.stage)
+                return {Op.B: whole, Op.I: inputs, Op.W: weight}[action.op]
             case "send", _:
                 if action.operation.route == GRADIENT and self.gradient_message is not None:
                     return _at(self.gradient_message, action.boundary)
@@ -187,6 +190,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--forward", type=Fraction, default=1, help="time of one forward of one stage")
     parser.add_argument("--backward", type=Fraction, default=2, help="time of one backward of one stage")
     parser.add_argument("--weight", type=Fraction, help="time of its part for the weights, if split; default: half")
+    parser.add_argument("--inputs", type=Fraction, help="time of its part for the inputs, if split; default: the rest")
     parser.add_argument(
         "--delay",
         type=Fraction,
@@ -218,7 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Draw a schedule on a time axis and print its bubble and memory."""
     options = parse_arguments(arguments)
     schedule = cast(Schedule, from_spec(options.schedule, SCHEDULES, key="pp.schedule"))
-    cost = Cost(options.forward, options.backward, options.message, weight=options.weight, delay=options.delay)
+    parts = {"weight": options.weight, "inputs": options.inputs}
+    cost = Cost(options.forward, options.backward, options.message, delay=options.delay, **parts)
     computes = schedule.program(options.ranks, options.micros)
     lowered = partial(lower, computes, options.ahead, first_backward=options.first_backward)
     timeline = untied = simulate(lowered(), cost)

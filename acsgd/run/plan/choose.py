@@ -340,13 +340,16 @@ def step_cost(partition: Partition, measured: MeasuredRanks, built: PreTrainedMo
     activations, gradients = message_bytes(partition)
     route = next(iter(partition.programs.routes), None)
     table, user = (0, 0) if route is None else (rank_of(route.owner), rank_of(route.user))
-    nbytes, splits = row_bytes(partition, built), partition.programs.splits_backward
+    nbytes = row_bytes(partition, built)
+    parts = [times.split / 2 * sum(times.backward_s[layers]) for times, layers in of_stage]
     return Cost(
         [times.context_s + sum(times.forward_s[layers]) for times, layers in of_stage],
-        [(times.split if splits else 1.0) * sum(times.backward_s[layers]) for times, layers in of_stage],
+        [sum(times.backward_s[layers]) for times, layers in of_stage],
         [size / link.bytes_per_s for size, link in zip(activations, down, strict=True)],
         [size / link.bytes_per_s for size, link in zip(gradients, up, strict=True)],
         [link.delay_s for link in down],
         rows=nbytes / measured.link(table, user).bytes_per_s,
         row_gradients=nbytes / measured.link(user, table).bytes_per_s,
+        weight=parts,
+        inputs=parts,
     )

@@ -178,7 +178,7 @@ class RecordingModel(ComposedModel, Generic[S]):
         """Run forward and split backward of a micro-batch; return the segments of the first part of the backward."""
         self.forward, self.backward = {}, {}
         with self.recorder:
-            stage.forward(MicroBatch(0, 0, 0, tuple(range(sequences))), batch, {}, labels)
+            stage.forward(MicroBatch(0, 0, 0, tuple(range(sequences)), is_split=True), batch, {}, labels)
             self._end_forward()
             stage.backward_input(0, None)
             segments = {**self.backward, self._first_trained: self.recorder.end_segment()}

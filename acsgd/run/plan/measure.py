@@ -161,10 +161,10 @@ def _split_ratio(stage: Stage, batch: Inputs, labels: Tensor, clock: _Clock, cou
     of micro-batches.
     """
     times: tuple[list[float], list[float]] = ([], [])
+    stage.graph_per_layer = True
     for splits in [False, True] * count:
-        stage.graph_per_layer = splits
         for micro in (0, 1):
-            stage.forward(MicroBatch(0, micro, micro, tuple(range(len(labels)))), batch, {}, labels)
+            stage.forward(MicroBatch(0, micro, micro, tuple(range(len(labels))), splits), batch, {}, labels)
         clock.end_segment()
         for micro in (0, 1):
             if splits:

@@ -115,14 +115,17 @@ class StepPlanner:
         False = all idle time counts as messages.
         """
         sizes, link = message_bytes(partition), self._link
-        forward, backward = of_stages = self._stage_times(partition, key, sizes)
+        forward, backward = self._stage_times(partition, key, sizes)
         micros, placement = partition.micros_per_replica, partition.layout.placement
         ranks = [placement.stages_of(rank) for rank in range(placement.ranks)]
-        compute_s = micros * max(sum(forward[stage] + backward[stage] for stage in stages) for stages in ranks)
+        split = SPLIT if self._rates.layers is None else self._rates.layers.split
+        longer, parts = 1 + (split - 1) * partition.programs.split_share(micros), [split / 2 * s for s in backward]
+        compute_s = micros * max(sum(forward[stage] + longer * backward[stage] for stage in stages) for stages in ranks)
         messages, gradients = ([size / link.bytes_per_s for size in of_direction] for of_direction in sizes)
         rows = row_bytes(partition, self._built) / link.bytes_per_s
-        plain = max(self._ends_of(partition, Cost(*of_stages))) if splits_waits else compute_s
-        cost = Cost(*of_stages, messages, gradients, link.delay_s, rows=rows, row_gradients=rows)
+        free = Cost(forward, backward, weight=parts, inputs=parts)
+        plain = max(self._ends_of(partition, free)) if splits_waits else compute_s
+        cost = Cost(forward, backward, messages, gradients, link.delay_s, rows, rows, weight=parts, inputs=parts)
         ends = self._ends_of(partition, cost)
         last = [sum(backward[stage] for stage in stages) for stages in ranks]
         exchanges, exposed = self.exchanges(partition, ends, last)
@@ -202,14 +205,12 @@ class StepPlanner:
 
     def _layer_times(self, partition: Partition, key: str) -> tuple[Sequence[float], Sequence[float]]:
         """Return the times of forward and backward of each layer: measured ones, or estimated from costs."""
-        measured, split = self._rates.layers, 1.0
-        if partition.programs.splits_backward:
-            split = SPLIT if measured is None else measured.split
+        measured = self._rates.layers
         if measured is not None and measured.key == key:
-            return measured.forward_s, [split * each for each in measured.backward_s]
+            return measured.forward_s, measured.backward_s
         scale = partition.config.pp.micro / self._micro / self._rates.operations_per_s
         forward, backward = layer_operations(partition, self._costs, self._built)
-        return [scale * each for each in forward], [split * scale * each for each in backward]
+        return [scale * each for each in forward], [scale * each for each in backward]
 
     def _loads(self, partition: Partition, sizes: Sequence[Sequence[float]], micros: int) -> list[LinkLoad]:
         """Return what links between stages carry. sizes: see `message_bytes`."""
@@ -286,7 +287,7 @@ class StepPlanner:
         `plan`.
         """
         rates, micros = self._rates, partition.micros_per_replica
-        fetches = micros * (3 if partition.programs.splits_backward else 2)
+        fetches = micros * (2 + partition.programs.split_share(micros))
         nbytes = sum(
             fetched_bytes(self._built.get_parameter(key), partition.shapes.dtype) for key in partition.offloaded
         )

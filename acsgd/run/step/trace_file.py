@@ -171,8 +171,9 @@ def _measured_cost(pipeline: Sequence[RankTrace]) -> Cost:
 
     return Cost(
         forward=[usual(Op.F, stage) for stage in stages],
-        backward=[usual(Op.B, stage) + usual(Op.I, stage) + usual(Op.W, stage) for stage in stages],
+        backward=[usual(Op.B, stage) for stage in stages],
         weight=[usual(Op.W, stage) for stage in stages],
+        inputs=[usual(Op.I, stage) for stage in stages],
         message=shortest(MessageKind.ACTIVATION),
         gradient_message=shortest(MessageKind.GRADIENT),
     )
