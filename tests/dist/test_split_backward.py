@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from lib.ranks import on_ranks
 from torch import Tensor
 
 from acsgd.config.options import AdapterConfig, Config
+from acsgd.optim.fetch import LayerFetch
 from acsgd.pp.passes import backward_inputs
 
 TinyModel = Callable[..., Path]
@@ -83,12 +85,20 @@ def with_schedule(config: Config, schedule: str) -> Config:
     ],
 )
 def test_both_parts_fetch_offloaded_parameters(
-    family: str, schedules: Sequence[str], tiny_model: TinyModel, tmp_path: Path
+    family: str, schedules: Sequence[str], tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One layer after the other, or all of them if a table is embedding and head of the same stage.
 
-    split_last splits the backward of the last micro-batch; the others are whole, and fetch as many layers.
+    split_last splits the backward of the last micro-batch; the others are whole. Each layer is fetched while the one
+    behind it runs.
     """
+    enters, enter = list[tuple[int, int]](), LayerFetch.enter
+
+    def recorded(self: LayerFetch, group: int, ahead: int) -> None:
+        enters.append((group, ahead))
+        enter(self, group, ahead)
+
+    monkeypatch.setattr(LayerFetch, "enter", recorded)
     blocks = {"llama": {"num_hidden_layers": 2}, "gpt2": {"n_layer": 2}}
     config = make_config(tiny_model(family, **blocks[family]), tmp_path, schedule=schedules[0])
     model, optim = replace(config.model, offload="cpu"), replace(config.optim, offload="cpu")
@@ -103,6 +113,7 @@ def test_both_parts_fetch_offloaded_parameters(
             parameters = map(stage.composed.model.get_parameter, session.job.offloaded)
             assert all(each.isnan().all() for each in parameters), "they are freed"
     assert found == [found[0]] * len(found)
+    assert all(ahead == behind for (group, ahead), (behind, _) in pairwise(enters) if behind == group - 1)
 
 
 class Shared(torch.nn.Module):

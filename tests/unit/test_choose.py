@@ -106,10 +106,14 @@ def test_a_choice_depends_on_the_links(config: Config) -> None:
     assert "1f1b" not in taken
 
 
-def test_a_long_delay_is_hidden_by_many_micro_batches_in_flight(config: Config) -> None:
-    """Of 7.5 times the forward of a stage: 100 ms in docs/measurements/stages.md."""
+@pytest.mark.parametrize(("delay_s", "lead"), [(3.0, 4), (15.0, 8)])
+def test_a_delay_is_hidden_by_micro_batches_in_flight_of_which_the_last_are_split(
+    delay_s: float, lead: int, config: Config
+) -> None:
+    """Of 1.5 and of 7.5 times the forward of a stage: 20 and 100 ms in docs/measurements/stages.md."""
     long = replace(config, data=replace(config.data, batch=32))
-    assert timed_divisions(divided(long), ranks(4, LinkRate(1e9, 15.0)))[0].schedule == "1f1b:lead=8,split_last=true"
+    found = timed_divisions(divided(long), ranks(4, LinkRate(1e9, delay_s)))
+    assert found[0].schedule == f"1f1b:lead={lead},split_last=true"
 
 
 def test_schedules_that_other_options_do_not_allow_are_left_out(config: Config) -> None:
