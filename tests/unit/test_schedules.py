@@ -85,10 +85,15 @@ def test_peak_of_micro_batches_in_flight_is_as_documented() -> None:
             assert max(peak_in_flight(ZeroBubble(lead), ranks, micros)) == min(micros, lead * (ranks - 1) + 1)
             expected = [min(micros, lead * (ranks - rank - 1) + 1) for rank in range(ranks)]
             assert peak_in_flight(OneFOneB(lead), ranks, micros) == expected
-            split_last = OneFOneB(lead, split_last=True)
-            timeline = simulate(lower(split_last.program(ranks, micros)), Cost())
-            assert max(timeline.peak_in_flight) == timeline.peak_in_flight[0] == expected[0]
-            assert timeline.bubble == split_last.bubble(ranks, micros)
+
+
+def test_split_last_backwards_keep_no_more_than_the_first_rank() -> None:
+    for ranks, micros in FEWER_SIZES:
+        for lead in (1, 2):
+            schedule = OneFOneB(lead, split_last=True)
+            timeline = simulate(lower(schedule.program(ranks, micros)), Cost())
+            assert max(timeline.peak_in_flight) == timeline.peak_in_flight[0] == min(micros, lead * (ranks - 1) + 1)
+            assert timeline.bubble == schedule.bubble(ranks, micros)
 
 
 def test_interleaved_keeps_one_more_round_per_chunk() -> None:
