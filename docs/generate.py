@@ -82,7 +82,7 @@ def plugins() -> str:
     parts = [
         "# Plug-ins\n\nA plug-in is chosen by a spec string, `name:key=value,key=value`. Options that are left out "
         "have their default. To add one, see [Your own codec, mode or source](../howto/extend.md).\n",
-        "## Codecs\n\n`pp.forward` takes all of them, `pp.backward` all but `delta`.\n",
+        "## Codecs\n\n`pp.forward` and `pp.backward` take all of them.\n",
         *(_plugin(name, kind) for name, kind in {**CODECS, "delta": Delta}.items()),
         "## Choice of codecs\n\nValues of `pp.compress`.\n",
         *(_plugin(name, kind) for name, kind in COMPRESS.items()),

@@ -29,7 +29,7 @@ def encode_update(codec: Codec, x: Tensor, entry: Tensor) -> tuple[Tensor, ...]:
 
     Args:
         x: Activations of any float dtype.
-        entry: Cache entry, fp32 or fp16, of the same shape.
+        entry: Cache entry, fp32, bf16 or fp16, of the same shape.
 
     Raises:
         NotFiniteError: The difference is not finite. `entry` is then unchanged.
@@ -54,7 +54,7 @@ def decode_update(codec: Codec, fields: tuple[Tensor, ...], entry: Tensor, dtype
 
 
 def add_saturated(entry: Tensor, values: Tensor) -> Tensor:
-    """Add fp32 values to `entry`, fp32 or fp16, in place, clamped to its range. Return the exact fp32 sum."""
+    """Add fp32 values to `entry`, fp32, bf16 or fp16, in place, clamped to its range. Return the exact fp32 sum."""
     total = entry.float() + values
     largest = torch.finfo(entry.dtype).max
     entry.copy_(total.clamp(-largest, largest))

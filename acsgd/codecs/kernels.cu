@@ -56,6 +56,7 @@ __device__ inline float infinity() { return __uint_as_float(0x7f800000); }
 
 __device__ inline float largest(float) { return 0x1.fffffep127f; }
 __device__ inline float largest(Half) { return 65504; }
+__device__ inline float largest(BFloat16) { return 0x1.fep127f; }
 
 // Clamp a value to the range of E.
 template <typename E>

@@ -57,7 +57,7 @@ class UniformQuantization(NamedTuple):
 class Kernels:
     """The kernels, for flat tensors [numel] of fp32, bf16 or fp16.
 
-    entry: Cache entry [numel], contiguous, fp32 or fp16.
+    entry: Cache entry [numel], contiguous, fp32, bf16 or fp16.
     """
 
     def __init__(self, launch: KernelLaunch) -> None:

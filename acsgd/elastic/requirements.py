@@ -32,8 +32,8 @@ def check_elastic(job: Job) -> None:
         )
     if job.plugins.delta is not None and job.plugins.delta.cache == "disk":
         raise ValueError(
-            f"pp.forward={config.pp.forward}: the files of caches belong to replicas, whose ranks change in an elastic "
-            "run; use cache=ram"
+            f"{job.plugins.delta_option(config.pp)}: the files of caches belong to replicas, whose ranks change in an "
+            "elastic run; use cache=ram"
         )
     _check_given(config)
     mode = job.plugins.mode

@@ -33,22 +33,24 @@ BLOCKS = {2: (3, 3), 4: (1, 2, 2, 1)}
 """By number of stages, the number of blocks of each."""
 CODECS = {
     "delta:bits=4": FixPoint(4),
+    "delta:bits=4,cache=disk": FixPoint(4),
     "delta:bits=2,dims=token,cache=disk": FixPoint(2, dims="token"),
     "delta:step=2": FixPoint(4, scale="l2", clip=16.0, centroids=True),
 }
 """Codec of the differences of each spec."""
 RUNS = {
-    2: [("delta:bits=4", 3), ("delta:bits=2,dims=token,cache=disk", 2)],
-    4: [("delta:step=2", 2), ("delta:bits=2,dims=token,cache=disk", 1)],
+    2: [("delta:bits=4", "none", 3), ("delta:bits=2,dims=token,cache=disk", "delta:bits=4,cache=disk", 2)],
+    4: [("delta:step=2", "none", 2), ("delta:bits=2,dims=token,cache=disk", "none", 1), ("none", "delta:step=2", 2)],
 }
-"""By number of stages, spec and micro-batch size of some runs."""
+"""By number of stages, specs of activations and of gradients and micro-batch size of some runs."""
 
 
 class AQSGD:
     """AQ-SGD's Algorithm 1 at one boundary."""
 
-    def __init__(self, codec: FixPoint) -> None:
-        self._codec = codec
+    def __init__(self, codec: FixPoint, entry: torch.dtype) -> None:
+        """entry: dtype of what is cached."""
+        self._codec, self._entry = codec, entry
         self._m: dict[int, Tensor] = {}
 
     def __call__(self, a: Tensor, samples: Sequence[int]) -> Tensor:
@@ -58,7 +60,7 @@ class AQSGD:
             m = torch.stack([self._m[samples[row]] for row in hits]).float()
             fields = self._codec.encode(a[hits] - m)
             y[hits] = m + self._codec.decode(fields, tuple(m.shape), torch.float32)
-        self._m.update({sample: row.half() for sample, row in zip(samples, y, strict=True)})
+        self._m.update({sample: row.to(self._entry) for sample, row in zip(samples, y, strict=True)})
         return y
 
 
@@ -89,16 +91,19 @@ def test_training_equals_aq_sgd_in_one_process(stages: int, tiny_model: Callable
     exact = make_config(tiny_model(), tmp_path, steps=STEPS, micro=2, layers=blocks, stages=stages)
     exact = use_little_text(exact, tmp_path)
     configs = [
-        dataclasses.replace(exact, pp=dataclasses.replace(exact.pp, forward=spec, micro=micro))
-        for spec, micro in RUNS[stages]
+        dataclasses.replace(exact, pp=dataclasses.replace(exact.pp, forward=forward, backward=backward, micro=micro))
+        for forward, backward, micro in RUNS[stages]
     ]
     by_rank = on_ranks(stages, losses_of_rank, tmp_path / "store", configs)
     assert all(losses == by_rank[0] for losses in by_rank)
     without = oracle_losses(exact)
     cuts = [sum(blocks[:stage]) for stage in range(1, stages)]
     for config, losses in zip(configs, by_rank[0], strict=True):
-        wires = {cut: AQSGD(CODECS[config.pp.forward]) for cut in cuts}
-        expected = oracle_losses(config, wires=wires)
+        wires, gradient_wires = (
+            {cut: AQSGD(CODECS[spec], entry) for cut in cuts if spec != "none"}
+            for spec, entry in ((config.pp.forward, torch.float16), (config.pp.backward, torch.bfloat16))
+        )
+        expected = oracle_losses(config, wires=wires, gradient_wires=gradient_wires)
         assert losses == pytest.approx(expected, rel=RELATIVE), config.pp
         assert expected != pytest.approx(without, rel=RELATIVE), "the test would pass without a codec"
 

@@ -25,7 +25,8 @@ def every_kernel() -> list[str]:
     """Return the C++ names of all kernels."""
     types, entries = ("float", "Half", "BFloat16"), ("float", "Half", "None")
     kernels = [name for x in types for e in entries for name in (f"encode<%d, {x}, {e}>", f"decode<%d, {e}, {x}>")]
-    return [name % bits for bits in BITS for name in kernels]
+    of_gradients = ["encode<4, float, BFloat16>", "decode<4, BFloat16, float>"]
+    return [*of_gradients, *(name % bits for bits in BITS for name in kernels)]
 
 
 def codecs_and_shapes(bits: int) -> Iterator[tuple[FixPoint, Shape]]:

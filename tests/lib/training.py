@@ -128,19 +128,20 @@ def oracle_losses(
     *,
     masked: bool = False,
     wires: Mapping[int, Wire] | None = None,
+    gradient_wires: Mapping[int, Wire] | None = None,
     make: MakeOptimizer | None = None,
 ) -> list[float]:
     """Train in one process with the Hugging Face model, torch's AdamW and clip_grad_norm_; return the loss per step.
 
     Only the data and the rule that seeds dropout are from acsgd; with masks per sample, pp.micro must be 1. masked:
-    whether `mask` removes labels. wires: by number of blocks before a boundary, the wire of the boundary. make: returns
-    another optimizer than AdamW.
+    whether `mask` removes labels. wires, gradient_wires: by number of blocks before a boundary, the wire of activations
+    and that of their gradients. make: returns another optimizer than AdamW.
     """
     model = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32).train()
     place = _seed_dropout(model, config)
     samples: list[int] = []
-    for blocks, wire in (wires or {}).items():
-        _cut(model, blocks, wire, samples)
+    for blocks in {**(wires or {}), **(gradient_wires or {})}:
+        _cut(model, blocks, (wires or {}).get(blocks), (gradient_wires or {}).get(blocks), samples)
 
     def before(step: int, index: int, batch: Batch) -> None:
         samples[:] = batch.sample_ids[index].tolist()
@@ -210,11 +211,16 @@ def whole_batches(config: Config) -> list[Batch]:
     return list(batches_of(prepare(alone, Launch())))
 
 
-def _cut(model: PreTrainedModel, blocks: int, wire: Wire, samples: Sequence[int]) -> None:
-    """Apply a wire to the output of the first `blocks` blocks; its gradient is the identity."""
+def _cut(
+    model: PreTrainedModel, blocks: int, wire: Wire | None, gradient_wire: Wire | None, samples: Sequence[int]
+) -> None:
+    """Apply a wire to the output of the first `blocks` blocks, and another one to its gradient."""
 
     def through_wire(module: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
-        return output + (wire(output.detach(), samples) - output).detach()
+        received = output if wire is None else output + (wire(output.detach(), samples) - output).detach()
+        if gradient_wire is not None:
+            received.register_hook(lambda gradient: gradient_wire(gradient, samples))
+        return received
 
     first_modules(model)[blocks].register_forward_hook(through_wire)  # layer 0 is the embedding
 

@@ -153,6 +153,8 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("--dp.shard weights --model.compile", 2, "remove model.compile, or use --dp.shard gradients"),
         ("--data.deal speed --dp.shard gradients", 2, "use data.deal=even and a data.batch of 4, or --dp.shard optimi"),
         ("--data.deal speed --pp.forward delta:bits=4", 1, "data.deal=speed: with pp.forward=delta:bits=4 a sequence"),
+        ("--data.deal speed --pp.backward delta", 1, "data.deal=speed: with pp.backward=delta a sequence"),
+        ("--pp.forward delta --pp.backward delta:cache_bits=8", 2, "cache differently; give both the same cache"),
     ],
 )
 def test_an_impossible_run_is_refused(

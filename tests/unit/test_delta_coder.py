@@ -155,13 +155,15 @@ class Ends:
         *,
         shape: tuple[int, ...] = SHAPE,
         is_frozen: bool = False,
+        are_gradients: bool = False,
         others: Sequence[Codec | Delta] = (),
     ) -> None:
         """others: codecs with an index from 2 on."""
         self.spec = TensorSpec(shape, dtype)
         self.caches = [ActivationCache(capacity, HostMemoryStore(delta.entry_bytes(self.spec), CPU)) for _ in range(2)]
         self.sender, self.receiver = (
-            DeltaCoder([delta, *others], self.spec, cache, CPU, is_frozen=is_frozen) for cache in self.caches
+            DeltaCoder([delta, *others], self.spec, cache, CPU, is_frozen=is_frozen, are_gradients=are_gradients)
+            for cache in self.caches
         )
 
     def transfer(self, step: int, samples: Sequence[int], x: Tensor, codec: int = 1) -> Tensor:
@@ -281,6 +283,17 @@ def test_difference_larger_than_the_largest_float_keeps_the_cache_finite() -> No
         ends.transfer(0, [0, 1, 2], torch.full(SHAPE, -largest, dtype=dtype))
         ends.transfer(1, [0, 1, 2], torch.full(SHAPE, largest, dtype=dtype))
         assert ends.cached(0).isfinite().all(), dtype
+
+
+@pytest.mark.parametrize("spec", ["delta:bits=4", "delta:step=0.5,transform=true", "delta:bits=4,cache_bits=8"])
+@pytest.mark.parametrize("size", [1e-12, 1e-6])
+def test_differences_of_gradients_are_smaller_than_gradients_however_small_these_are(spec: str, size: float) -> None:
+    """fp16 has no numbers below 6e-8, so an entry would be 0, and the difference as large as the gradient."""
+    ends = Ends(parse(spec), are_gradients=True)
+    for step in range(3):
+        x = activations(step, size)
+        error = ends.transfer(step, [0, 1, 2], x) - x
+    assert error.square().mean().sqrt() < 0.05 * size
 
 
 @pytest.mark.parametrize("delta", DELTAS, ids=repr)

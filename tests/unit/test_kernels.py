@@ -90,6 +90,13 @@ def test_cache_updates_equal_those_of_torch(bits: int, on_host: Kernels) -> None
             check_update(on_host, CPU, codec, data(shape, bits, dtype), data(shape, bits, entry_dtype, seed=1))
 
 
+def test_entries_may_be_bf16_as_those_of_gradients(on_host: Kernels) -> None:
+    """Of fp32 gradients in 4 bits only: these kernels take long to compile."""
+    for size in (1e-9, 1.0, torch.finfo(torch.bfloat16).max / 100):
+        x, entry = data((64, 24), 4, torch.float32) * size, data((64, 24), 4, torch.float32, seed=1) * size
+        check_update(on_host, CPU, FixPoint(4), x, entry.bfloat16())
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_large_tensors_take_several_launches(bits: int, on_host: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bits_module, "BLOCK", 1 << 10)

@@ -360,6 +360,9 @@ def test_memory_is_compared_where_it_is_and_caches_are_counted_if_their_number_i
 
     assert caches("delta:bits=4", None) == caches("delta:bits=4", None, steps=777) == (0, entry)
     assert caches("delta:bits=4", 1000) == (1000 * entry, 0)
+    config = replace(config, pp=replace(config.pp, backward="delta:step=1"))
+    assert caches("delta:bits=4", 1000) == (2000 * entry, 0), "activations and gradients"
+    config = replace(config, pp=replace(config.pp, backward="none"))
     bounded = f"delta:bits=4,cache_gib={100 * entry / GIB}"
     assert (caches(bounded, None), caches(bounded, 50)) == ((100 * entry, 0), (50 * entry, 0))
     assert caches("delta:bits=4,cache=disk", None) == (0, 0)

@@ -111,8 +111,8 @@ def plan_caches(
 ) -> CachePlan:
     """Plan the caches of one rank.
 
-    boundaries: by boundary, the tensors that cross it; samples, per_step: see `plan_capacity`; ends: boundaries of
-    which this rank has an end; processes, directory: see `check_space`; first_layers, run_id, fresh: see
+    boundaries: by boundary, the tensors that its ends cache; samples, per_step: see `plan_capacity`; ends: boundaries
+    of which this rank has an end; processes, directory: see `check_space`; first_layers, run_id, fresh: see
     `CachePlan`; are_kept: whether this process has them already. Raises ValueError if there is no room for them.
     """
     entry_bytes = [

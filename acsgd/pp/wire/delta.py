@@ -2,7 +2,7 @@
 
 Source: Wang et al. 2022, arXiv:2206.01299, Algorithm 1. Both ends of a link cache the same m per sample; the sender
 sends Q(a - m), and both ends add it to m. The error of a quantizer is relative to its input, so it shrinks with the
-differences as training converges.
+differences as training converges. The same is done for gradients of activations, which AQ-SGD quantizes as they are.
 """
 
 # B samples of a micro-batch, K of them cache hits
@@ -35,6 +35,8 @@ CACHE_BITS = (2, 4, 8, 16)
 @dataclass(frozen=True)
 class Delta:
     """Send samples with a cache entry as the difference to it, quantized as by `fixpoint`; others uncompressed.
+
+    In both directions: activations of a sample change little between visits, and so do their gradients.
 
     With `step`, the quantization step is a multiple of the difference's root mean square, and the codes are
     entropy-coded: most are zero and take less than a bit. With `transform`, that is done in a basis of the channels
@@ -137,7 +139,8 @@ class DeltaCoder:
     the last Delta has left them, equal at both ends, and other codecs take no time for the cache.
 
     is_frozen: whether no layer before the boundary is trained. Then cache hits that equal their entries, but for the
-    rounding of fp16, are not sent: the receiver takes the entries.
+    rounding of fp16, are not sent: the receiver takes the entries. are_gradients: whether the tensors are gradients,
+    whose entries of 16 bits are bf16: most are smaller than the numbers that fp16 represents well.
 
     All rows have the same length, since an entry must fit every visit of its sample.
 
@@ -154,13 +157,17 @@ class DeltaCoder:
         streams: Streams,
         *,
         is_frozen: bool = False,
+        are_gradients: bool = False,
         caches_all: bool = True,
     ) -> None:
         deltas = [codec for codec in codecs if isinstance(codec, Delta)]
         self._codecs = (EXACT, *codecs)
         self._delta = deltas[0]
         assert all(each.cache_codec == self._delta.cache_codec for each in deltas), "one cache for all of them"
-        self._is_frozen = is_frozen and self._delta.cache_dtype == torch.float16
+        self._entry_codec, self._entry_dtype = self._delta.cache_codec, self._delta.cache_dtype
+        if are_gradients and self._entry_dtype == torch.float16:
+            self._entry_codec, self._entry_dtype = Identity("bf16"), torch.bfloat16
+        self._is_frozen = is_frozen and self._entry_dtype == torch.float16
         self._caches_all = caches_all
         self._spec = spec
         self._cache = cache
@@ -293,7 +300,7 @@ class DeltaCoder:
 
     def _read_entries(self, info: TransferInfo, rows: Sequence[int]) -> Tensor:
         """Return the decoded cache entries of some rows, [K, ...], as a copy."""
-        codec, dtype, shape = self._delta.cache_codec, self._delta.cache_dtype, self._spec.shape[1:]
+        codec, dtype, shape = self._entry_codec, self._entry_dtype, self._spec.shape[1:]
         m = torch.empty(self._shape(len(rows)), dtype=dtype, device=self._streams.device)
         for row, i in zip(m, rows, strict=True):
             entry = self._cache.read(info.samples[i]).to(self._streams.device, non_blocking=True)
@@ -304,14 +311,14 @@ class DeltaCoder:
         """Write the decoded values of cache misses to the cache, unless one of them is not finite."""
         is_cached = self._caches_all or isinstance(self._codecs[info.codec], Delta)
         if info.samples and is_cached and values.isfinite().all():
-            self._write_entries(info, rows, _as_entry(values, self._delta.cache_dtype))
+            self._write_entries(info, rows, _as_entry(values, self._entry_dtype))
 
     def _write_entries(self, info: TransferInfo, rows: Sequence[int], m: Tensor) -> None:
         """Write the entries of some rows, m [K, ...], as far as the cache has room."""
         for row, i in zip(m, rows, strict=True):
             buffer = self._cache.reserve(info.samples[i])
             if buffer is not None:
-                pack(self._delta.cache_codec.encode(row), buffer)
+                pack(self._entry_codec.encode(row), buffer)
                 self._cache.write(info.samples[i], buffer, info.step, info.micro, self._streams.record_event())
 
 

@@ -89,12 +89,12 @@ class LinkFactory:
     """By boundary, the named tensors that cross it, of one micro-batch. The first axis is that of the rows."""
     forward: Sequence[Codec | Delta]
     """Codecs of activations after the lossless one; each transfer uses one of them, see `TransferInfo.codec`."""
-    backward: Sequence[Codec]
+    backward: Sequence[Codec | Delta]
     """Codecs of gradients."""
     forward_meter: Meter
     backward_meter: Meter
     cache_plan: CachePlan | None = None
-    """Size and place of the activation caches; required if `forward` has a Delta."""
+    """Size and place of the activation caches; required if a direction has a Delta."""
     tied_meter: Meter = field(default_factory=Meter)
     caches_all: bool = True
     """See `DeltaCoder`."""
@@ -110,19 +110,21 @@ class LinkFactory:
 
         downstream: whether the peer holds the stage after the boundary. Raises RunError if the two ends differ.
         """
-        activation_coders = self._activation_coders(boundary, "sender" if downstream else "receiver")
+        sides = ("sender", "receiver") if downstream else ("receiver", "sender")
+        activation_coders = self._activation_coders(boundary, sides[0])
         activations = self._open_channel(
             MessageKind.ACTIVATION, boundary, peer, self.forward, activation_coders, self.forward_meter
         )
         gradient_coders = {
-            name: self._coder(self.backward, spec)
+            name: self._gradient_coder(boundary, name, sides[1])
             for name, spec in self.boundaries[boundary].items()
             if spec.dtype.is_floating_point
         }
         gradients = self._open_channel(
             MessageKind.GRADIENT, boundary, peer, self.backward, gradient_coders, self.backward_meter
         )
-        caches = [coder.cache for coder in activation_coders.values() if isinstance(coder, DeltaCoder)]
+        coders = *activation_coders.values(), *gradient_coders.values()
+        caches = [coder.cache for coder in coders if isinstance(coder, DeltaCoder)]
         cache_sync = CacheSync(activations, caches)
         if downstream:
             outbox, inbox = self.open_outbox(activations), self.open_inbox(gradients)
@@ -199,17 +201,28 @@ class LinkFactory:
         deltas = [each for each in self.forward if isinstance(each, Delta) and self.may_use_delta(boundary, each)]
         if not deltas:
             return self._coder([EXACT if isinstance(codec, Delta) else codec for codec in self.forward], spec)
-        assert self.cache_plan is not None, "delta needs a cache plan"
-        key = boundary, f"{side}.{name}"
-        cache = self.caches[key] = self.cache_plan.open(*key, deltas[0], spec, self.streams)
         return DeltaCoder(
             [EXACT if isinstance(codec, Delta) and codec not in deltas else codec for codec in self.forward],
             spec,
-            cache,
+            self._open_cache(boundary, f"{side}.{name}", deltas[0], spec),
             self.streams,
             is_frozen=boundary < self.frozen,
             caches_all=self.caches_all,
         )
+
+    def _gradient_coder(self, boundary: int, name: str, side: str) -> Coder:
+        """Return this end's coder of the gradients of a tensor."""
+        spec = self.boundaries[boundary][name]
+        delta = next((codec for codec in self.backward if isinstance(codec, Delta)), None)
+        if delta is None:
+            return self._coder([codec for codec in self.backward if not isinstance(codec, Delta)], spec)
+        cache = self._open_cache(boundary, f"{side}.{name}.gradient", delta, spec)
+        return DeltaCoder(self.backward, spec, cache, self.streams, are_gradients=True, caches_all=self.caches_all)
+
+    def _open_cache(self, boundary: int, name: str, delta: Delta, spec: TensorSpec) -> ActivationCache:
+        assert self.cache_plan is not None, "delta needs a cache plan"
+        cache = self.caches[boundary, name] = self.cache_plan.open(boundary, name, delta, spec, self.streams)
+        return cache
 
     def _coder(self, codecs: Sequence[Codec], spec: TensorSpec) -> Coder:
         """Return a coder of tensors that have no cache; its ends keep a basis if all messages have as many channels."""

@@ -241,7 +241,7 @@ def check_streams(
             for key, value in config.lengths.items()
         },
         "data.weights=tokens needs the number of target tokens": (data.weights == "tokens", "data.weights=sequences"),
-        f"pp.forward={config.pp.forward} keeps the activations of all sequences": (
+        f"{plugins.delta_option(config.pp)} keeps the activations of all sequences": (
             plugins.delta is not None,
             "another codec, such as fixpoint:bits=8",
         ),

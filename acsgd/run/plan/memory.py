@@ -350,6 +350,7 @@ class _RankPlan:
         for boundary in partition.cached_boundaries:
             specs = partition.shapes.boundaries[boundary]
             entry = sum(delta.entry_bytes(spec) for spec in specs.values() if spec.dtype.is_floating_point)
+            entry *= partition.plugins.cached_directions(boundary)
             total += entry * plan_capacity(delta, entry, samples=sequences, per_step=per_step)
         return total
 

@@ -69,7 +69,7 @@ class Partition:
     @property
     def cached_boundaries(self) -> list[int]:
         """Boundaries of which this rank has an end with activation caches."""
-        return [each for each in self.layout.shared_boundaries if self.plugins.deltas_at(each)]
+        return [each for each in self.layout.shared_boundaries if self.plugins.cached_directions(each)]
 
     @property
     def domains(self) -> list[Sequence[int]]:

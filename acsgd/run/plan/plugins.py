@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from acsgd import codecs
 from acsgd.codecs.base import Codec
-from acsgd.config.options import Config, ReplicaConfig, in_steps
+from acsgd.config.options import Config, PipelineConfig, ReplicaConfig, in_steps
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 from acsgd.dp.ladder import COMPRESS as DP_COMPRESS
@@ -33,7 +32,7 @@ class Plugins(NamedTuple):
     schedule: Schedule
     forward: tuple[Codec | Delta, ...]
     """Codecs of activations, after the lossless one."""
-    backward: tuple[Codec, ...]
+    backward: tuple[Codec | Delta, ...]
     """Codecs of activation gradients."""
     ladder: Ladder | None
     """What pp.compress chooses among; None = each direction has one codec."""
@@ -46,12 +45,21 @@ class Plugins(NamedTuple):
     @property
     def delta(self) -> Delta | None:
         """The codec with activation caches; if there are several, these cache alike."""
-        return next((codec for codec in self.forward if isinstance(codec, Delta)), None)
+        return next((codec for codec in (*self.forward, *self.backward) if isinstance(codec, Delta)), None)
 
     def deltas_at(self, boundary: int) -> list[Delta]:
-        """Return the deltas with which activations may cross a boundary. If there are any, its ends have caches."""
+        """Return the deltas with which activations may cross a boundary. If there are any, its ends cache them."""
         codecs = self.forward if self.ladder is None else self.ladder.codecs_at(boundary)
         return [codec for codec in codecs if isinstance(codec, Delta)]
+
+    def cached_directions(self, boundary: int) -> int:
+        """Return in how many directions, 0 to 2, tensors cross a boundary that its ends cache."""
+        return bool(self.deltas_at(boundary)) + any(isinstance(codec, Delta) for codec in self.backward)
+
+    def delta_option(self, pp: PipelineConfig) -> str:
+        """Return the option that names the codec with activation caches, and its value."""
+        key = "backward" if not any(isinstance(codec, Delta) for codec in self.forward) else "forward"
+        return f"pp.{key}={getattr(pp, key)}"
 
     def without_chosen_delta(self) -> Plugins:
         """Return the plug-ins with which pp.compress chooses no delta."""
@@ -70,10 +78,11 @@ def parse_plugins(config: Config) -> Plugins:
     schedule = _parse_schedule(config.pp.schedule)
     ladder = _parse_ladder(config, schedule)
     parse_modes(config)
+    forward, backward = (_rungs(ladder.forward), _rungs(ladder.backward)) if ladder else _parse_codecs(config.pp)
     return Plugins(
         schedule=schedule,
-        forward=_rungs(ladder.forward) if ladder else (from_spec(config.pp.forward, SPECS, key="pp.forward"),),
-        backward=_rungs(ladder.backward) if ladder else (_parse_backward(config.pp.backward),),
+        forward=forward,
+        backward=backward,
         ladder=ladder,
         tied=from_spec(config.pp.tied, TIED, key="pp.tied"),
         optimizer=from_spec(config.optim.name, OPTIMIZERS, key="optim.name"),
@@ -144,8 +153,8 @@ def check_deal(config: Config, plugins: Plugins) -> None:
         )
     if plugins.delta is not None:
         raise ValueError(
-            f"data.deal=speed: with pp.forward={config.pp.forward} a sequence should return to the same replica, which "
-            "has its activations; use data.deal=even, or another codec, such as fixpoint:bits=8"
+            f"data.deal=speed: with {plugins.delta_option(config.pp)} a sequence should return to the same replica, "
+            "which has its activations; use data.deal=even, or another codec, such as fixpoint:bits=8"
         )
 
 
@@ -186,11 +195,14 @@ def check_shard(
         )
 
 
-def _parse_backward(spec: str) -> Codec:
-    if spec.partition(":")[0] == "delta":
+def _parse_codecs(pp: PipelineConfig) -> tuple[tuple[Codec | Delta, ...], ...]:
+    """Return the codecs of pp.forward and pp.backward. Raises ValueError if both are deltas that cache differently."""
+    found = [
+        from_spec(spec, SPECS, key=key) for key, spec in (("pp.forward", pp.forward), ("pp.backward", pp.backward))
+    ]
+    if len({(codec.cache, codec.cache_bits, codec.cache_gib) for codec in found if isinstance(codec, Delta)}) > 1:
         raise ValueError(
-            f'pp.backward="{spec}": delta is for activations, which change little between visits of a sequence; for '
-            'gradients use "fixpoint:bits=8", or, for fewer bytes, '
-            '"fixpoint:bits=4,scale=l2,clip=8,entropy_coding=true"'
+            f'pp.forward="{pp.forward}" and pp.backward="{pp.backward}" cache differently; give both the same cache, '
+            "cache_bits and cache_gib"
         )
-    return codecs.parse(spec, key="pp.backward")
+    return tuple((codec,) for codec in found)

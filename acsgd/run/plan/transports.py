@@ -173,7 +173,7 @@ def _obstacle(config: Config, plugins: Plugins, axis: Axis, *, has_mesh: bool) -
     if plugins.ladder is not None:
         return f"pp.compress={config.pp.compress} measures links over gloo"
     if plugins.delta is not None:
-        return f"the activation caches of pp.forward={config.pp.forward} are in the memory of the host"
+        return f"the activation caches of {plugins.delta_option(config.pp)} are in the memory of the host"
     for key, (codec, *_) in (("forward", plugins.forward), ("backward", plugins.backward)):
         if codec.entropy_coding:
             spec = getattr(config.pp, key)

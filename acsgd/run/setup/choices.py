@@ -23,6 +23,7 @@ from acsgd.optim.muon import Muon
 from acsgd.optim.schedule import learning_rate
 from acsgd.pp.schedules.schedules import GPipe
 from acsgd.pp.tied.plan import TiedRows
+from acsgd.pp.wire.delta import Delta
 from acsgd.pp.wire.ladder import codecs_of_links
 from acsgd.run.plan.job import Job
 from acsgd.run.plan.transports import exchanges_updates, sums_gradients
@@ -54,6 +55,21 @@ def without_effect(options: str, applies: Callable[[Job], bool], reason: str, re
     given = " and ".join(f"{name}={{config.{name}}}" for name in options.split())
     remove = "remove it" if len(getters) == 1 else "remove them"
     return Choice(is_made, f"{given} {'has' if len(getters) == 1 else 'have'} no effect: {reason}; {remedy}{remove}")
+
+
+def _of_delta(direction: str, tensors: str) -> Iterator[Choice]:
+    """Yield the choices with which a delta of a direction gains little. tensors: those that it caches."""
+    option = f"pp.{direction}"
+    yield Choice(
+        lambda job, epochs: _has_caches(job, direction) and 0 < epochs <= 1,
+        f"{option}={{config.{option}}} sends a sequence without compression when it is trained on first, and no "
+        f"sequence is trained on twice in {{epochs:.2f}} epochs; give --{option} fixpoint:bits=8, or a longer run",
+    )
+    yield Choice(
+        lambda job, _: _has_caches(job, direction) and job.config.model.dropout_mask == "step" and _has_dropout(job),
+        f"{option}={{config.{option}}} needs {tensors} that change little between epochs, but "
+        "model.dropout_mask=step draws new dropout masks in every step; give --model.dropout_mask sample",
+    )
 
 
 CHOICES = (
@@ -119,16 +135,8 @@ CHOICES = (
         "pp.exact_steps={config.pp.exact_steps} sends everything without codecs in all {config.optim.steps} steps; "
         "give a smaller --pp.exact_steps",
     ),
-    Choice(
-        lambda job, epochs: _has_caches(job) and 0 < epochs <= 1,
-        "pp.forward={config.pp.forward} sends a sequence without compression when it is trained on first, and no "
-        "sequence is trained on twice in {epochs:.2f} epochs; give --pp.forward fixpoint:bits=8, or a longer run",
-    ),
-    Choice(
-        lambda job, _: _has_caches(job) and job.config.model.dropout_mask == "step" and _has_dropout(job),
-        "pp.forward={config.pp.forward} needs activations that change little between epochs, but "
-        "model.dropout_mask=step draws new dropout masks in every step; give --model.dropout_mask sample",
-    ),
+    *_of_delta("forward", "activations"),
+    *_of_delta("backward", "gradients"),
     Choice(
         lambda job, _: job.config.model.dropout_mask == "sample" and not _has_dropout(job),
         "model.dropout_mask=sample computes one sequence at a time, but the model has no dropout; remove it",
@@ -388,8 +396,11 @@ def _sends_codes(job: Job) -> bool:
     return job.topology.stages > 1 and ((pp.forward, pp.backward, pp.compress) != ("none", "none", None) or has_rows)
 
 
-def _has_caches(job: Job) -> bool:
-    return job.plugins.ladder is None and job.plugins.delta is not None and job.topology.stages > 1
+def _has_caches(job: Job, direction: str | None = None) -> bool:
+    """Return whether what travels in a direction, "forward", "backward" or either, is cached by the given codec."""
+    codecs = (*job.plugins.forward, *job.plugins.backward) if direction is None else getattr(job.plugins, direction)
+    has_delta = any(isinstance(codec, Delta) for codec in codecs)
+    return job.plugins.ladder is None and has_delta and job.topology.stages > 1
 
 
 def _has_dropout(job: Job) -> bool:

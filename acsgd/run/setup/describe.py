@@ -41,7 +41,7 @@ def reason_for_padding(job: Job) -> str | None:
     """Return why micro-batches of padded rows must not be cut, as a clause; None if they may be."""
     model = job.model
     if job.plugins.delta is not None:
-        return "pp.forward=delta caches activations by sample and position"
+        return f"{job.plugins.delta_option(job.config.pp)} caches activations by sample and position"
     if job.config.model.dropout_mask == "sample":
         return "model.dropout_mask=sample draws the masks of a sample for all of its positions"
     verification = job.paths.layers_cache.verify(model.config, model.derived, reports_wait=job.is_first_on_host)

@@ -189,7 +189,10 @@ def plan_activation_caches(
     try:
         return plan_caches(
             delta,
-            [boundary.values() for boundary in job.shapes.boundaries],
+            [
+                [*tensors.values()] * job.plugins.cached_directions(boundary)
+                for boundary, tensors in enumerate(job.shapes.boundaries)
+            ],
             samples=samples,
             per_step=len(job.micro_ids) * job.config.pp.micro,
             ends=job.cached_boundaries,
@@ -204,7 +207,7 @@ def plan_activation_caches(
     except ValueError as error:
         if job.plugins.ladder is not None:
             raise ValueError(f"pp.compress: {error}; or --pp.compress auto:delta=false") from None
-        raise ValueError(f'pp.forward="{job.config.pp.forward}": {error}') from None
+        raise ValueError(f"{job.plugins.delta_option(job.config.pp)}: {error}") from None
 
 
 def describe_domains(session: Session) -> list[str]:
