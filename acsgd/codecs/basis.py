@@ -113,11 +113,12 @@ def wire(shape: tuple[int, ...]) -> Wire:
     )
 
 
-def encode(x: Tensor, inverse: Tensor, step: float) -> tuple[Tensor, ...]:
+def encode(x: Tensor, inverse: Tensor, step: float, seed: int | None = None) -> tuple[Tensor, ...]:
     """Quantize a tensor [..., C], fp32: return codes, the size of a quantization step, and the shift of decoded values.
 
-    inverse: of the basis. step: quantization step, root mean squares of the components. Codes are uint8 [W * G, N]:
-    the first component of all groups, then the second.
+    inverse: of the basis. step: quantization step, root mean squares of the components. seed: of stochastic rounding,
+    whose expectation is `x`; None = to the nearest level. Codes are uint8 [W * G, N]: the first component of all
+    groups, then the second.
     """
     shape = tuple(x.shape)
     unit = measure(x.reshape(-1), layout_of(shape, "tensor", 0), "rms").clamp(MIN_SCALE, _MAX_SCALE)
@@ -126,13 +127,22 @@ def encode(x: Tensor, inverse: Tensor, step: float) -> tuple[Tensor, ...]:
     size = step * squares.mean().sqrt().clamp(min=MIN_SCALE)
     size = torch.maximum(size, squares.amax().sqrt() / 127)
     exact = parts.div_(size)
-    levels = torch.round(exact, out=squares).clamp_(-127, 127)  # new memory would take as long as the pass
-    signs = levels.to(torch.int8)
+    if seed is None:
+        levels = torch.round(exact, out=squares)  # new memory would take as long as the pass
+    else:
+        noise = squares.uniform_(generator=torch.Generator(x.device).manual_seed(seed))
+        levels = noise.add_(exact).floor_()
+    signs = levels.clamp_(-127, 127).to(torch.int8)
     codes = ((signs << 1) ^ (signs >> 7)).view(torch.uint8).transpose(0, 1).reshape(matrix_shape(shape)[1], -1)
+    shift = exact.new_zeros(1, dtype=torch.float16) if seed is not None else _shift(levels, exact, signs)
+    return codes, (size * unit).clamp(max=_MAX_SCALE).view(1), shift
+
+
+def _shift(levels: Tensor, exact: Tensor, signs: Tensor) -> Tensor:
+    """Return the mean distance of components from their levels towards 0, steps, fp16[1]. Overwrites `levels`."""
     outwards = levels.sign()
     excess = levels.sub_(exact).mul_(outwards).sum()
-    shift = (excess / signs.count_nonzero().clamp(min=1)).clamp(0, 0.5).half().view(1)
-    return codes, (size * unit).clamp(max=_MAX_SCALE).view(1), shift
+    return (excess / signs.count_nonzero().clamp(min=1)).clamp(0, 0.5).half().view(1)
 
 
 def decode(fields: tuple[Tensor, ...], basis: Tensor, shape: tuple[int, ...]) -> Tensor:

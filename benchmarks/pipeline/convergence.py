@@ -84,6 +84,7 @@ ROWS = [
     of("no cache", "hadamard 4 bits", "hadamard:bits=4,low=4"),
     of("no cache", "transform step 0.1", "transform:step=0.1"),
     of("gradients in a basis", "uncompressed", "none", backward="transform:step=0.36"),
+    of("gradients with a cache", "uncompressed", "none", backward="delta:step=0.5,transform=true,rounding=stochastic"),
     of("gradients in 4 bits", "uncompressed", "none", backward="fixpoint:bits=4"),
     of("gradients in 4 bits", "delta 2 bits", "delta:bits=2", backward="fixpoint:bits=4"),
     of("tied dense", "uncompressed", "none", backward="none", tied="dense"),

@@ -79,6 +79,18 @@ def test_components_are_within_half_a_step_and_the_shift(
     assert abs(float(outwards.mean())) < 0.05 * float(fields[1]), "decoded values are centroids"
 
 
+def test_stochastic_rounding_is_unbiased_and_within_a_step() -> None:
+    x, fitted = draw(3, 5, 8), basis.fit_basis(moments(draw(50, 8, seed=1)), moments(draw(3, 5, 8)), draw(3, 5, 8))
+    inverse, errors = basis.invert(fitted), []
+    for seed in range(150):
+        fields = basis.encode(x, inverse, 1.5, seed)
+        assert not fields[2], "no shift towards 0"
+        errors.append(basis.groups_of(basis.decode(fields, fitted, (3, 5, 8)) - x) @ inverse / fields[1])
+    assert torch.stack(errors).abs().max() <= 1.001
+    assert torch.stack(errors).mean(0).abs().max() < 5 * 0.5 / 150**0.5
+    assert torch.equal(basis.encode(x, inverse, 1.5, 3)[0], basis.encode(x, inverse, 1.5, 3)[0])
+
+
 def test_components_are_uncorrelated_and_equally_sensitive() -> None:
     gradients, x = draw(500, 6, seed=1) @ draw(6, 6, seed=2), draw(500, 6, seed=3) @ draw(6, 6, seed=4)
     fitted = basis.fit_basis(moments(gradients), moments(x), x)[0].double()

@@ -37,7 +37,9 @@ CPU = Streams(torch.device("cpu"))
 
 MISTAKES = {
     "delta:bit=4": ['"bits"', '"step"', '"cache_gib"', 'did you mean "bits"?'],
-    "delta:rounding=stochastic": ['no option "rounding"', '"first_bits"', '"cache_bits"'],
+    "delta:seed=1": ['no option "seed"', '"first_bits"', '"cache_bits"'],
+    "delta:step=1,rounding=stochastic": ["biased", "add transform=true"],
+    "delta:scale=l2,rounding=stochastic": ["biased", "add transform=true"],
     "delta:bits=0": ["bits=0 is outside 1 to 8"],
     "delta:bits=9": ["bits=9 is outside 1 to 8"],
     "delta:bits=-1": ["bits=-1 is outside 1 to 8"],
@@ -294,6 +296,20 @@ def test_differences_of_gradients_are_smaller_than_gradients_however_small_these
         x = activations(step, size)
         error = ends.transfer(step, [0, 1, 2], x) - x
     assert error.square().mean().sqrt() < 0.05 * size
+
+
+@pytest.mark.parametrize("spec", ["delta:step=1,transform=true", "delta:bits=2,dims=tensor"])
+def test_small_differences_arrive_in_the_mean_of_visits_with_stochastic_rounding(spec: str) -> None:
+    """Beside large ones that change from visit to visit, the nearest level is that of no difference."""
+    draw = torch.Generator().manual_seed(0)
+    for rounding, arrives in (("nearest", False), ("stochastic", True)):
+        ends, found = Ends(parse(f"{spec},rounding={rounding}"), are_gradients=True), []
+        ends.transfer(0, [0, 1, 2], torch.zeros(SHAPE))
+        for step in range(1, 60):
+            x = torch.zeros(SHAPE)
+            x[:, :, 0], x[:, :, 1] = torch.randn(SHAPE[:2], generator=draw), 0.05
+            found.append(ends.transfer(step, [0, 1, 2], x)[:, :, 1].mean())
+        assert (abs(float(torch.stack(found).mean()) - 0.05) < 0.02) is arrives
 
 
 @pytest.mark.parametrize("delta", DELTAS, ids=repr)

@@ -27,7 +27,7 @@ from acsgd.codecs.transform import MAX_STEP
 from acsgd.pp.wire.cache import ActivationCache
 from acsgd.pp.wire.coder import EXACT, TensorSpec, TransferInfo
 from acsgd.pp.wire.shared_basis import SharedBasis
-from acsgd.streams import Streams
+from acsgd.streams import Streams, mix_seed
 
 CACHE_BITS = (2, 4, 8, 16)
 
@@ -60,6 +60,9 @@ class Delta:
     transform: bool = False
     """Whether differences are quantized in a basis of the channels in which the loss is equally sensitive to all
     components, and few are large: fewer bytes for the same loss. Needs `step`."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """Rounding to levels. "stochastic" rounds up or down at random, so that the expectation is the difference: for
+    gradients, whose small differences would never arrive otherwise."""
     scale: Literal["max", "l2"] = "max"
     """Range of the levels without `step`: the largest magnitude, or twice the root mean square."""
     dims: Dims = "channel"
@@ -83,6 +86,8 @@ class Delta:
             raise ValueError("step needs bits=2 or more: its codes have at least three values")
         if self.transform:
             self._check_transform()
+        elif self.rounding == "stochastic" and (self.step or self.scale == "l2"):
+            raise ValueError("rounding=stochastic with step or scale=l2, which clip, is biased; add transform=true")
         if not 0 <= self.step <= MAX_STEP:
             raise ValueError(
                 f"step={self.step} must lie between 0 and {MAX_STEP} root mean squares; use 1.0, or 2.5 for fewer bytes"
@@ -109,7 +114,14 @@ class Delta:
             return FixPoint(
                 self.bits, "l2", clip, dims=self.dims, group=self.group, centroids=True, entropy_coding=True
             )
-        return FixPoint(self.bits, self.scale, dims=self.dims, group=self.group, entropy_coding=self.entropy_coding)
+        return FixPoint(
+            self.bits,
+            self.scale,
+            dims=self.dims,
+            group=self.group,
+            rounding=self.rounding,
+            entropy_coding=self.entropy_coding,
+        )
 
     @property
     def first_codec(self) -> Codec:
@@ -227,7 +239,7 @@ class DeltaCoder:
             check_finite(miss_fields, _rows(x, misses))
         m = self._read_entries(info, hits)
         is_cached = self._is_frozen and bool(hits) and torch.equal(_as_entry(_rows(x, hits), m.dtype), m)
-        hit_fields = self._encode_hits(self._hit_delta(info), _rows(x, hits), m) if hits and not is_cached else ()
+        hit_fields = self._encode_hits(info, _rows(x, hits), m) if hits and not is_cached else ()
         if misses:
             self._cache_misses(info, misses, codec.decode(miss_fields, self._shape(len(misses)), x.dtype))
         if hit_fields:
@@ -265,11 +277,13 @@ class DeltaCoder:
         assert isinstance(codec, Delta), "only a Delta has cache hits"
         return codec
 
-    def _encode_hits(self, delta: Delta, x: Tensor, m: Tensor) -> tuple[Tensor, ...]:
+    def _encode_hits(self, info: TransferInfo, x: Tensor, m: Tensor) -> tuple[Tensor, ...]:
         """Return the fields of cache hits, and update their entries m, in place. Raises NotFiniteError."""
+        delta = self._hit_delta(info)
         if not delta.transform:
             return encode_update(delta.codec, x, m)
-        fields = self._shared.encode(x.detach().float() - m.float(), delta.step)
+        seed = mix_seed(info.step, *info.samples) if delta.rounding == "stochastic" else None
+        fields = self._shared.encode(x.detach().float() - m.float(), delta.step, seed)
         self._add_hits(fields, m)
         return fields
 

@@ -41,16 +41,19 @@ class SharedBasis:
         new = (basis.basis_field(shape),) if has_basis or self.is_due else ()
         return new + basis.wire(shape)
 
-    def encode(self, x: Tensor, step: float) -> tuple[Tensor, ...]:
-        """Return the fields of a tensor, fp32, for `take` of both ends, unless this raises NotFiniteError."""
+    def encode(self, x: Tensor, step: float, seed: int | None = None) -> tuple[Tensor, ...]:
+        """Return the fields of a tensor, fp32, for `take` of both ends, unless this raises NotFiniteError.
+
+        seed: see `basis.encode`.
+        """
         self.values.add(x)
         if not self.is_due:
             assert self._inverse is not None
-            fields = basis.encode(x, self._inverse, step)
+            fields = basis.encode(x, self._inverse, step, seed)
         else:
             fitted = basis.fit_basis(self.gradients, self.values, x)
             self._inverse = basis.invert(fitted)
-            fields = fitted, *basis.encode(x, self._inverse, step)
+            fields = fitted, *basis.encode(x, self._inverse, step, seed)
         check_finite(fields, x)
         return fields
 
