@@ -27,6 +27,8 @@ _MODELS = 128
 """Number of distributions of levels, by their mean magnitude."""
 _OF_MODELS = 96
 """Distribution of the differences between the numbers of the models of neighbouring rows."""
+_LEVELS = 128
+"""Number of magnitudes of levels, of which 0 is one."""
 
 
 def compress_(message: Tensor, wire: Wire = ()) -> int:
@@ -97,8 +99,7 @@ def _encode_levels(codes: numpy.ndarray) -> numpy.ndarray:
 
     coder = stream.stack.AnsCoder()
     size = (codes >> 1).mean(1) + (codes & 1).mean(1)
-    ratio = size / (1 + numpy.sqrt(1 + numpy.square(size)))
-    numbers = numpy.ceil(_MODELS * numpy.sqrt(ratio)).clip(0, _MODELS - 1).astype(numpy.int32)
+    numbers = numpy.searchsorted(_mean_magnitudes(), size).astype(numpy.int32)
     for row, number in zip(codes[::-1], numbers[::-1].tolist(), strict=True):
         if number:
             coder.encode_reverse(row.astype(numpy.int32), _model(number))
@@ -127,11 +128,26 @@ def _zigzag(values: numpy.ndarray) -> numpy.ndarray:
 
 @lru_cache(_MODELS)
 def _model(number: int) -> Any:
-    """Return a two-sided geometric distribution of levels. By products only, so equal on all hosts."""
+    """Return a distribution of levels: of a logistic variable, rounded."""
     from constriction import stream
 
-    powers = numpy.cumprod(numpy.full(128, (number / _MODELS) ** 2))
-    return stream.model.Categorical(numpy.concatenate([[1.0], powers.repeat(2)[:-1]]), perfect=False)
+    tails = _tails(number)
+    shares = tails - numpy.append(tails[1:], 0.0)
+    return stream.model.Categorical(numpy.concatenate([[1 - 2 * tails[0]], shares.repeat(2)]), perfect=False)
+
+
+def _tails(number: int) -> numpy.ndarray:
+    """Return the probability that a level is at least 1, 2, ... By products and quotients, so equal on all hosts."""
+    root = number / _MODELS
+    odds = root * numpy.cumprod([1.0, *(_LEVELS - 2) * [root**2]])
+    return odds / (1 + odds)
+
+
+@lru_cache(1)
+def _mean_magnitudes() -> numpy.ndarray:
+    """Return the largest mean magnitude of levels with each distribution, but for the last one."""
+    means = numpy.array([2 * _tails(number).sum() for number in range(1, _MODELS)])
+    return numpy.concatenate([[0.0], (means[1:] + means[:-1]) / 2])
 
 
 def _deflate(view: numpy.ndarray) -> bytes:
