@@ -510,3 +510,13 @@ def test_entropy_coded_messages_have_the_bits_that_were_measured(config: Config,
     planner = RunPlanner(config, 2, describe_run_model(config), on_gpu=False)
     (activations, *_), _ = step_time.message_bytes(planner.partition(config))
     assert activations == HEADER_BYTES + bits / 8 * config.pp.micro * config.data.sequence * SIZES["hidden_size"]
+
+
+def test_planned_gradients_with_a_cache_have_the_bits_that_were_measured(config: Config) -> None:
+    bits = []
+    for backward in ("delta:step=0.5,transform=true,rounding=stochastic", "none"):
+        config = replace(config, pp=replace(config.pp, stages=2, backward=backward))
+        planner = RunPlanner(config, 2, describe_run_model(config), on_gpu=False)
+        _, (gradients, *_) = step_time.message_bytes(planner.partition(config))
+        bits.append(8 * (gradients - HEADER_BYTES))
+    assert bits[0] / bits[1] == pytest.approx(2.39 / 32)

@@ -33,6 +33,8 @@ MEASURED = (
     Rung("delta:step=0.2,transform=true", 0.0006, 2.79),
 )
 """Codecs of activations whose bits after entropy coding are in docs/measurements/stages.md."""
+OF_GRADIENTS = (*BACKWARD, Rung("delta:step=0.5,transform=true,rounding=stochastic", 0.0002, 2.39))
+"""The same of activation gradients."""
 MAX_MICROS = 32
 """Number of micro-batches that are simulated at most, unless more fill the pipeline; each more takes as long as those
 before."""
@@ -311,7 +313,7 @@ def message_bytes(partition: Partition) -> tuple[list[float], list[float]]:
     for boundary, tensors in enumerate(partition.shapes.boundaries):
         floats = [spec for spec in tensors.values() if spec.dtype.is_floating_point]
         sizes[0].append(_rung(specs[0], MEASURED).message_bytes([*tensors.values()]))
-        sizes[1].append(_rung(specs[1], BACKWARD).message_bytes(floats) * (boundary >= first))
+        sizes[1].append(_rung(specs[1], OF_GRADIENTS).message_bytes(floats) * (boundary >= first))
     return sizes
 
 
