@@ -20,7 +20,7 @@ from acsgd.comm.addresses import default_is_loopback, find_interface, join_addre
 from acsgd.comm.communicators import Communicator, OrderedTransport
 from acsgd.comm.host_links import LIMIT_S, HostLinkTimes, HostRing
 from acsgd.comm.liveness import PeerWatch, heartbeat_interval_s, wait_for_key
-from acsgd.comm.process_groups import GLOO, MARGIN_S, Group, ProcessGroups, VirtualHost
+from acsgd.comm.process_groups import MARGIN_S, Group, ProcessGroups, VirtualHost
 from acsgd.comm.store import StoreClient, TextExchange, call_in_thread
 from acsgd.comm.waits import DIRECT, Waits
 from acsgd.errors import ConnectError, RunError, reason
@@ -365,7 +365,7 @@ def connect(
             lines = [line for axis in topology.sizes for line in topology.lines(axis)]
             everyone = [list(range(topology.world_size))] if several_hosts else []
             members = [*lines, *local, *leaders, *everyone]
-            run_id, (world, *others) = opened.open(members, GLOO)
+            run_id, (world, *others) = opened.open(members)
         own = iter(others)
         by_axis = dict(zip(topology.sizes, own, strict=False))
         of_domain, of_leaders = (

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import json
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch import Tensor
 from acsgd.comm.communicators import Communicator, CommunicatorWatch, OrderedTransport
 from acsgd.comm.connections import GlooConnections
 from acsgd.comm.liveness import Heartbeat, PeerWatch, heartbeat_interval_s, wait_for_key
-from acsgd.comm.store import CallThread, StoreClient, TextExchange, poll_pause_s
+from acsgd.comm.store import CallThread, StoreClient, TextExchange, poll_pause_s, start_in_thread
 from acsgd.comm.waits import SLICE_S, Waits, Work
 from acsgd.errors import ConnectError, RunError
 
@@ -44,8 +45,8 @@ class Transport(NamedTuple):
 
 
 GLOO = Transport("gloo", torch.device("cpu"))
-_ON_DEVICE = "acsgd_gloo"
-"""Name in torch.distributed of gloo on a device of one's own: torch takes no options for its own "gloo"."""
+_CONNECTED = "acsgd_gloo"
+"""Name in torch.distributed of gloo's groups that are connected before torch numbers them, all at the same time."""
 PORT_ATTEMPTS = 5
 """Number of ports that are tried, in a run with a mesh."""
 _THREADS = 2
@@ -82,17 +83,9 @@ class VirtualHost:
             return self.open(create, attempts - 1)  # the port that is taken is still in use, and not chosen again
         return opened
 
-    def transport(self) -> Transport:
-        """Return gloo on a new device at the address, whose port other hosts have opened. Raises ConnectError."""
-        device = self.open(lambda: dist.ProcessGroupGloo.create_device(hostname=self.address))
-
-        def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
-            options._timeout, options._threads, options._devices = timeout, _THREADS, [device]
-            return dist.ProcessGroupGloo(store, rank, size, options)
-
-        dist.Backend.register_backend(_ON_DEVICE, create, devices=[GLOO.device.type])
-        return Transport(_ON_DEVICE, GLOO.device)
+    def device(self) -> Any:
+        """Return a new device of gloo at the address, whose port other hosts have opened. Raises ConnectError."""
+        return self.open(lambda: dist.ProcessGroupGloo.create_device(hostname=self.address))
 
 
 @dataclass(frozen=True)
@@ -189,49 +182,78 @@ class ProcessGroups:
         """Is set once this process has a stop signal."""
         self._is_open = False
 
-    def open(self, members: Sequence[list[int]], transport: Transport) -> tuple[str, list[Group]]:
+    def open(self, members: Sequence[list[int]]) -> tuple[str, list[Group]]:
         """Open the group of all ranks, and one for each list of ranks, together with the other ranks.
 
         Returns the id of the run and the groups that this rank is in, that of all ranks first.
         """
-        rank = self._rank
-        if self._host is not None:
-            transport = self._host.transport()
-        if rank == 0:
-            self.client.set(_RUN_ID, secrets.token_hex(4))
+        rank, size = self._rank, self._world_size
         # before this rank connects to others: once the groups are open, each rank has a heartbeat
         self._heartbeat = Heartbeat(self.client, rank, heartbeat_interval_s(self._timeout.total_seconds()))
-        thread = CallThread("connect", self._waits)  # torch's timeouts do not hold everywhere
-
-        def bounded(call: Callable[[], T]) -> T:
-            return thread.call(call, timeout_s=self._timeout.total_seconds() + MARGIN_S)
-
-        def init() -> None:
-            dist.init_process_group(
-                transport.backend, store=self._store, rank=rank, world_size=self._world_size, timeout=self._timeout
-            )
-
         self._is_open = True
+        run_id, connected = self._connect([[*range(size)], *members])
+        devices = dist.Backend.backend_capability[GLOO.backend]
+        dist.Backend.register_backend(_CONNECTED, lambda *_: connected.pop(0), devices=devices)
+        dist.init_process_group(_CONNECTED, store=self._store, rank=rank, world_size=size, timeout=self._timeout)
+        world = dist.group.WORLD
+        assert world is not None
+        self._groups.append(world)
+        opened = [Group(world, GLOO)]
+        for ranks in members:
+            group = dist.new_group(ranks, timeout=self._timeout, backend=_CONNECTED)
+            if rank in ranks:
+                self._groups.append(group)
+                opened.append(Group(group, GLOO, tuple(ranks)))
+        return run_id, opened
+
+    def _connect(self, members: Sequence[Sequence[int]]) -> tuple[str, list[dist.ProcessGroupGloo]]:
+        """Connect the groups of this rank, all at the same time; return the id of the run and these groups.
+
+        Each takes round trips, and a thread of its own. The addresses of all take one exchange.
+        """
+        device = None if self._host is None else self._host.device()
+        own = [number for number, ranks in enumerate(members) if self._rank in ranks]
+        addresses = _Addresses(len(own), self._store)
+
+        def connect(number: int) -> dist.ProcessGroupGloo:
+            store, ranks = dist.PrefixStore(str(number), addresses), sorted(members[number])
+            return _connect_gloo(store, ranks.index(self._rank), len(ranks), self._timeout, device)
+
+        groups = [start_in_thread(partial(connect, number)) for number in own]
         try:
-            bounded(init)
-            world = dist.group.WORLD
-            assert world is not None
-            self._groups.append(world)
-            opened = [Group(world, transport)]
-            for ranks in members:  # a collective of all ranks: each opens every group, in the same order
-                group = bounded(partial(dist.new_group, ranks, timeout=self._timeout, backend=transport.backend))
-                if rank in ranks:
-                    self._groups.append(group)
-                    opened.append(Group(group, transport, tuple(ranks)))
+            self._wait_for([addresses.own, *groups], FIRST_COMPLETED)
+            found = self._exchange_addresses(addresses.own.result())
+            addresses.all.set_result(found)
+            self._wait_for(groups, FIRST_EXCEPTION)
         except BaseException:
+            addresses.all.cancel()
             self.connections.shut_down()
-            thread.close(within_s=MARGIN_S)  # torch's state is global: leave no thread that changes it
             raise
-        thread.close()
         self.connections.seal()
         if self._host is not None:
             self.connections.check_address(self._host.address)
-        return self.client.get(_RUN_ID), opened
+        run_id = found[_RUN_ID].decode()
+        found.clear()  # gloo keeps the store
+        return run_id, [each.result() for each in groups]
+
+    def _wait_for(self, futures: Sequence[Future[Any]], until: str) -> None:
+        """Wait for futures. Raises the error of one that is done, and TimeoutError: torch's do not hold everywhere."""
+
+        def are_done(seconds: float) -> bool:
+            done, waiting = wait(futures, seconds, until)
+            for each in done:
+                each.result()
+            return bool(done) and (until == FIRST_COMPLETED or not waiting)
+
+        if not self._waits.poll(are_done, self._timeout.total_seconds() + MARGIN_S):
+            raise TimeoutError
+
+    def _exchange_addresses(self, own: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Return the addresses of all ranks, and the id of the run, which rank 0 draws."""
+        run_id = {_RUN_ID: secrets.token_hex(4).encode()} if self._rank == 0 else {}
+        sent = {key: value.hex() for key, value in {**own, **run_id}.items()}
+        texts = self.gather_before("addresses", json.dumps(sent))
+        return {key: bytes.fromhex(value) for text in texts for key, value in json.loads(text).items()}
 
     def open_communicator(
         self, transport: OrderedTransport, device: torch.device, name: str, ranks: Sequence[int]
@@ -335,9 +357,8 @@ class ProcessGroups:
             self._is_open = False
             if self._heartbeat is not None:
                 self._heartbeat.close(within_s=SLICE_S)
-            if not dist.is_initialized():  # torch numbers groups; only a destroyed world resets the number
-                dist.init_process_group(GLOO.backend, store=dist.HashStore(), rank=0, world_size=1)
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
             args = self._groups, time.monotonic() + self._timeout.total_seconds()
             threading.Thread(target=_drop, args=args, name=_DROPPING, daemon=True).start()
         self._thread.close()
@@ -424,3 +445,55 @@ class _GroupStore(dist.Store):
                 raise RuntimeError(f"a process has not started, or has ended: {' '.join(keys)} is not in the store")
             time.sleep(poll_pause_s(waited_s, self._ranks))
         self._found |= {*missing}
+
+
+class _Addresses(dist.Store):
+    """Store with which groups are connected at the same time: what each sets first, its address, takes one exchange.
+
+    groups: their number on this rank. store: for what they set later, as gloo does that listens at several interfaces.
+    """
+
+    def __init__(self, groups: int, store: dist.Store) -> None:
+        super().__init__()
+        self.own = Future[dict[str, bytes]]()
+        """Of this rank, once each group has set its own."""
+        self.all = Future[dict[str, bytes]]()
+        """Of all ranks, for which the groups wait."""
+        self._groups = groups
+        self._store = store
+        self._set = dict[str, bytes]()
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch calls it with bytes
+        with self._lock:
+            if self.own.done():
+                self._store.set(key, value)  # type: ignore[arg-type]  # torch's stub is narrower than torch
+                return
+            self._set[key] = value
+            if len(self._set) == self._groups:
+                self.own.set_result(self._set)
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def has_extended_api(self) -> bool:
+        """As that of `_GroupStore`."""
+        return True
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        found = self.all.result()
+        return [found[key] if key in found else self._store.get(key) for key in keys]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self.multi_get(keys)
+
+
+def _connect_gloo(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, device: Any | None
+) -> dist.ProcessGroupGloo:
+    """Connect a group. device: of gloo, which listens; None = where gloo chooses."""
+    if device is None:
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
+    options._timeout, options._threads, options._devices = timeout, _THREADS, [device]
+    return dist.ProcessGroupGloo(store, rank, size, options)

@@ -110,6 +110,13 @@ def _complete(future: Future[T], function: Callable[[], T]) -> None:
         future.set_exception(error)
 
 
+def start_in_thread(function: Callable[[], T]) -> Future[T]:
+    """Start to call a function in a daemon thread of its own."""
+    future = Future[T]()
+    threading.Thread(target=_complete, args=(future, function), name="connect", daemon=True).start()
+    return future
+
+
 def call_in_thread(function: Callable[[], T], *, timeout_s: float, waits: Waits = DIRECT) -> T:
     """Return what `function` returns, called in a thread of its own, which is left behind if the call does not end.
 
@@ -122,7 +129,7 @@ def call_in_thread(function: Callable[[], T], *, timeout_s: float, waits: Waits 
         thread.close()
 
 
-_NONE = "none of these"
+NONE = "none of these"
 """Value that no key has."""
 
 
@@ -173,8 +180,8 @@ class StoreClient:
 
     def find(self, key: str) -> bytes | None:
         """Return the value of a key, None if there is none. Takes one request, where `get` takes two."""
-        value = self._call(lambda: self._store.compare_set(key, _NONE, _NONE))
-        return None if value == _NONE.encode() else value
+        value = self._call(lambda: self._store.compare_set(key, NONE, NONE))
+        return None if value == NONE.encode() else value
 
     def add(self, key: str, amount: int) -> int:
         """Add to the integer value of a key, 0 at first, and return the sum."""

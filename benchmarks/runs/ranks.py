@@ -41,6 +41,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from acsgd.comm.store import NONE
 from acsgd.groups import Groups, connect
 from acsgd.launch import set_variables
 from acsgd.run import report
@@ -84,8 +85,9 @@ class CountedStore:
 
         def counted(*args: Any) -> Any:
             result = method(*args)
-            self.requests += result is not False
-            self.polls += result is False
+            is_poll = result is False or result == NONE.encode()
+            self.requests += not is_poll
+            self.polls += is_poll
             self.nbytes += sum(map(_size, (*args, result)))
             return result
 

@@ -70,6 +70,8 @@ def sums_along_axes(rank: int, world_size: int, sizes: dict[Axis, int], store: P
         assert [groups.by_axis[axis].ranks for axis in sizes] == [topology.ranks_along(axis) for axis in sizes]
         assert groups.store.has(*(f"acsgd/heartbeat/{other}" for other in range(world_size)))
         assert groups.has_several_hosts
+        devices = {device.type for device in groups.world.process_group._device_types}
+        assert devices == {*dist.Backend.backend_capability["gloo"]}, "gloo also takes tensors of a GPU"
         sums = {}
         for name, group in {**groups.by_axis, "background": groups.background}.items():
             total = torch.tensor(float(rank), device=group.device)

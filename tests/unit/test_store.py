@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -16,20 +17,19 @@ from typing import Any, cast
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
-from lib.patience import NO_LIMIT_S, Patience, stretched
+from lib.patience import NO_LIMIT_S, Patience, stretched, wait_until
 from lib.proxy import proxied_store
-from lib.ranks import on_ranks
 
 from acsgd import groups
-from acsgd.comm import liveness
+from acsgd.comm import liveness, process_groups
 from acsgd.comm.liveness import FAILURES, Heartbeat, PeerWatch
 from acsgd.comm.process_groups import ProcessGroups, _GroupStore
 from acsgd.comm.store import MAX_VALUE_BYTES, CallThread, StoreClient, StoreError, TextExchange
 from acsgd.comm.waits import DIRECT, InterruptibleWaits
 from acsgd.errors import RunError, WaitInterruptedError
 from acsgd.launch import set_variables
-from acsgd.topology import Topology
 
 TIMEOUT_S = 0.2
 NAME = r"torchrun's store at 127.0.0.1:\d+"
@@ -68,22 +68,54 @@ def test_a_key_that_was_found_is_not_looked_for_again() -> None:
         of_groups.wait(["a", "b"], timedelta(seconds=0))
 
 
-def open_groups(rank: int, world_size: int, store: Path) -> tuple[int, int]:
-    """Open the groups of a rank; return how often gloo has got the addresses of several ranks, and that of one."""
+def connect_groups(world_size: int, members: list[list[int]], timeout_s: float) -> list[tuple[str, list[Any]]]:
+    """Connect the groups of ranks in threads of this process; return the id of the run and the groups of each.
+
+    Ranks beyond the first two do not start.
+    """
+    store, timeout = dist.HashStore(), timedelta(seconds=timeout_s)
+    ranks = [ProcessGroups(store, DIRECT, rank, world_size, timeout) for rank in range(2)]
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        for rank in ranks:
+            stack.callback(rank.close)
+        return [*pool.map(lambda rank: rank._connect(members), ranks)]
+
+
+def test_groups_connect_at_the_same_time_and_exchange_their_addresses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect, all_are_there = process_groups._connect_gloo, threading.Barrier(6, timeout=stretched(MARGIN_S))
+
+    def connect_together(*args: Any) -> dist.ProcessGroupGloo:
+        all_are_there.wait()
+        return connect(*args)
+
+    monkeypatch.setattr(process_groups, "_connect_gloo", connect_together)
+    monkeypatch.setattr(process_groups, "_GroupStore", lambda *_: None)  # which would take requests of its own
+    gather = mock.Mock(side_effect=ProcessGroups.gather_before)
+    monkeypatch.setattr(ProcessGroups, "gather_before", lambda *args: gather(*args))
     set_variables()
-    timeout, files = timedelta(seconds=NO_LIMIT_S), dist.FileStore(str(store), world_size)
-    with (
-        mock.patch.object(_GroupStore, "multi_get", autospec=True, side_effect=_GroupStore.multi_get) as many,
-        mock.patch.object(_GroupStore, "get", autospec=True, side_effect=_GroupStore.get) as one,
-        groups.connect(Topology.of(rank, world_size, 2), timeout=timeout, store=files),
-    ):
-        return many.call_count, one.call_count
+    (run_id, of_first), (same_id, of_second) = connect_groups(2, [[0, 1], [1, 0], [0], [1]], NO_LIMIT_S)
+    assert run_id == same_id
+    assert gather.call_count == 2, "one exchange of each rank"
+    for number, pair in enumerate(zip(of_first, of_second, strict=True)):
+        sums = [torch.tensor([number + 1.0]) for _ in pair]
+        for work in [group.allreduce([each]) for group, each in zip(pair, sums, strict=True)]:
+            work.wait()
+        assert sums == [(number + 1.0) * pair[0].size()] * 2
 
 
-@pytest.mark.soak
-def test_a_rank_gets_the_addresses_of_a_group_at_once(tmp_path: Path) -> None:
-    """Of that of all ranks, of its pipeline and of the replicas of its stage."""
-    assert on_ranks(4, open_groups, tmp_path / "store") == [(3, 0)] * 4
+@pytest.mark.parametrize("fault", ["no network interface", "ranks [2] have not started, or have ended"])
+def test_a_group_that_cannot_connect_ends_all_with_its_error(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = process_groups._connect_gloo
+
+    def connect_or_fail(store: dist.Store, rank: int, size: int, *args: Any) -> dist.ProcessGroupGloo:
+        if size == 1 and "interface" in fault:
+            raise RuntimeError(fault)
+        return connect(store, rank, size, *args)
+
+    monkeypatch.setattr(process_groups, "_connect_gloo", connect_or_fail)
+    with pytest.raises(RuntimeError, match=f"^{re.escape(fault)}$"):
+        connect_groups(3, [[0, 1, 2], [0], [1]], TIMEOUT_S if "ranks" in fault else NO_LIMIT_S)
+    wait_until(lambda: all(thread.name != "connect" for thread in threading.enumerate()))
 
 
 def test_a_call_returns_raises_or_times_out_and_then_all_calls_fail_at_once() -> None:
