@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import pytest
 from lib.records import RECORD
@@ -49,6 +49,8 @@ class ThreadGroups:
     """The text exchanges of `Groups`, between threads."""
 
     run_id = "run"
+    exchanges: ClassVar[list[str]] = []
+    """Names of those so far."""
 
     def __init__(self, ranks: int) -> None:
         self._barrier = threading.Barrier(ranks)
@@ -57,7 +59,8 @@ class ThreadGroups:
     def of(self, rank: int) -> Groups:
         def all_gather_text(name: str, text: str, *, timeout_s: float) -> list[str]:
             self._texts[rank] = text
-            self._barrier.wait(min(timeout_s, WAIT_S))
+            if self._barrier.wait(min(timeout_s, WAIT_S)) == 0:
+                self.exchanges.append(name)
             texts = [*self._texts]
             self._barrier.wait(min(timeout_s, WAIT_S))  # before one begins another exchange
             return texts
@@ -140,7 +143,7 @@ class FilesOfThreads:
     directories: dict[int, Path]
     """By disk."""
 
-    def __init__(self, groups: Groups, disks: Disks) -> None:
+    def __init__(self, groups: Groups, disks: Disks, rate: float | None = None) -> None:
         self._groups = groups
         self._disks = disks
 
@@ -338,6 +341,38 @@ def test_checkpoints_of_hosts_that_were_away_are_set_aside_with_a_sentence(
         )
         assert failed.startswith(f"manifests of checkpoints cannot be written: {tmp_path / 'b' / 'checkpoints'}: ")
     assert [type(each) for each in on_ranks(of_ranks, act)] == [RunError, RefusedError]
+
+
+@pytest.mark.parametrize(("is_new", "exchanges"), [(False, 1), (True, 3)])
+def test_hosts_that_have_the_same_files_find_that_out_in_one_exchange(
+    is_new: bool, exchanges: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of checkpoints, and of lines of metrics; where a host lacks some, the others send them."""
+    of_ranks, disks = [tmp_path / "a", tmp_path / "b"], Disks(((0,), (1,)), ("host0", "host1"))
+    FilesOfThreads.directories = dict(enumerate(of_ranks))
+    monkeypatch.setattr(directories, "FileExchange", FilesOfThreads)
+    monkeypatch.setattr(ThreadGroups, "exchanges", [])
+    for directory in of_ranks:
+        lines, manifest = directory / "metrics.jsonl", directory / "checkpoints" / "step-00000001" / "manifest.json"
+        directory.mkdir()
+        if not (is_new and directory.name == "b"):
+            manifest.parent.mkdir(parents=True)
+            manifest.write_text("{}")
+            lines.write_text('{"step": 1}\n')
+    monkeypatch.setattr(copies, "_manifests", lambda at: dict.fromkeys([1] if at.of(1).exists() else [], b"{}"))
+    sinks = {each: JsonLinesSink(each / "metrics.jsonl", resumed_at=1, notify=print) for each in of_ranks}
+
+    def share(job: Job, groups: Groups) -> list[str]:
+        known = RunDisks(disks, disks)
+        notes = open_disks(job, groups, known, step=1, before=known)
+        return notes + share_metrics(job, groups, disks, sinks[job.paths.run])
+
+    assert on_ranks(of_ranks, share) == [[], []]
+    names = ["listing checkpoints of all hosts", "sharing manifests", "writing manifests"][:exchanges]
+    names += ["comparing metrics", "listing missing metrics", "completing metrics"][:exchanges]
+    assert ThreadGroups.exchanges == names
+    assert (tmp_path / "b" / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert len([*tmp_path.glob("*/*/*/manifest.json")]) == 2
 
 
 def test_the_last_host_says_that_its_checkpoints_have_no_copies(tmp_path: Path) -> None:

@@ -253,18 +253,26 @@ def recorded(problems: list[str], path: Path) -> Iterator[None]:
 
 
 def share_manifests(
-    directory: CheckpointDirectory, groups: Groups, disks: Disks, *, timeout_s: float
+    directory: CheckpointDirectory, groups: Groups, disks: Disks, *, timeout_s: float, last_step: int | None = None
 ) -> tuple[list[str], list[str]]:
     """Let all disks have the manifests of all checkpoints that any of them has. A collective call.
 
     Where two have other checkpoints of the same step, as after a run went on without one of them, that of most disks
-    counts, and the other is set aside. Returns sentences for the user, and why ranks could not write, empty = could.
+    counts, and the other is set aside. So are those after last_step. Returns sentences for the user, and why ranks
+    could not write, empty = could.
     """
-    rank = groups.world.rank()
-    own = _manifests(directory) if disks.is_leader(rank) else {}
+    rank, aside, own = groups.world.rank(), list[str](), dict[int, bytes]()
+    if disks.is_leader(rank):
+        if last_step is not None:
+            aside = _set_later_aside(directory, last_step, disks.names[disks.of(rank)])
+        own = _manifests(directory)
     digests = {step: new_file_checksum(raw).hexdigest() for step, raw in own.items()}
-    texts = groups.all_gather_text("listing checkpoints of all hosts", json.dumps(digests), timeout_s=timeout_s)
-    listed = [json.loads(texts[ranks[0]]) for ranks in disks.members]
+    mine = json.dumps([aside, digests])
+    texts = groups.all_gather_text("listing checkpoints of all hosts", mine, timeout_s=timeout_s)
+    notes = [sentence for text in texts for sentence in json.loads(text)[0]]
+    listed = [json.loads(texts[ranks[0]])[1] for ranks in disks.members]
+    if all(each == listed[0] for each in listed):
+        return notes, []
     counts = {step: Counter(each[step] for each in listed if step in each) for each in listed for step in each}
     chosen = {step: count.most_common(1)[0][0] for step, count in counts.items()}
     sources = {
@@ -292,7 +300,7 @@ def share_manifests(
         for disk, each in enumerate(listed)
         if each.get(step, chosen[step]) != chosen[step]
     ]
-    return others, failures
+    return [*notes, *others], failures
 
 
 def _write_manifest(path: Path, raw: str) -> None:
@@ -303,21 +311,14 @@ def _write_manifest(path: Path, raw: str) -> None:
     rename(path / f".{MANIFEST}", path / MANIFEST)
 
 
-def set_later_aside(
-    directory: CheckpointDirectory, step: int, groups: Groups, disks: Disks, *, timeout_s: float
-) -> list[str]:
-    """Set aside the checkpoints after a step on all disks. A collective call. Returns sentences for the user."""
+def _set_later_aside(directory: CheckpointDirectory, step: int, name: str) -> list[str]:
+    """Set aside the checkpoints after a step on a disk; return sentences for the user. name: of the disk."""
     found: list[str] = []
-    if disks.is_leader(rank := groups.world.rank()):
-        with recorded(found, directory.path):
-            for later in [each for each in directory.steps() if each > step]:
-                aside = directory.set_aside(path := directory.of(later))
-                found.append(
-                    f"{path} of {disks.names[disks.of(rank)]} is later than step {step} of the run; renamed to "
-                    f"{aside.name}"
-                )
-    texts = groups.all_gather_text("setting checkpoints aside", json.dumps(found), timeout_s=timeout_s)
-    return [sentence for text in texts for sentence in json.loads(text)]
+    with recorded(found, directory.path):
+        for later in [each for each in directory.steps() if each > step]:
+            aside = directory.set_aside(path := directory.of(later))
+            found.append(f"{path} of {name} is later than step {step} of the run; renamed to {aside.name}")
+    return found
 
 
 def _manifests(directory: CheckpointDirectory) -> dict[int, bytes]:

@@ -23,7 +23,6 @@ from acsgd.io.checkpoint.copies import (
     FileExchange,
     FileTransfer,
     recorded,
-    set_later_aside,
     share_manifests,
 )
 from acsgd.io.checkpoint.directory import CheckpointDirectory
@@ -130,9 +129,7 @@ def open_disks(
     if resume == "never":
         return notes
     directory = job.paths.checkpoints if resume == "auto" else CheckpointDirectory(Path(resume).expanduser().parent)
-    if step is not None:
-        notes += set_later_aside(directory, step, groups, disks.checkpoints, timeout_s=timeout_s)
-    others, problems = share_manifests(directory, groups, disks.checkpoints, timeout_s=timeout_s)
+    others, problems = share_manifests(directory, groups, disks.checkpoints, timeout_s=timeout_s, last_step=step)
     failure = "manifests of checkpoints cannot be written"
     if step is None:
         _check_all(problems, groups, failure)
@@ -265,6 +262,9 @@ def _share_lines(job: Job, groups: Groups, disks: Disks, sink: JsonLinesSink | N
     mine = json.dumps((time.time(), *((sink.start, lines.last_step()) if sink is not None else ())))
     texts = [*map(json.loads, groups.all_gather_text("comparing metrics", mine, timeout_s=timeout_s))]
     ends = [(LoggedStart(*texts[ranks[0]][1]), int(texts[ranks[0]][2])) for ranks in disks.members]
+    now = max(float(text[0]) for text in texts)
+    if all(end == ends[0] for end in ends):
+        return [], now
     source, files, problem = ends.index(max(ends)), list[tuple[int, int, StoredFile]](), ""
     if rank == disks.members[source][0]:
         try:
@@ -287,7 +287,7 @@ def _share_lines(job: Job, groups: Groups, disks: Disks, sink: JsonLinesSink | N
             problem = explain(error) or str(error)
     problems = groups.all_gather_text("completing metrics", problem, timeout_s=math.inf)
     failed = [f"{lines.path} lacks lines on some hosts: {problem}" for problem in problems if problem]
-    return failed, max(float(text[0]) for text in texts)
+    return failed, now
 
 
 def _write_tails(
