@@ -156,11 +156,14 @@ def open_metrics(config: Config, state: LoopState, *, is_main: bool = True) -> M
 
 STORE_TIMEOUT_S = 8.0
 """Time to connect to the store of a view, seconds."""
+OPEN_TIMEOUT_S = 60.0
+"""Time to open one, seconds. torch looks up the name of the first address to which a process connects, for 10 s if the
+name server does not answer, 30 s if three do not; then no more."""
 
 
 def open_store(host: VirtualHost | None = None) -> dist.TCPStore:
     """Open a store on a free port of this host. host: in a run with a mesh, where it listens; None = everywhere."""
-    timeout = timedelta(seconds=STORE_TIMEOUT_S)
+    timeout = timedelta(seconds=OPEN_TIMEOUT_S)
     if host is None:
         return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
 

@@ -51,7 +51,7 @@ class Friend:
 
     def type(self, line: str) -> subprocess.Popen[bytes]:
         """Start a command line in a process group of its own, as a shell does."""
-        # no name server is reached from here, and each connection of torch's store asks one for a name
+        # no name server is reached from here, and the first connection of each process asks one for a name
         mounts = f"mount --bind /dev/null /etc/resolv.conf && mount --bind {self.directory} {self._at}"
         inside = f'hostname {self.name} && {mounts} && cd {self._at} && exec "$0" "$@"'
         program = str(Path(sys.executable).with_name("acsgd"))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from lib.daemons import free_addresses
@@ -57,3 +60,24 @@ def test_a_store_that_stops_answering_is_not_waited_for_once_another_view_follow
         threading.Timer(0.2, waits.interrupt, ["another view follows"]).start()
         with pytest.raises(WaitInterruptedError):
             connect_store("127.0.0.1", server.getsockname()[1], waits)
+
+
+SILENT = """
+import socket
+from acsgd.comm.process_groups import VirtualHost
+from acsgd.elastic.view_resources import open_store
+with socket.socket(type=socket.SOCK_DGRAM) as name_server:
+    name_server.bind(("127.0.0.9", 53))
+    store = open_store(VirtualHost("127.88.0.1", set))
+    print("asked" if name_server.recv(1) else "")
+"""
+
+
+@pytest.mark.soak
+def test_a_store_opens_although_no_name_server_answers(tmp_path: Path) -> None:
+    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.9")
+    own = f"ip link set lo up && mount --bind {tmp_path}/resolv.conf /etc/resolv.conf"
+    if subprocess.run(["unshare", "--net", "--mount", "sh", "-c", own], capture_output=True).returncode:
+        pytest.skip("no network namespaces, or /etc/resolv.conf cannot be replaced there")
+    command = ["unshare", "--net", "--mount", "sh", "-c", f'{own} && exec "$0" -c "$1"', sys.executable, SILENT]
+    assert "asked" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
