@@ -87,6 +87,8 @@ def tensors(config: Config, step: int = STEPS) -> dict[str, dict[str, Tensor]]:
         pytest.param("lion", "bf16", 2, 2, {"schedule": "interleaved:chunks=2"}, marks=SOAK),
         pytest.param("sgd", "fp32", 1, 3, {}, marks=SOAK),
         pytest.param("adamw8bit", "bf16", 1, 2, {}, marks=[SOAK, NEEDS_8BIT]),
+        pytest.param("adamw", "bf16", 1, 2, {"compile": True}, marks=SOAK),
+        pytest.param("adamw", "fp32", 1, 2, {"compile": True, "adapter": "lora:r=4"}, marks=SOAK),
     ],
 )
 def test_a_sharded_run_has_the_losses_and_the_files_of_one_that_is_not(
@@ -114,7 +116,12 @@ def test_a_sharded_run_has_the_losses_and_the_files_of_one_that_is_not(
         data=dataclasses.replace(config.data, batch=4 * replicas),
         optim=dataclasses.replace(config.optim, name=optimizer, clip=options.get("clip", math.inf)),
         adapter=AdapterConfig(options.get("adapter")),
-        model=dataclasses.replace(config.model, quantize=options.get("quantize", "none"), freeze=options.get("freeze")),
+        model=dataclasses.replace(
+            config.model,
+            quantize=options.get("quantize", "none"),
+            freeze=options.get("freeze"),
+            compile=options.get("compile", False),
+        ),
         pp=dataclasses.replace(config.pp, schedule=options.get("schedule", config.pp.schedule)),
     )
     shards = ("optimizer",) if "schedule" in options else ("optimizer", "gradients", "weights")

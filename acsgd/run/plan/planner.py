@@ -234,8 +234,7 @@ class RunPlanner:
 
     def _leaner(self, config: Config) -> Iterator[Config]:
         """Yield a run, then those that keep or divide more of its state."""
-        keeps_weights = config.model.offload != "none" or config.model.compile
-        shards: Sequence[ShardKind] = SHARDS[:-1] if keeps_weights else SHARDS
+        shards: Sequence[ShardKind] = SHARDS if config.model.offload == "none" else SHARDS[:-1]
         if config.dp.shard != "none" or self.world == config.pp.stages:
             shards = (config.dp.shard,)
         for recompute, shard in product(dict.fromkeys((config.model.recompute, *RECOMPUTED)), shards):

@@ -188,11 +188,6 @@ def check_shard(
             f"number of micro-batches, of {num_micros} in a step (data.batch / pp.micro); use data.deal=even and a "
             f"data.batch of {config.pp.micro * replicas * -(-num_micros // replicas)}, or --dp.shard optimizer"
         )
-    if shard == "weights" and config.model.compile:
-        raise ValueError(
-            "model.compile=true compiles blocks whose parameters stay where they are, and dp.shard=weights frees them "
-            "after each use; remove model.compile, or use --dp.shard gradients"
-        )
 
 
 def _parse_codecs(pp: PipelineConfig) -> tuple[tuple[Codec | Delta, ...], ...]:
