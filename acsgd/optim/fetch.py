@@ -49,8 +49,13 @@ class FetchedParam:
         self._stand_in = self.values.new_full((), missing).expand(self.values.shape)
 
     def _map(self) -> None:
-        """Move the values to memory of their own: malloc does not reuse aligned blocks that were freed among others."""
+        """Move the values to memory of their own: malloc does not reuse aligned blocks that were freed among others.
+
+        In huge pages, since each use takes new ones: of small ones, the kernel needs as long as two copies do.
+        """
         self._mapping = mmap.mmap(-1, self.values.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without them
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
         values = torch.frombuffer(self._mapping, dtype=torch.uint8).view(self.values.dtype).view(self.values.shape)
         self.values = values.copy_(self.values)
 
@@ -64,8 +69,16 @@ class FetchedParam:
         self.param.data = self.values
 
     def release(self) -> None:
-        """Free the values."""
+        """Take the values from the parameter, and free them."""
+        self.hide_values()
+        self.free()
+
+    def hide_values(self) -> None:
+        """Take the values from the parameter. It is a stand-in until `set_values`."""
         self.param.data = self._stand_in
+
+    def free(self) -> None:
+        """Free the values, which the parameter does not have any more."""
         if self._mapping is None:
             self.values.untyped_storage().resize_(0)
         else:
@@ -129,6 +142,11 @@ class ParamSource:
         """
         raise NotImplementedError
 
+    def release(self, params: Sequence[FetchedParam]) -> None:
+        """Free the values of parameters."""
+        for param in params:
+            param.release()
+
     def close(self) -> None:
         """End threads, and let go of files and copies."""
 
@@ -188,7 +206,7 @@ class _HostBuffer(NamedTuple):
 class FileParams(ParamSource):
     """Frozen parameters that a thread reads from the files of the model, each time that they are used.
 
-    find: returns where a parameter is stored.
+    On a CPU to where they are used, for a GPU to pinned buffers. find: returns where a parameter is stored.
     """
 
     def __init__(
@@ -208,6 +226,8 @@ class FileParams(ParamSource):
         self._stored[param.key] = self._find(param.key)
 
     def start(self, params: Sequence[FetchedParam], meter: Meter) -> Callable[[], None]:
+        if self._streams.device.type == "cpu":
+            return self._thread.submit(self._read, params, [_HostBuffer(param.values, DONE) for param in params]).result
         buffers = [self._buffer(param.values.nbytes) for param in params]
         return partial(self._copy, params, buffers, self._thread.submit(self._read, params, buffers))
 
@@ -230,6 +250,14 @@ class FileParams(ParamSource):
             if not buffer.copied.query():
                 buffer.copied.synchronize()
             self._stored[param.key].read_into(buffer.as_values(param))
+
+    def release(self, params: Sequence[FetchedParam]) -> None:
+        if self._streams.device.type != "cpu":
+            super().release(params)
+            return
+        for param in params:
+            param.hide_values()
+            self._thread.submit(param.free)  # before what is read next, so that no more is held
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
@@ -309,8 +337,7 @@ class LayerFetch:
     def _free(self, group: int) -> None:
         for param in self.groups[group]:
             param.uses -= 1
-            if not param.uses:
-                param.release()
+        self._source.release([param for param in self.groups[group] if not param.uses])
 
     @contextlib.contextmanager
     def unmetered(self) -> Iterator[None]:

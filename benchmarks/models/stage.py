@@ -4,8 +4,9 @@
 
 Both sides run the same weights and batch in one process, alternately (common/compare.py). Also measured: the fraction
 of a step in which the arguments of the blocks are computed (the context), the time to derive the layers of a model
-of 671 billion parameters, and the fraction of the bandwidth of copy_ that the work of optim.offload=cpu on the host
-reaches, in CPU time.
+of 671 billion parameters, and the fraction of the bandwidth of copy_ that the work of optim.offload=cpu on the host and
+fetches of model.offload reach, in CPU time. On a CPU each fetch takes new memory, as a copy to a new tensor does, and a
+file is read from the page cache.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,17 +23,22 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from acsgd.comm.waits import Meter
 from acsgd.config.options import OptimConfig
 from acsgd.layers.composed import ComposedModel, State
-from acsgd.layers.description import LOGITS
+from acsgd.layers.description import LOGITS, LayerSpec
 from acsgd.layers.verify import fill_with_random
 from acsgd.model_classes import MODEL_CLASSES
 from acsgd.optim.adamw import AdamW
+from acsgd.optim.fetch import FileParams, HostParams, LayerFetch
 from acsgd.optim.offload import GradientOffload, OffloadedOptimizer
+from acsgd.optim.ownership import OwnedWeights, Ownership
 from acsgd.shards.weights import Weight
+from acsgd.shards.writer import open_stored
 from acsgd.streams import Streams
 from benchmarks.common.compare import Comparison, alternate, summarise
 
@@ -124,8 +131,32 @@ def derive_s() -> float:
     return median_s(lambda: MODEL_CLASSES["lm"].layers(config), 3)
 
 
-def offload_shares(rounds: int) -> dict[str, tuple[float, ...]]:
-    """Return the quartiles of the bytes per CPU time of gradients that are added and of AdamW, relative to copy_."""
+def fetches_from(path: Path, streams: Streams) -> list[Callable[[], None]]:
+    """Return a fetch of the one parameter of a safetensors file, from host memory and from the file."""
+    layer = LayerSpec("layer", 0, None, ("weight",), (), False, (), {}, {}, {})
+    keys, owned, stored = frozenset(layer.parameters), OwnedWeights((), Ownership(0, 1)), open_stored(path)
+
+    def fetch_from(source: HostParams | FileParams) -> Callable[[], None]:
+        model = nn.Module()
+        model.register_parameter("weight", nn.Parameter(torch.empty(stored["weight"].header.shape), False))
+        stored["weight"].read_into(model.weight.detach())
+        source.add(layer, (), model)
+        fetch = LayerFetch([[layer]], source, Meter())
+
+        def run() -> None:
+            with fetch.whole(0):
+                pass
+
+        return run
+
+    return [
+        fetch_from(HostParams(owned, keys, streams)),
+        fetch_from(FileParams(owned, keys, stored.__getitem__, streams)),
+    ]
+
+
+def offload_shares(rounds: int, directory: Path) -> dict[str, tuple[float, ...]]:
+    """Return the quartiles of the bytes per CPU time of offloading, relative to copy_. directory: gets a file."""
     streams, config = Streams(torch.device("cpu")), OptimConfig(lr=1e-3, steps=1, offload="cpu")
     param, master = nn.Parameter(torch.randn(OFFLOADED).bfloat16()), nn.Parameter(torch.randn(OFFLOADED))
     weight, gradient = Weight("weight", param, master), torch.randn(OFFLOADED).bfloat16()
@@ -144,8 +175,16 @@ def offload_shares(rounds: int) -> dict[str, tuple[float, ...]]:
 
     master.grad = torch.zeros(OFFLOADED)
     optimizer.step(0)
-    # numbers read and written: of a gradient its copy and its sum; of a step 4 fp32 ones, of which 3 change, and bf16
-    works = {"add gradients": (add, 14), "step of AdamW": (lambda: optimizer.step(1), 30)}
+    save_file({"weight": master.detach()}, path := directory / "weights.safetensors")
+    fetch, read = fetches_from(path, streams)
+    # bytes read and written: of a gradient its copy and its sum; of a step 4 fp32 ones, of which 3 change, and bf16
+    works: dict[str, tuple[Callable[[], None], int]] = {
+        "add gradients": (add, 14),
+        "step of AdamW": (lambda: optimizer.step(1), 30),
+        "new tensors": (lambda: source.clone(), 16),
+        "fetch from host memory": (fetch, 8),
+        "fetch from a file": (read, 8),
+    }
     shares: dict[str, list[float]] = {name: [] for name in works}
     for name, (work, nbytes) in [*works.items()] * (rounds + 1):
         shares[name].append(nbytes / cpu_s(work) * cpu_s(lambda: target.copy_(source)) / 16)
@@ -179,11 +218,10 @@ def main() -> None:
     console = Console()
     console.print(table)
     console.print(f"deriving the layers of a model of 671 billion parameters: {deriving_s:.1f} s")
-    offloaded = offload_shares(options.rounds)
+    with tempfile.TemporaryDirectory() as directory:
+        offloaded = offload_shares(options.rounds, Path(directory))
     for name, (low, middle, high) in offloaded.items():
-        console.print(
-            f"{name} in host memory: {middle:.2f} of the bandwidth of copy_, quartiles {low:.2f} - {high:.2f}"
-        )
+        console.print(f"{name}: {middle:.2f} of the bandwidth of copy_, quartiles {low:.2f} - {high:.2f}")
     about = {"torch": torch.__version__, "rows": options.rows, "length": options.length, "derive_s": deriving_s}
     about |= {"offload": offloaded}
     options.json.parent.mkdir(parents=True, exist_ok=True)

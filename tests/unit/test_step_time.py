@@ -242,6 +242,17 @@ def test_the_thread_that_computes_on_a_cpu_copies_what_is_offloaded(config: Conf
     assert both.update_s - state.update_s == pytest.approx(6 * 2 * nbytes / 1e8), "not hidden"
 
 
+def test_a_cpu_waits_for_what_is_read_longer_than_the_layer_before_runs(config: Config) -> None:
+    """Two blocks, which a read takes 1 s each; each pass of 6 micro-batches begins with a layer that is not read."""
+    frozen = replace(config, model=replace(config.model, freeze="model.layers.*", offload="disk"))
+    nbytes = 4 * describe_run_model(frozen).parameters.frozen
+    times = [0.3, 0.4, 9.0, 9.0], [9.0, 9.0, 0.8, 0.6]
+    rates = replace(with_times(frozen, *times), host_bytes_per_s=nbytes / 2)
+    assert planned(frozen, 1, rates).update_s == pytest.approx(6 * (0.7 + 0.6 + 0.4 + 0.2))
+    one_core = replace(rates, messages=replace(MESSAGES, cores=1))
+    assert planned(frozen, 1, one_core).update_s == pytest.approx(6 * 4)
+
+
 def test_replicas_exchange_what_backward_does_not_hide(config: Config) -> None:
     config = replace(config, data=replace(config.data, batch=8))
     trained = describe_run_model(config).parameters.trained

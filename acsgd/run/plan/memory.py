@@ -192,9 +192,10 @@ class _RankPlan:
         """Memory of the weights on the host: copies, of which trained ones in fp32 are masters, or buffers of reads."""
         partition = self._partition
         if partition.config.model.offload == "disk":  # a buffer is used again for parameters of its size
+            if partition.streams.device.type == "cpu":  # read to where they are used
+                return 0
             # also by the group that is read next: the first or last one of a stage again, or that of another stage
-            groups = 1 if partition.streams.device.type == "cpu" else 2
-            return groups * _total(reduce(or_, self._fetched_sizes, Counter[int]()))
+            return 2 * _total(reduce(or_, self._fetched_sizes, Counter[int]()))
         frozen, is_fp32 = partition.model.description.frozen, partition.shapes.dtype == torch.float32
         return sum(self._bytes_of(key) for key in partition.offloaded if key in frozen or not is_fp32)
 
@@ -202,12 +203,10 @@ class _RankPlan:
     def _fetched_at_once(self) -> int:
         """Bytes of the fetched parameters that are on the device at the same time: those of two groups.
 
-        On a CPU, those that are read ahead take no memory before they are copied, and their buffers none thereafter.
         A part of a backward for weights alone that needs all layers of its stage at once has those of the stage.
         """
         partition, sizes = self._partition, [*map(_total, self._fetched_sizes)]
-        reads_on_cpu = partition.config.model.offload == "disk" and partition.streams.device.type == "cpu"
-        at_once = sizes if reads_on_cpu else [one + other for one, other in zip_longest(sizes, sizes[1:], fillvalue=0)]
+        at_once = [one + other for one, other in zip_longest(sizes, sizes[1:], fillvalue=0)]
         if partition.programs.splits_backward:
             spans = partition.layout.spans.values()
             connected = (span for span in spans if are_connected(partition.model.layers[slice(*span)]))

@@ -17,7 +17,7 @@ from acsgd.streams import PEAK_TB_PER_S, peak_of_gpu
 
 RATES = "rates.json"
 """Name of the file of measured rates in a run directory."""
-VERSION = 4
+VERSION = 5
 """Version of what is measured and how, in the file."""
 SHARE_OF_PEAK, SHARE_OF_BANDWIDTH = 0.5, 0.8
 """Fraction of a GPU's peak arithmetic and bandwidth that training reaches; a rule of thumb, not measured."""

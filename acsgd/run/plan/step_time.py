@@ -19,7 +19,7 @@ from acsgd.pp.wire.ladder import BACKWARD, FORWARD, NO_CACHE, Rung
 from acsgd.run.plan.memory import PlanCache
 from acsgd.run.plan.partition import Partition
 from acsgd.run.plan.rates import ADAMW_BYTES, DISK_BYTES_PER_S, SPLIT, LinkRate, Rates
-from acsgd.run.plan.step_memory import RankWeights, fetched_bytes
+from acsgd.run.plan.step_memory import RankWeights, fetched_bytes, layer_groups
 from acsgd.shards.plan import training_costs
 
 CHOSEN = "fixpoint:bits=8"
@@ -146,7 +146,7 @@ class StepPlanner:
             done - max(ends) + works_s,
             max(self._update_s(partition, each, compute_s) for each in self.weights(partition))
             + max(
-                self._fetch_s(partition.seen_from(rank), compute_s, nbytes)
+                self._fetch_s(partition.seen_from(rank), key, compute_s, nbytes)
                 for rank, nbytes in zip_longest(ranks_of(partition), saved, fillvalue=0)
             ),
             tuple(loads),
@@ -281,23 +281,50 @@ class StepPlanner:
         added = micros * sum(param.nbytes + SUM_BYTES * param.numel() for param in trained)
         return nbytes / owned / rates.host_bytes_per_s + max(0.0, added / rates.host_bytes_per_s - compute_s)
 
-    def _fetch_s(self, partition: Partition, compute_s: float, saved: int) -> float:
+    def _fetch_s(self, partition: Partition, key: str, compute_s: float, saved: int) -> float:
         """Return the time of a rank's fetches of offloaded parameters and activations that is not hidden.
 
         A GPU copies behind its computations, but parameters that are read from files only once a layer waits for them.
-        A CPU copies in the thread that computes. Files are read behind both. compute_s: as `_update_s`; saved: see
-        `plan`.
+        A CPU copies in the thread that computes, but reads to where parameters are used. compute_s: as `_update_s`;
+        key, saved: see `plan`.
         """
         rates, micros = self._rates, partition.micros_per_replica
         fetches = micros * (2 + partition.programs.split_share(micros))
-        nbytes = sum(
-            fetched_bytes(self._built.get_parameter(key), partition.shapes.dtype) for key in partition.offloaded
-        )
+        nbytes = self._fetched_bytes(partition, range(len(partition.model.layers)))
         params_s, saved_s = (each / rates.host_bytes_per_s for each in (fetches * nbytes, 2 * micros * saved))
-        reads_s = fetches * nbytes / DISK_BYTES_PER_S if partition.config.model.offload == "disk" else 0.0
-        if rates.on_gpu and not reads_s:
-            return max(0.0, params_s + saved_s - compute_s)
-        return params_s + max(0.0, reads_s - compute_s, saved_s - compute_s)
+        if partition.config.model.offload == "disk":
+            copies_s = params_s + max(0.0, saved_s - compute_s) if rates.on_gpu else 0.0
+            return copies_s + micros * self._reads_s(partition, key)
+        return max(0.0, params_s + saved_s - compute_s) if rates.on_gpu else params_s
+
+    def _reads_s(self, partition: Partition, key: str) -> float:
+        """Return how long a rank waits in a micro-batch for parameters that are read from files. key: see `plan`.
+
+        A thread reads those of the first group of layers of a pass before it, and those of each other one while the
+        group before it runs, unless the thread has no core of its own.
+        """
+        forward, backward = self._layer_times(partition, key)
+        split = partition.programs.split_share(partition.micros_per_replica)
+        passes = [(forward, 1, 1.0), (backward, -1, 1 - split), ([each / 2 for each in backward], -1, 2 * split)]
+        bytes_per_s = min(DISK_BYTES_PER_S, self._rates.host_bytes_per_s)
+        messages = self._rates.messages
+        hides = messages is None or not messages.delays_layers(partition.local_world_size)
+        waits_s = 0.0
+        for span in partition.layout.spans.values():
+            groups = [*layer_groups(partition, span)]
+            reads = [self._fetched_bytes(partition, group) / bytes_per_s for group in groups]
+            for of_layers, order, count in passes:
+                runs = [hides * sum(of_layers[group.start : group.stop]) for group in groups]
+                first, *others = reads[::order]
+                late = (max(0.0, read - run) for read, run in zip(others, runs[::order], strict=False))
+                waits_s += count * (first + sum(late))
+        return waits_s
+
+    def _fetched_bytes(self, partition: Partition, layers: range) -> int:
+        """Return the size of the parameters of some layers that a rank fetches."""
+        used = {key for layer in partition.model.layers[layers.start : layers.stop] for key in layer.parameters}
+        keys, dtype = used & partition.offloaded, partition.shapes.dtype
+        return sum(fetched_bytes(self._built.get_parameter(key), dtype) for key in keys)
 
 
 def ranks_of(partition: Partition) -> Sequence[int]:
