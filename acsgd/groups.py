@@ -42,10 +42,18 @@ class DomainGroups:
     """Replicas of each domain, by the names that its ranks have given. The first replica of a domain is its leader."""
     local: Group | None
     """The ranks of the same stages in this replica's domain; None if there are no others."""
-    leaders: Group | None
-    """Those of the leaders; None on other replicas."""
+    across: Group | None
+    """Those of the replicas at the position of this one in all domains: of the leaders, or, where replicas of a domain
+    divide the weights, of each position; else None."""
+    position: int
+    """Position of this replica in its domain."""
     run_id: str
     """That of the groups."""
+
+    @property
+    def leaders(self) -> Group | None:
+        """The ranks of the same stages of the leaders; None on other replicas."""
+        return self.across if self.position == 0 else None
 
     def describe(self) -> str:
         """Return a sentence for the user."""
@@ -345,14 +353,16 @@ def connect(
     several_hosts: bool = False,
     host: VirtualHost | None = None,
     domain: str = "",
+    divides: bool = False,
 ) -> Iterator[Groups]:
     """Open this rank's process groups; close them on exit, or abort them if an exception is raised.
 
     timeout: limit of each operation of each group, and of each call of the store. waits: all waits of these groups,
     also while they are opened. several_hosts: whether ranks are or may be on several hosts, the same on all; needed
     only where `background` or `has_several_hosts` are used. host: where this process listens in a run with a mesh.
-    domain: name of that of this rank; "" on any rank = there are none. A process may connect again after exit, with
-    other ranks, with another store (such as a dist.PrefixStore of a new prefix) and with other interruptible waits.
+    domain: name of that of this rank; "" on any rank = there are none. divides: whether replicas of a domain divide the
+    weights, so that domains need the same number of replicas. A process may connect again after exit, with other ranks,
+    with another store (such as a dist.PrefixStore of a new prefix) and with other interruptible waits.
     Raises RunError if not all ranks connect in time.
     """
     rank, timeout_s = topology.rank, timeout.total_seconds()
@@ -360,18 +370,19 @@ def connect(
     waits.on_interrupt(opened.interrupt)
     try:
         with _connection_errors(rank, topology.world_size, timeout_s):
-            domains = _find_domains(opened.gather_before("domain", domain), topology)
-            local, leaders = _levels(domains, topology)
+            domains = _find_domains(opened.gather_before("domain", domain), topology, alike=divides)
+            local, across = _levels(domains, topology, all_positions=divides)
             lines = [line for axis in topology.sizes for line in topology.lines(axis)]
             everyone = [list(range(topology.world_size))] if several_hosts else []
-            members = [*lines, *local, *leaders, *everyone]
+            members = [*lines, *local, *across, *everyone]
             run_id, (world, *others) = opened.open(members)
         own = iter(others)
         by_axis = dict(zip(topology.sizes, own, strict=False))
-        of_domain, of_leaders = (
-            next(own) if any(rank in each for each in level) else None for level in (local, leaders)
+        of_domain, of_position = (
+            next(own) if any(rank in each for each in level) else None for level in (local, across)
         )
-        two_levels = DomainGroups(domains, of_domain, of_leaders, run_id) if domains else None
+        position = next((each.index(topology.replica) for each in domains.values() if topology.replica in each), 0)
+        two_levels = DomainGroups(domains, of_domain, of_position, position, run_id) if domains else None
         apart = others[-1] if several_hosts else world
         yield Groups(by_axis, world, apart, opened.client, timeout_s, run_id, waits, two_levels, opened)
     except BaseException:
@@ -388,23 +399,27 @@ def machine_name() -> str:
     return socket.gethostname() + MACHINE + (boot_id.read_text().strip() if boot_id.exists() else "")
 
 
-def _find_domains(names: Sequence[str], topology: Topology) -> dict[tuple[str, ...], list[int]]:
+def _find_domains(names: Sequence[str], topology: Topology, *, alike: bool) -> dict[tuple[str, ...], list[int]]:
     """Return the replicas of each domain by its names; empty unless some replicas share a domain, and others another.
 
-    names: by rank, as `connect`'s `domain`.
+    names: by rank, as `connect`'s `domain`. alike: whether all domains must have as many replicas.
     """
     domains = topology.domains(names)
-    return domains if all(names) and 1 < len(domains) < topology.replicas else {}
+    is_usable = all(names) and (not alike or len({len(each) for each in domains.values()}) == 1)
+    return domains if is_usable and 1 < len(domains) < topology.replicas else {}
 
 
 def _levels(
-    domains: Mapping[tuple[str, ...], Sequence[int]], topology: Topology
+    domains: Mapping[tuple[str, ...], Sequence[int]], topology: Topology, *, all_positions: bool
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the ranks of each group within a domain, and of each group of the first replicas of all domains."""
+    """Return the ranks of each group within a domain, and of each group of replicas at one position of all domains.
+
+    all_positions: as many in all domains; else the first one alone.
+    """
     by_stage = topology.lines("replica")
     local = [[line[replica] for replica in each] for each in domains.values() if len(each) > 1 for line in by_stage]
-    leaders = [[line[first] for first, *_ in domains.values()] for line in by_stage if domains]
-    return local, leaders
+    positions = [*zip(*domains.values(), strict=False)][: None if all_positions else 1]
+    return local, [[line[replica] for replica in each] for each in positions for line in by_stage]
 
 
 @contextlib.contextmanager

@@ -88,7 +88,14 @@ def run(
     timeout, several = timedelta(seconds=config.run.timeout), not launch.is_one_host
     job, placed = _order_hosts(job, timeout, store)
     groups = stack.enter_context(
-        connect(job.topology, timeout=timeout, store=store, several_hosts=several, domain=job.domain)
+        connect(
+            job.topology,
+            timeout=timeout,
+            store=store,
+            several_hosts=several,
+            domain=job.domain,
+            divides=job.config.dp.shard != "none",
+        )
     )
     transports = find_transports(job, groups)
     job, chosen = choose_options(job, launch, groups, transports)

@@ -254,9 +254,10 @@ class ReplicaConfig:
     """Replicas of one domain: "auto" = if there are several domains, they sum their gradients exactly and act as one
     replica towards other domains; "none" = each exchanges with all others."""
     shard: ShardKind = "none"
-    """What each of R replicas holds 1 / R of, with "allreduce": "optimizer" = fp32 masters and optimizer state (ZeRO
-    stage 1); "gradients" = these and fp32 gradients, which are then summed after each micro-batch (ZeRO stage 2);
-    "weights" = these and all parameters, of which each layer's are gathered while it runs (ZeRO stage 3)."""
+    """What each of R replicas, or of the R replicas of each domain, holds 1 / R of: "optimizer" = fp32 masters and
+    optimizer state (ZeRO stage 1); "gradients" = these and fp32 gradients, which are then summed after each micro-batch
+    (ZeRO stage 2); "weights" = these and all parameters, of which each layer's are gathered while it runs (ZeRO stage
+    3)."""
     domain: str | None = None
     """Name of this host's domain, such as a rack with a fast network; hosts may differ in it. Default: each host is
     one."""

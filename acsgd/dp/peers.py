@@ -87,13 +87,28 @@ class Peers:
     One thread per rank runs all exchanges in the order in which they were submitted, the same on all replicas.
     waits: all waits for other replicas. observers: replicas of the group that receive what the others exchange, and
     send nothing, since their state is on its way. domains: of which each acts as one replica; None = there are none.
+    divides: whether replicas divide the weights among themselves, those of each domain where there are domains.
     """
 
     def __init__(
-        self, group: Group, waits: Waits, observers: Collection[int] = (), domains: DomainGroups | None = None
+        self,
+        group: Group,
+        waits: Waits,
+        observers: Collection[int] = (),
+        domains: DomainGroups | None = None,
+        *,
+        divides: bool = False,
     ) -> None:
         self.group = group
         self._domains = domains
+        self.owners: Peers = self
+        """The replicas that divide the weights with this one."""
+        self.of_parts: Peers | None = None
+        """Those that own the same parts of the weights, one of each domain; None = there are no others."""
+        if divides and domains is not None:
+            assert domains.local is not None
+            assert domains.across is not None
+            self.owners, self.of_parts = Peers(domains.local, waits), Peers(domains.across, waits)
         self.waits = waits
         self.device = group.device if group.updates is None else group.updates.device
         """Device of messages."""
@@ -336,6 +351,9 @@ class Peers:
     def close(self) -> None:
         """Discard the work that the thread has not begun, and end it. After an interrupt it waits for no peer."""
         self._thread.shutdown(cancel_futures=True)
+        for peers in (self.owners, self.of_parts):
+            if peers is not None and peers is not self:
+                peers.close()
 
     def abort(self) -> None:
         """Make the next exchange of all other replicas fail now instead of at its timeout.

@@ -84,10 +84,17 @@ class GradSync:
         Without `exchange` before, if `exchanges_after` is false: complete the step without other replicas.
         """
 
+    def share_parts(self) -> None:
+        """Send the parts that this replica owns of the weights, where it owns parts, and receive those of the others.
+
+        Collective: all replicas call it together, once their parts have changed.
+        """
+
     def global_weights(self) -> Mapping[str, Tensor] | None:
         """Return the weights to evaluate and save where replicas have local weights: fp32 by key, not copied.
 
-        None = the master weights are equal on all replicas. Collective: all replicas call it together.
+        Those that this replica owns, or their parts. None = the master weights are equal on all replicas. Collective:
+        all replicas call it together.
         """
         return None
 

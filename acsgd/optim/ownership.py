@@ -32,6 +32,7 @@ class Part(NamedTuple):
     stop: int | None
     """None = all rows."""
     owner: int
+    """Position of the owner among the replicas that divide the weights."""
 
     @property
     def key(self) -> str:
@@ -55,7 +56,7 @@ class Part(NamedTuple):
 
 
 def divide(weights: Iterable[Weight], replicas: int, *, by_rows: bool) -> list[Part]:
-    """Divide weights among replicas, so that each owns about as many elements.
+    """Divide weights among some replicas, so that each owns about as many elements.
 
     by_rows: whether each weight is split into rows; else each has one owner, as optimizers need whose update of an
     element depends on others. Copies of a tied weight on several ranks are divided alike.
@@ -87,6 +88,18 @@ class Ownership:
     Snapshots and the plans of elastic runs know whole weights only."""
     gathered: frozenset[str] = frozenset()
     """Parameters, trained or frozen, that are whole while a layer uses them alone: else each replica has its parts."""
+    domains: Sequence[Sequence[int]] = ()
+    """Replicas that divide the weights among themselves, of which each domain has all parts; none = all do."""
+
+    @functools.cached_property
+    def owners(self) -> Sequence[int]:
+        """The replicas that divide the weights with this one."""
+        return next((each for each in self.domains if self.replica in each), range(self.replicas))
+
+    @property
+    def position(self) -> int:
+        """Position of this replica among the owners."""
+        return self.owners.index(self.replica)
 
     @functools.cached_property
     def _by_weight(self) -> dict[str, list[Part]]:
@@ -102,7 +115,7 @@ class Ownership:
     def owned(self, weight: Weight) -> tuple[Weight, ...]:
         """Return what this replica owns of a weight: the weight, or parts of it."""
         parts, is_view = self.parts_of(weight), weight.key not in self.gathered
-        own = (part.of(weight, is_view=is_view) for part in parts if part.owner == self.replica)
+        own = (part.of(weight, is_view=is_view) for part in parts if part.owner == self.position)
         return tuple(own) if parts else (weight,)
 
     def writer(self, turn: int, idle: Collection[int] = ()) -> int:
@@ -119,7 +132,11 @@ class Ownership:
 
     def squared_norms(self, by_replica: Sequence[float]) -> list[float]:
         """Return the squared gradient norm of the model on each replica. by_replica: of what each replica owns."""
-        return [*by_replica] if self.parts is None else [sum(by_replica)] * self.replicas
+        if self.parts is None:
+            return [*by_replica]
+        domains = self.domains or [range(self.replicas)]
+        sums = {replica: sum(by_replica[each] for each in domain) for domain in domains for replica in domain}
+        return [sums[replica] for replica in range(self.replicas)]
 
 
 class OwnedWeights:
@@ -179,6 +196,15 @@ class OwnedWeights:
         whole = join_parts(state)
         for owned in self.of(weights):
             optimizer.load_state_of(owned, _state_of(owned.key, whole))
+
+
+def parts_of(owned: Iterable[Weight], state: WeightState) -> WeightState:
+    """Return the state of weights or parts, not copied, given that of whole weights."""
+    parts: WeightState = {}
+    for weight in owned:
+        for name, by_key in _state_of(weight.key, state).items():
+            parts.setdefault(name, {}).update(by_key)
+    return parts
 
 
 def join_parts(state: WeightState) -> WeightState:

@@ -238,13 +238,15 @@ class Session:
         Changes nothing that lasts before the last message of all stages has arrived, so that it can be run again.
         """
         for stage in self.stages.values():
-            stage.sync.exchange(step, self.optimizer.second_moments(stage.weights))
+            stage.sync.exchange(step, self.optimizer.second_moments(self.owned.of(stage.weights)))
         self.sync_alone(step)
+        for stage in self.stages.values():
+            stage.sync.share_parts()
 
     def sync_alone(self, step: int) -> None:
         """Complete step `step` without other replicas. They may have exchanged something if `exchanges_after`."""
         for stage in self.stages.values():
-            stage.sync.after_step(step, self.optimizer.second_moments(stage.weights))
+            stage.sync.after_step(step, self.optimizer.second_moments(self.owned.of(stage.weights)))
 
     def evaluate(self, batches: Iterable[Batch], step: int) -> dict[str, float]:
         """Return the metrics of the batches of all replicas by name, without dropout. The loss is the first.
@@ -319,16 +321,20 @@ class Session:
 @torch.no_grad()
 def _global_weights(stages: Iterable[Stage], owned: OwnedWeights) -> Iterator[None]:
     """Load the global weights into the parameters of stages; restore the local ones on exit. A collective call."""
-    saved = []
+    saved, changed = [], list[Stage]()
     for stage in stages:
         shared = stage.sync.global_weights()
         if shared is not None:
-            weights = owned.kept(stage.weights)
+            weights = owned.of(stage.weights)
             saved += [(weight.param, weight.param.clone()) for weight in weights]
             for weight in weights:
                 weight.param.copy_(shared[weight.key])
+            stage.sync.share_parts()
+            changed.append(stage)
     try:
         yield
     finally:
         for param, local in saved:
             param.copy_(local)
+        for stage in changed:
+            stage.sync.share_parts()

@@ -1,10 +1,11 @@
 """What a replica holds, sends and takes per step with each value of dp.shard; needs root:
 
     .venv/bin/python -m benchmarks.replicas.shards [--json runs/benchmarks/replica_shards.json]
+    .venv/bin/python -m benchmarks.replicas.shards --per-host 2 --rate 100    # replicas of a host divide the weights
 
-Each replica is a host, a network namespace (netlab.py). A GPT-2 of 3 M parameters trains with AdamW. Bytes are those
-that the network interface of a host has sent, with all headers. Memory is that of the tensors after a step, by kind.
-Steps of all values take turns; a step is the median of the turns. The losses must agree to 1e-5 in fp32.
+Hosts are network namespaces (netlab.py). A GPT-2 of 3 M parameters trains with AdamW. Bytes are those that the network
+interface of a host has sent, with all headers. Memory is that of the tensors after a step, by kind. Steps of all values
+take turns; a step is the median of the turns. The losses of dp.mode=allreduce must agree to 1e-5 in fp32.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from rich.console import Console
@@ -29,7 +30,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from acsgd.config.options import ReplicaConfig
+from acsgd.config.options import ReplicaConfig, ShardKind
 from acsgd.groups import connect
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.launch import Launch
@@ -41,10 +42,25 @@ from acsgd.topology import Topology
 from acsgd.train import train_step
 from benchmarks.common import netlab
 from benchmarks.pipeline.network_ranks import TIMEOUT_S, on_hosts, request_all, save_model
-from benchmarks.replicas.domains import sent_bytes
-from benchmarks.replicas.network_ranks import VOCABULARY, Setting, make_batch
+from benchmarks.replicas.domains import Hosts, sent_bytes
+from benchmarks.replicas.network_ranks import VOCABULARY, make_batch
 
-SHARDS = ("none", "optimizer", "gradients", "weights")
+
+class Row(NamedTuple):
+    """Options of a run."""
+
+    shard: ShardKind
+    local: Literal["auto", "none"] = "auto"
+    mode: str = "allreduce"
+
+
+COMPRESSED = "cocktail_grad:topk=.02,bits=4"
+ROWS = tuple(map(Row, ("none", "optimizer", "gradients", "weights")))
+ROWS_OF_SEVERAL = (
+    *(Row(shard, local) for shard in ("none", "optimizer", "weights") for local in ("none", "auto")),
+    *(Row(shard, mode=COMPRESSED) for shard in ("none", "weights")),
+)
+"""Where a host has several replicas."""
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 
 
@@ -61,28 +77,31 @@ class Block(NamedTuple):
     """Bytes of tensors after it, by kind."""
 
 
-def be_replica(rank: int, setting: Setting, store: str, pipe: Connection) -> None:
-    """Run one replica: (dtype, shard, steps) of each request, until the pipe is closed."""
-    files, timeout = dist.FileStore(store, setting.replicas), timedelta(seconds=TIMEOUT_S)
-    topology = Topology.of(rank, setting.replicas, stages=1)
-    sessions = dict[tuple[str, str], tuple[Session, Progress]]()
-    with connect(topology, timeout=timeout, store=files) as groups, contextlib.suppress(EOFError):
+def be_replica(rank: int, hosts: Hosts, store: str, pipe: Connection) -> None:
+    """Run one replica: (dtype, row, steps) of each request, until the pipe is closed."""
+    files, timeout = dist.FileStore(store, hosts.replicas), timedelta(seconds=TIMEOUT_S)
+    topology, domain = Topology.of(rank, hosts.replicas, stages=1), f"host {rank // hosts.per_host}"
+    sessions = dict[tuple[str, Row], tuple[Session, Progress]]()
+    opened = connect(topology, timeout=timeout, store=files, domain=domain, divides=True)
+    with opened as groups, contextlib.suppress(EOFError):
         while True:
-            dtype, shard, steps = pipe.recv()
-            if (dtype, shard) not in sessions:
-                config: Any = setting.config("allreduce")
-                config = replace(config, dp=ReplicaConfig(shard=shard), model=replace(config.model, dtype=dtype))
-                job = prepare(config, Launch(rank, 0, setting.replicas))
-                sessions[dtype, shard] = build_session(job, open_weight_source(job), groups), Progress()
-            session, progress = sessions[dtype, shard]
-            batch = make_batch(session.job, setting)
+            dtype, row, steps = pipe.recv()
+            if (dtype, row) not in sessions:
+                config: Any = hosts.config(row.mode)
+                dp = ReplicaConfig(row.mode, shard=row.shard, local=row.local)
+                config = replace(config, dp=dp, model=replace(config.model, dtype=dtype))
+                job = prepare(config, Launch(rank, 0, hosts.replicas, local_world_size=hosts.per_host))
+                of_row = groups if row.local == "auto" else replace(groups, domains=None)
+                sessions[dtype, row] = build_session(job, open_weight_source(job), of_row), Progress()
+            session, progress = sessions[dtype, row]
+            batch = make_batch(session.job, hosts)
             dist.barrier()
             before, started = sent_bytes(), time.perf_counter()
             for _ in range(steps):
                 result = train_step(session, batch, progress)
                 progress = result.progress
             dist.barrier()
-            seconds, sessions[dtype, shard] = time.perf_counter() - started, (session, progress)
+            seconds, sessions[dtype, row] = time.perf_counter() - started, (session, progress)
             pipe.send(Block(seconds / steps, (sent_bytes() - before) / steps, result.loss, memory_of(session)))
 
 
@@ -106,46 +125,48 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def measure(setting: Setting, mbit: float, turns: int, steps: int) -> dict[str, dict[str, Block]]:
-    """Return the median steps of the first host, by dtype and dp.shard. turns: of as many steps each."""
-    found: dict[str, dict[str, Block]] = {}
-    with netlab.lab(hosts=setting.replicas) as network:
+def measure(hosts: Hosts, mbit: float, turns: int, steps: int) -> dict[str, dict[Row, Block]]:
+    """Return the median steps of the first replica, by dtype and row. turns: of as many steps each."""
+    found: dict[str, dict[Row, Block]] = {}
+    with netlab.lab(hosts=hosts.replicas // hosts.per_host) as network:
         network.limit(mbit)
-        with on_hosts(network, be_replica, setting) as pipes:
+        by_rank = replace(network, namespaces=tuple(each for each in network.namespaces for _ in range(hosts.per_host)))
+        with on_hosts(by_rank, be_replica, hosts) as pipes:
             for dtype, tolerance in LOSS_TOLERANCE.items():
-                blocks: dict[str, list[Block]] = {shard: [] for shard in SHARDS}
+                blocks = {row: list[Block]() for row in (ROWS if hosts.per_host == 1 else ROWS_OF_SEVERAL)}
                 for turn in range(turns + 1):
-                    for shard in SHARDS:
-                        of_hosts: list[Block] = request_all(pipes, (dtype, shard, steps))
-                        slowest = max(block.seconds for block in of_hosts)
+                    for row, of_row in blocks.items():
+                        of_replicas: list[Block] = request_all(pipes, (dtype, row, steps))
+                        slowest = max(block.seconds for block in of_replicas)
                         if turn:  # the first one opens the run
-                            blocks[shard].append(of_hosts[0]._replace(seconds=slowest))
+                            of_row.append(of_replicas[0]._replace(seconds=slowest))
                 found[dtype] = {
-                    shard: each[-1]._replace(seconds=statistics.median(block.seconds for block in each))
-                    for shard, each in blocks.items()
+                    row: each[-1]._replace(seconds=statistics.median(block.seconds for block in each))
+                    for row, each in blocks.items()
                 }
-                losses = {shard: block.loss for shard, block in found[dtype].items()}
-                if any(abs(loss / losses["none"] - 1) > tolerance for loss in losses.values()):
+                losses = {row: block.loss for row, block in found[dtype].items() if row.mode == "allreduce"}
+                if any(abs(loss / next(iter(losses.values())) - 1) > tolerance for loss in losses.values()):
                     raise RuntimeError(f"{dtype}: losses differ: {losses}")
     return found
 
 
-def table(found: dict[str, dict[str, Block]], title: str) -> Table:
+def table(found: dict[str, dict[Row, Block]], title: str) -> Table:
     """Return the table of bytes, step times and memory."""
-    shown = Table("dtype", "dp.shard", title=title)
+    shown = Table("dtype", "dp.shard", "dp.local", "dp.mode", title=title)
     for name in ("MB sent per step", "step, s", "MB: weights", "masters", "gradients", "moments"):
         shown.add_column(name, justify="right")
-    for dtype, by_shard in found.items():
-        for shard, block in by_shard.items():
+    for dtype, by_row in found.items():
+        for row, block in by_row.items():
             memory = (f"{size / 1e6:.2f}" for size in block.memory.values())
-            shown.add_row(dtype, shard, f"{block.sent_bytes / 1e6:.2f}", f"{block.seconds:.3f}", *memory)
+            shown.add_row(dtype, *row, f"{block.sent_bytes / 1e6:.2f}", f"{block.seconds:.3f}", *memory)
     return shown
 
 
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--per-host", type=int, default=1, help="replicas on each host")
     parser.add_argument("--micros", type=int, default=1, help="micro-batches of a replica per step")
     parser.add_argument("--rate", type=float, default=1000.0, help="Mbit/s of each host")
     parser.add_argument("--turns", type=int, default=5)
@@ -160,12 +181,17 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as directory:
         model = save_model(Path(directory) / "model", vocabulary=VOCABULARY, tied=False)
-        setting = Setting(model, options.replicas, options.micros, ("allreduce",))
-        found = measure(setting, options.rate, options.turns, options.steps)
-    title = f"{options.replicas} replicas, {options.micros} micro-batches each, {options.rate:g} Mbit/s"
+        replicas, modes = options.hosts * options.per_host, ("allreduce", COMPRESSED)
+        hosts = Hosts(model, replicas, options.micros, modes, per_host=options.per_host)
+        found = measure(hosts, options.rate, options.turns, options.steps)
+    of_hosts = f"{options.hosts} hosts x {options.per_host} replicas"
+    title = f"{of_hosts}, {options.micros} micro-batches each, {options.rate:g} Mbit/s"
     Console(width=140).print(table(found, title))
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    results = {dtype: {shard: block._asdict() for shard, block in each.items()} for dtype, each in found.items()}
+    results = {
+        dtype: [{**row._asdict(), **block._asdict()} for row, block in by_row.items()]
+        for dtype, by_row in found.items()
+    }
     options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 

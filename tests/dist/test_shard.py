@@ -16,12 +16,12 @@ import pytest
 import torch
 from lib.ranks import on_ranks
 from lib.replica_runs import make_replica_config, resumed_at_half
-from lib.resume import STEPS, TinyModel, checkpoint_of, train_ranks
+from lib.resume import HALF, STEPS, TinyModel, checkpoint_of, train_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from acsgd.comm.waits import Meter
-from acsgd.config.options import AdapterConfig, Config, OptimConfig, ReplicaConfig
+from acsgd.config.options import AdapterConfig, Config, EvalConfig, OptimConfig, ReplicaConfig
 from acsgd.config.spec import from_spec
 from acsgd.dp import MODES
 from acsgd.dp.exchange.layer_gather import DividedParams
@@ -39,23 +39,29 @@ from acsgd.run.plan.job import prepare
 from acsgd.run.setup.build import build_stages
 from acsgd.shards.weights import Weight
 
+AVERAGED = "diloco:inner=3,outer_lr=1,momentum=0"
+"""A mode that sends exact means, whatever the parts."""
 HAS_8BIT = importlib.util.find_spec("bitsandbytes") is not None
 SOAK = pytest.mark.soak
 NEEDS_8BIT = pytest.mark.skipif(not HAS_8BIT, reason="bitsandbytes is not installed")
 
 
-def train_each(configs: list[Config], replicas: int, directory: Path) -> None:
-    on_ranks(configs[0].pp.stages * replicas, train_ranks, directory / "store", configs)
+EXACT = "allreduce:bucket_mb=0.05"
 
 
-def sharded(config: Config, shard: Any) -> Config:
+def train_each(configs: list[Config], replicas: int, directory: Path, domains: str = "") -> None:
+    on_ranks(configs[0].pp.stages * replicas, train_ranks, directory / "store", configs, domains)
+
+
+def sharded(config: Config, shard: Any, mode: str = EXACT) -> Config:
     log = dataclasses.replace(config.log, dir=f"{config.log.dir}-{shard}")
-    return dataclasses.replace(config, dp=ReplicaConfig("allreduce:bucket_mb=0.05", shard=shard), log=log)
+    return dataclasses.replace(config, dp=ReplicaConfig(mode, shard=shard), log=log)
 
 
 def losses(config: Config) -> list[float]:
-    lines = (Path(config.log.dir) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    """Return the losses of all steps and evaluations."""
+    records = map(json.loads, (Path(config.log.dir) / "metrics.jsonl").read_text().splitlines())
+    return [record[name] for record in records for name in ("loss", "eval_loss") if name in record]
 
 
 def tensors(config: Config, step: int = STEPS) -> dict[str, dict[str, Tensor]]:
@@ -89,6 +95,15 @@ def tensors(config: Config, step: int = STEPS) -> dict[str, dict[str, Tensor]]:
         pytest.param("adamw8bit", "bf16", 1, 2, {}, marks=[SOAK, NEEDS_8BIT]),
         pytest.param("adamw", "bf16", 1, 2, {"compile": True}, marks=SOAK),
         pytest.param("adamw", "fp32", 1, 2, {"compile": True, "adapter": "lora:r=4"}, marks=SOAK),
+        ("adamw", "fp32", 1, 4, {"domains": "aabb", "mode": AVERAGED}),
+        pytest.param("adamw", "bf16", 1, 4, {"domains": "abab", "mode": AVERAGED, "clip": 0.5}, marks=SOAK),
+        pytest.param("adamw", "bf16", 1, 4, {"domains": "aabb", "clip": 0.5}, marks=SOAK),
+        pytest.param("adamw", "bf16", 2, 4, {"domains": "aaaabbbb", "tied": "dense"}, marks=SOAK),
+        pytest.param("muon", "fp32", 1, 4, {"domains": "aabb", "mode": "central_ps", "clip": 0.5}, marks=SOAK),
+        pytest.param("adafactor", "bf16", 2, 4, {"domains": "aaaabbbb", "mode": AVERAGED}, marks=SOAK),
+        pytest.param(
+            "adamw", "bf16", 2, 4, {"domains": "aaaabbbb", "mode": AVERAGED, "adapter": "lora:r=4"}, marks=SOAK
+        ),
     ],
 )
 def test_a_sharded_run_has_the_losses_and_the_files_of_one_that_is_not(
@@ -103,17 +118,23 @@ def test_a_sharded_run_has_the_losses_and_the_files_of_one_that_is_not(
     """Bit for bit with sums in the same order, hence with "optimizer", and without clipping by a norm.
 
     And where parts are multiples of the vectors of a CPU, since torch's fused AdamW rounds the rest in another way.
-    "weights" sums in the order of "gradients".
+    "weights" sums in the order of "gradients". In domains the other run is one whose replicas have whole weights.
     """
     directory, tied = tmp_path / "run", options.get("tied", "rows")
     wide = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 192}  # as 4 bits need
     layers = wide if "model" in options else {"n_layer": 2}
     config = make_replica_config(
-        tiny_model(options.get("model", "gpt2"), **layers), directory, "sharded_ps", dtype, stages=stages, tied=tied
+        tiny_model(options.get("model", "gpt2"), **layers),
+        directory,
+        options.get("mode", "sharded_ps"),
+        dtype,
+        stages=stages,
+        tied=tied,
     )
     config = dataclasses.replace(
         config,
-        data=dataclasses.replace(config.data, batch=4 * replicas),
+        data=dataclasses.replace(config.data, batch=4 * replicas, eval_fraction=0.02),
+        eval=EvalConfig(HALF),
         optim=dataclasses.replace(config.optim, name=optimizer, clip=options.get("clip", math.inf)),
         adapter=AdapterConfig(options.get("adapter")),
         model=dataclasses.replace(
@@ -125,8 +146,8 @@ def test_a_sharded_run_has_the_losses_and_the_files_of_one_that_is_not(
         pp=dataclasses.replace(config.pp, schedule=options.get("schedule", config.pp.schedule)),
     )
     shards = ("optimizer",) if "schedule" in options else ("optimizer", "gradients", "weights")
-    runs = [sharded(config, shard) for shard in shards]
-    train_each([config, *runs], replicas, tmp_path)
+    runs = [sharded(config, shard, options.get("mode", EXACT)) for shard in shards]
+    train_each([config, *runs], replicas, tmp_path, options.get("domains", ""))
     expected, before = tensors(config), dict[str, dict[str, Tensor]]()
     for run in runs:
         assert losses(run) == pytest.approx(losses(config), rel=1e-5)
@@ -148,13 +169,42 @@ def test_a_sharded_run_resumes_at_any_size(tiny_model: TinyModel, tmp_path: Path
     config = make_replica_config(tiny_model("gpt2", n_layer=2), tmp_path / "run", "allreduce", "bf16", stages=1)
     config = sharded(config, "weights")
     train_each([config], 2, tmp_path)
-    others = [("none", 1, 1), ("none", 2, 2), ("optimizer", 1, 4), ("weights", 2, 2), ("gradients", 1, 1)]
-    for shard, stages, replicas in others:
-        directory = tmp_path / f"{shard}-{stages}-{replicas}"
+    others = [
+        ("none", 1, 1, ""),
+        ("none", 2, 2, ""),
+        ("optimizer", 1, 4, ""),
+        ("weights", 2, 2, ""),
+        ("gradients", 1, 1, ""),
+        ("weights", 1, 4, "aabb"),
+    ]
+    for shard, stages, replicas, domains in others:
+        directory = tmp_path / f"{shard}-{stages}-{replicas}-{domains}"
         resumed = resumed_at_half(config, directory, stages=stages)
         resumed = dataclasses.replace(resumed, dp=ReplicaConfig("allreduce", shard=shard))
-        train_each([resumed], replicas, directory)
-        assert losses(resumed)[-2:] == pytest.approx(losses(config)[-2:], rel=1e-4), (shard, stages, replicas)
+        train_each([resumed], replicas, directory, domains)
+        assert losses(resumed)[-3:] == pytest.approx(losses(config)[-3:], rel=1e-4), (shard, stages, replicas)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "mode", [AVERAGED, "cocktail:random=.5,topk=.2", "cocktail_grad:topk=.25", "sparseloco:inner=2"]
+)
+def test_a_run_sharded_in_domains_resumes_with_the_state_of_each(
+    mode: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """On as many domains, sharded in another way. Without, where a mode sends the same whatever its parts."""
+    config = make_replica_config(tiny_model("gpt2", n_layer=2), tmp_path / "run", mode, "bf16", stages=1)
+    config = sharded(config, "optimizer", mode)
+    train_each([config], 4, tmp_path, "aabb")
+    others = [("optimizer", 1, 4, "aabb"), ("weights", 1, 4, "aabb")]
+    if mode == AVERAGED:
+        others += [("none", 1, 2, ""), ("none", 1, 4, "aabb"), ("gradients", 2, 4, "aaaabbbb")]
+    for shard, stages, replicas, domains in others:
+        directory = tmp_path / f"{shard}-{stages}-{replicas}-{domains}"
+        resumed = resumed_at_half(config, directory, stages=stages)
+        resumed = dataclasses.replace(resumed, dp=ReplicaConfig(mode, shard=shard))
+        train_each([resumed], replicas, directory, domains)
+        assert losses(resumed)[-3:] == pytest.approx(losses(config)[-3:], rel=1e-4), (shard, stages, replicas)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -189,7 +239,7 @@ def test_memory_and_bytes_fall_as_the_number_of_replicas(shard: str, dtype: torc
         optimizer.step(0)
         if replicas > 1:
             assert all(weight.master.grad is None for weight in weights)
-            sync.exchange(0, optimizer.second_moments(weights))
+            sync.share_parts()
         moments = owned.state_of(optimizer, weights)
         assert gradients == 4 * numel / replicas
         for name in ("exp_avg", "exp_avg_sq"):

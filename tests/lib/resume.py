@@ -76,7 +76,8 @@ def train_ranks(rank: int, world_size: int, store: Path, configs: Sequence[Confi
             job = prepare(of_rank, Launch(rank, rank, world_size))
             inputs = open_inputs(job)
             file_store = dist.FileStore(f"{store}-{number}", world_size)
-            with connect(job.topology, timeout=TIMEOUT, store=file_store, domain=job.domain) as groups:
+            divides = config.dp.shard != "none"
+            with connect(job.topology, timeout=TIMEOUT, store=file_store, domain=job.domain, divides=divides) as groups:
                 train.train(job, inputs, groups, RunLock([]))
         all_trained.append(trained)
     return all_trained

@@ -138,7 +138,12 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ),
         ("--run.device cuda", 1, "torch finds no GPU on this host; acsgd doctor prints why; use --run.device cpu"),
         ("--data.deal speed --dp.mode diloco", 1, "data.deal=speed: with dp.mode=diloco each replica makes steps of"),
-        ("--dp.shard optimizer --dp.mode diloco", 2, "dp.shard=optimizer works with dp.mode=allreduce, whose replicas"),
+        (
+            "--dp.shard optimizer --dp.mode diloco",
+            2,
+            "dp.shard=optimizer needs several hosts (or dp.domain) with",
+        ),
+        ("--dp.shard weights --dp.mode powersgd", 2, "compresses whole matrices, and with dp.shard=weights each"),
         ("--dp.shard gradients", 3, "all 3 replicas need the same number of micro-batches, of 4 in a step"),
         ("--dp.shard gradients --pp.stages 2 --pp.schedule zb", 4, "backwards in two parts; use --dp.shard optimizer"),
         (

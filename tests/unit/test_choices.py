@@ -101,7 +101,7 @@ WRONG: list[tuple[dict[str, dict[str, Any]], float, str]] = [
         "2 of the 4 matrices that they adapt, such as transformer.h.0.mlp.c_fc with 32 inputs and 16 outputs; give r=8",
     ),
     ({"dp": {"replicas": 2, "mode": "local", "transport": "gloo"}}, 2, "replicas of dp.mode=local exchange nothing"),
-    ({"dp": {"replicas": 2, "mode": "local", "local": "none"}}, 2, "dp.local=none has no effect: with dp.mode=local,"),
+    ({"dp": {"replicas": 2, "mode": "local", "local": "none"}}, 2, "dp.local=none has no effect: with dp.mode=local"),
     ({"dp": {"replicas": 2, "mode": "diloco:inner=101"}}, 2, "replicas are never the same model; give a smaller inner"),
 ]
 """Options of a run, its number of epochs, and a part of the sentence. dp.replicas: number of replicas."""

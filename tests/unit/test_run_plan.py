@@ -168,6 +168,29 @@ def test_the_state_of_a_mode_is_counted_in_copies_of_the_weights(mode: str, copi
         assert memory.has_buckets == (members > 1 or copies == 0)
 
 
+@pytest.mark.parametrize(("mode", "copies"), [("allreduce", 1), ("diloco", 3), ("cocktail_grad", 3.25)])
+def test_the_state_of_a_mode_of_parts_is_counted_in_copies_of_the_parts(mode: str, copies: float) -> None:
+    """Of 4 domains whose 2 replicas divide the weights. All-reduce keeps a buffer of gradients, and modes with local
+    weights one of these, besides the whole weights in fp32."""
+    param = nn.Parameter(torch.empty(4096, 64, device="meta"))
+    weight = Weight("w", param, param)
+    domains = [[2 * domain, 2 * domain + 1] for domain in range(4)]
+    parts = tuple(divide([weight], 2, by_rows=True))
+    memory = dry_run(
+        from_spec(mode, MODES, key="dp.mode"),
+        OPTIMIZERS["adamw"](),
+        OptimConfig(lr=1, steps=1),
+        [[weight]],
+        4,
+        2,
+        Ownership(3, 8, parts, domains=domains),
+        "optimizer",
+    )
+    assert memory.state == pytest.approx(copies * param.nbytes / 2, rel=0.05)
+    assert not memory.has_buckets
+    assert memory.update_peak >= 2 * param.nbytes, "the weights are gathered"
+
+
 @pytest.mark.parametrize("mode", ["cocktail_grad:topk=0.1", "sparseloco:inner=1,chunk=4096"])
 def test_the_exchange_of_a_mode_is_counted_whatever_its_codec_reads(mode: str) -> None:
     """On a plan's tensors, which have no values, the exchange allocates what it allocates with values."""

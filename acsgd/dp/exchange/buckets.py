@@ -94,6 +94,11 @@ def make_buckets(weights: Sequence[Weight], megabytes: float = BUCKET_MB) -> lis
     return [Bucket(members) for members in split_weights(weights, megabytes)]
 
 
+def bucket_mb(mode: object) -> float:
+    """Return the size of the buckets of a mode, megabytes: the default for one that has no buckets itself."""
+    return mode.bucket_mb if isinstance(mode, BucketOptions) else BUCKET_MB
+
+
 @dataclass(frozen=True)
 class BucketOptions:
     """Options of the modes that reduce gradients in buckets."""

@@ -36,8 +36,8 @@ class DividedParams(ParamSource):
 
     def keep(self, param: FetchedParam) -> None:
         weight, ownership = Weight(param.key, param.param, param.param), self.owned.ownership
-        parts = divide([weight], ownership.replicas, by_rows=True)
-        own = [part.of(weight, is_view=False) for part in parts if part.owner == ownership.replica]
+        parts = divide([weight], len(ownership.owners), by_rows=True)
+        own = [part.of(weight, is_view=False) for part in parts if part.owner == ownership.position]
         self._parts[param.key], self._frozen[param.key] = parts, own
 
     def keep_trained(self, param: FetchedParam, weight: Weight) -> Weight:

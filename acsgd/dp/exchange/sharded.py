@@ -1,7 +1,11 @@
 """Gradients and weights of replicas that own parts of the weights: reduce-scatter, all-gather, and whole state to save.
 
-R replicas; replica j receives the gradients of its parts from all, and sends the parts after their update to all. So
-each sends 2 (R - 1) / R numbers per parameter and step, as in an all-reduce.
+R replicas that divide the weights; replica j receives the gradients of its parts from all, and sends the parts after
+their update to all. So each sends 2 (R - 1) / R numbers per parameter and step, as in an all-reduce.
+
+If these are the replicas of one of several domains, such as hosts, the owners of the same parts synchronize them with
+each other in a data-parallel mode, as if they were a model: the hybrid sharding of FSDP (Zhao et al. 2023,
+arXiv:2304.11277), with any mode in place of its all-reduce.
 """
 
 from __future__ import annotations
@@ -22,8 +26,8 @@ from acsgd.dp.exchange.buckets import Dtype, split_weights
 from acsgd.dp.peers import AsyncResult, Peers
 from acsgd.dp.sync import GradSync
 from acsgd.errors import RunError
-from acsgd.optim.base import SecondMoments
-from acsgd.optim.ownership import OwnedWeights, Part
+from acsgd.optim.base import LocalStep, SecondMoments
+from acsgd.optim.ownership import OwnedWeights, Part, parts_of
 from acsgd.shards.weights import Weight, WeightState
 from acsgd.streams import load_onto
 
@@ -87,12 +91,24 @@ class ShardedBucket:
             weight.master.grad = None
 
     def set_gradients(self) -> None:
-        """Make the sum the gradients of what this replica owns, as views."""
+        """Make the sum the gradients of what this replica owns, as views, which keep its memory."""
         if self.sum is None:
             return
         pieces = self.sum.split([weight.master.numel() for weight in self.owned])
         for weight, piece in zip(self.owned, pieces, strict=True):
             weight.master.grad = piece.view(weight.master.shape)
+        self.sum = None
+
+    @torch.no_grad()
+    def store_parts(self, replica: int) -> None:
+        """Copy what this replica owns into the parameters that stay whole, unless it is a view of them.
+
+        A mode with local weights keeps fp32 ones in buffers of its own. replica: this one.
+        """
+        for (weight, part), own in zip(self._parts[replica], self.owned, strict=True):
+            rows = part.rows(weight.param.detach())
+            if part.weight in self._whole and own.param.data_ptr() != rows.data_ptr():
+                rows.copy_(own.param)
 
     def params_of(self, replica: int) -> list[Tensor]:
         """Return views of the parameters that stay whole, of the parts of a replica."""
@@ -109,8 +125,10 @@ class ShardedSync(GradSync):
     Buckets are reduced in the same order on every replica, each as soon as it and all before it are complete. Their
     gradients are dropped then. The updated parts are gathered after the optimizer's step, unless layers gather them.
 
-    dtype: of gradients in messages, whose sums are fp32. every_pass: whether gradients are reduced after each backward,
-    so that those of whole weights never exist, instead of once per step; needs as many backwards on all replicas.
+    peers: those that divide the weights. dtype: of gradients in messages, whose sums are fp32. every_pass: whether
+    gradients are reduced after each backward, so that those of whole weights never exist, instead of once per step;
+    needs as many backwards on all replicas. of_parts: synchronization of what this replica owns with the owners of the
+    same parts in other domains; None = there are none. What is sent within a domain is then not counted.
     """
 
     def __init__(
@@ -122,8 +140,13 @@ class ShardedSync(GradSync):
         bucket_mb: float,
         dtype: Dtype,
         every_pass: bool,
+        of_parts: GradSync | None = None,
     ) -> None:
         super().__init__()
+        self._of_parts = of_parts
+        self._local_meter = Meter()
+        """Counts the bytes that are sent within one of several domains."""
+        self._owned = owned.of(weights)
         late = [weight for weight in weights if weight.has_remote_lookups]
         early = [weight for weight in weights if not weight.has_remote_lookups]
         buckets = [*split_weights(early, bucket_mb), *split_weights(late, bucket_mb)]
@@ -140,6 +163,9 @@ class ShardedSync(GradSync):
         assert not self._pending
         for bucket in self._buckets:
             bucket.reset()
+        if self._of_parts is not None:
+            self._of_parts.meter = self.meter
+            self._of_parts.begin_step(step, scale)
         self._begin_pass()
 
     def grad_ready(self, weight: Weight, *, is_final: bool) -> None:
@@ -166,15 +192,49 @@ class ShardedSync(GradSync):
             self._pending.popleft().result(self.meter)
         for bucket in self._buckets:
             bucket.set_gradients()
+        if self._of_parts is not None:
+            for weight in reversed(self._owned):
+                self._of_parts.grad_ready(weight, is_final=True)
+            self._of_parts.reduce()
+            self._of_parts.wait()
+
+    def commit(self) -> None:
+        if self._of_parts is not None:
+            self._of_parts.commit()
+
+    def local_step(self, step: int) -> LocalStep | None:
+        return None if self._of_parts is None else self._of_parts.local_step(step)
 
     def exchanges_after(self, step: int) -> bool:
         return True
 
     def exchange(self, step: int, moments: SecondMoments) -> None:
-        """Gather the updated parts. It may run again: each part is that of its owner's master."""
+        if self._of_parts is not None:
+            self._of_parts.exchange(step, moments)
+
+    def after_step(self, step: int, moments: SecondMoments) -> None:
+        if self._of_parts is not None:
+            self._of_parts.after_step(step, moments)
+
+    def share_parts(self) -> None:
         whole = [bucket for bucket in self._buckets if bucket.has_whole]
         for pending in [self._peers.submit(partial(self._gather, bucket)) for bucket in whole]:
             pending.result(self.meter)
+
+    def global_weights(self) -> Mapping[str, Tensor] | None:
+        return None if self._of_parts is None else self._of_parts.global_weights()
+
+    def state_dict(self) -> WeightState:
+        return {} if self._of_parts is None else self._of_parts.state_dict()
+
+    def load_state_dict(self, saved: Sequence[WeightState]) -> None:
+        """Restore from the saved states of all domains, of whole weights. The owners call it together."""
+        if self._of_parts is None:
+            super().load_state_dict(saved)
+            return
+        self._of_parts.load_state_dict([parts_of(self._owned, state) for state in saved])
+        if self._of_parts.global_weights() is not None:
+            self.share_parts()
 
     def _begin_pass(self) -> None:
         self._next = 0
@@ -188,6 +248,11 @@ class ShardedSync(GradSync):
         while self._every_pass and len(self._pending) > MAX_PENDING:
             self._pending.popleft().result(self.meter)
 
+    @property
+    def _bytes(self) -> Meter:
+        """The meter of what is sent to the other owners."""
+        return self.meter if self._of_parts is None else self._local_meter
+
     # These run in the thread of the peers.
 
     def _sum(self, bucket: ShardedBucket, grads: Mapping[str, Tensor]) -> None:
@@ -196,7 +261,7 @@ class ShardedSync(GradSync):
         messages = {j: self._codec.encode(bucket.gradients_for(j, grads)) for j, n in enumerate(numels) if n}
         outgoing = {j: message.to(device) for j, message in messages.items() if j != me}
         longest = {j: self._codec.max_bytes(numels[me]) for j in self._peers.others if numels[me]}
-        received = self._peers.exchange(outgoing, longest, self.meter)
+        received = self._peers.exchange(outgoing, longest, self._bytes)
         if not numels[me]:
             return
         total = torch.zeros(numels[me], device=bucket.weights[0].master.device)
@@ -208,12 +273,13 @@ class ShardedSync(GradSync):
     def _gather(self, bucket: ShardedBucket) -> None:
         """Send the parameters that this replica owns to all, and copy theirs into the weights."""
         me, params = self._peers.replica, [bucket.params_of(j) for j in range(self._peers.size)]
+        bucket.store_parts(me)
         sizes = [sum(x.nbytes for x in of_owner) for of_owner in params]
         outgoing = dict[int, Tensor]()
         if sizes[me]:
             outgoing = dict.fromkeys(self._peers.others, _flat(params[me]).view(torch.uint8).to(self._peers.device))
         longest = {j: sizes[j] for j in self._peers.others if sizes[j]}
-        for j, message in self._peers.exchange(outgoing, longest, self.meter).items():
+        for j, message in self._peers.exchange(outgoing, longest, self._bytes).items():
             if len(message) != sizes[j]:
                 raise RunError(f"replica {j} sent {len(message)} bytes of weights instead of {sizes[j]}")
             aligned = message.clone()  # messages are not

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from acsgd.config.options import ShardKind
-from acsgd.dp.exchange.buckets import AllReduceSync, BucketOptions, Dtype, make_buckets
+from acsgd.dp.exchange.buckets import AllReduceSync, BucketOptions, Dtype, bucket_mb, make_buckets
 from acsgd.dp.exchange.sharded import ShardedSync
 from acsgd.dp.peers import Peers
 from acsgd.dp.sync import GradSync, Mode, SingleReplicaSync
@@ -34,6 +34,12 @@ def open_sync(
     """Return the synchronization of one stage's weights with the other replicas, which may own parts of them."""
     if not owned.ownership.parts:
         return mode.open(weights, peers)
-    assert isinstance(mode, AllReduce)
-    every_pass = shard in ("gradients", "weights")
-    return ShardedSync(weights, owned, peers, bucket_mb=mode.bucket_mb, dtype=mode.dtype, every_pass=every_pass)
+    return ShardedSync(
+        weights,
+        owned,
+        peers.owners,
+        bucket_mb=bucket_mb(mode),
+        dtype=mode.dtype if isinstance(mode, AllReduce) and peers.of_parts is None else "fp32",
+        every_pass=shard in ("gradients", "weights"),
+        of_parts=None if peers.of_parts is None else mode.open(owned.of(weights), peers.of_parts),
+    )

@@ -20,7 +20,7 @@ from acsgd.codecs.identity import DTYPES
 from acsgd.comm.process_groups import Group
 from acsgd.comm.waits import DirectWaits, Meter
 from acsgd.config.options import OptimConfig, ShardKind
-from acsgd.dp.exchange.buckets import split_weights
+from acsgd.dp.exchange.buckets import bucket_mb, split_weights
 from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.dp.peers import AsyncResult, Peers
 from acsgd.dp.sync import GradSync, Mode
@@ -116,22 +116,23 @@ def dry_run(
     replicas, members: see `AbsentPeers`. ownership: of these weights; None = each replica owns all. shard: dp.shard.
     Where code reads values, as some codecs do, the rest of the exchange is not counted.
     """
-    if isinstance(mode, AllReduce):
+    in_domains = ownership is not None and bool(ownership.domains)
+    if isinstance(mode, AllReduce) and not in_domains:
         return _exact_update(mode, optimizer, config, stages, replicas, ownership, shard)
     with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as tracker:
-        fakes = [[_fake(weight) for weight in weights] for weights in stages]
+        fakes = [[_fake(weight) for weight in in_reduction_order(weights)] for weights in stages]
         weights = [weight for of_stage in fakes for weight in of_stage]
         owned = OwnedWeights(weights, ownership or Ownership(0, replicas))
         held, gradients = tracker.now, sum(each.master.nbytes for each in owned.of(weights))
-        peers = AbsentPeers(owned.ownership.replica if owned.ownership.parts else 0, replicas, members)
-        syncs = [mode.open(in_reduction_order(each), peers) for each in fakes]
+        peers = AbsentPeers(0, replicas, 1 if in_domains else members)
+        syncs = [mode.open(owned.of(each), peers) for each in fakes]
         step = next((step for step in range(LAST_SEARCHED) if any(sync.exchanges_after(step) for sync in syncs)), 0)
         for sync in syncs:
             sync.begin_step(step)
         has_buckets = any(sync.has_buckets for sync in syncs)
         state = tracker.now - held - gradients * has_buckets
         for sync, of_stage in zip(syncs, fakes, strict=True):
-            for weight in reversed(of_stage):
+            for weight in reversed(owned.of(of_stage)):
                 weight.master.grad = torch.empty(weight.master.shape)
                 sync.grad_ready(weight, is_final=True)
         tracker.peak = tracker.now
@@ -143,7 +144,10 @@ def dry_run(
         def open_own() -> Optimizer:
             return open_optimizer(optimizer, owned.of(weights), config, Streams(peers.device))
 
-        return UpdateMemory(state, has_buckets, reduction_peak, _update_peak(tracker, syncs, step, open_own, weights))
+        update = UpdateMemory(
+            state, has_buckets, reduction_peak, _update_peak(tracker, syncs, step, open_own, owned.of(weights))
+        )
+        return _with_parts(update, owned, mode) if in_domains else update
 
 
 def _exact_update(
@@ -168,13 +172,30 @@ def _exact_update(
             part.master.grad = torch.empty(part.master.shape)
         opened = partial(open_optimizer, optimizer, owned.of(weights), config, Streams(torch.device("cpu")))
         peak = _update_peak(tracker, (), 0, opened, weights)
-    buckets = [bucket for of_stage in stages for bucket in split_weights(of_stage, mode.bucket_mb)]
     itemsize = DTYPES[mode.dtype].itemsize
     messages = 0 if itemsize == 4 or is_alone or is_divided else itemsize * sum(each.master.numel() for each in weights)
-    gathered = owned.ownership.gathered
-    of_buckets = (sum(each.param.nbytes for each in bucket if each.key not in gathered) for bucket in buckets)
-    gathers = 2 * max(of_buckets, default=0) * is_divided
+    gathers = _gather_bytes(owned, mode) * is_divided
     return UpdateMemory(0, not (is_alone or is_divided), messages, max(peak, gathers))
+
+
+def _with_parts(update: UpdateMemory, owned: OwnedWeights, mode: Mode) -> UpdateMemory:
+    """Return the memory of an update of what a replica owns, with that of gathering the weights.
+
+    Buffers of the mode for gradients are not those in which the gradients are summed within the domain.
+    """
+    gradients = sum(each.master.nbytes for each in owned.of(owned.weights)) * update.has_buckets
+    peak = max(update.update_peak - gradients, _gather_bytes(owned, mode))
+    return UpdateMemory(
+        update.state + gradients, has_buckets=False, reduction_peak=update.reduction_peak, update_peak=peak
+    )
+
+
+def _gather_bytes(owned: OwnedWeights, mode: Mode) -> int:
+    """Return the memory of gathering updated weights: parts of this replica, once for each other one, and theirs."""
+    gathered, buckets = owned.ownership.gathered, split_weights(owned.weights, bucket_mb(mode))
+    return 2 * max(
+        (sum(each.param.nbytes for each in bucket if each.key not in gathered) for bucket in buckets), default=0
+    )
 
 
 def _update_peak(

@@ -135,7 +135,8 @@ class Job(Partition):
     def domain(self) -> str:
         """Name of the domain of this rank; empty if replicas of a domain do not act as one."""
         dp, mode = self.config.dp, self.plugins.mode
-        is_fast = isinstance(mode, AllReduce | PowerSGD) and wanted_transport(self.config, "replica") == "nccl"
+        sums = isinstance(mode, AllReduce | PowerSGD) and dp.shard == "none"
+        is_fast = sums and wanted_transport(self.config, "replica") == "nccl"
         return (dp.domain or machine_name()) if self.has_domains and not is_fast else ""
 
     @property

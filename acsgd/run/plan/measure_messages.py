@@ -30,7 +30,6 @@ from acsgd.dp.sync import GradSync
 from acsgd.errors import reason
 from acsgd.groups import Groups, connect
 from acsgd.host_memory import usable_processors
-from acsgd.optim.base import SecondMoments
 from acsgd.optim.ownership import OwnedWeights, Ownership, divide
 from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.link import Link, LinkFactory
@@ -189,7 +188,7 @@ def _sum(sync: GradSync, weight: Weight, gradient: torch.Tensor, step: int) -> N
     sync.grad_ready(weight, is_final=True)
     sync.reduce()
     sync.wait()
-    sync.exchange(step, SecondMoments({}, 0.0))
+    sync.share_parts()
 
 
 def _rounds(groups: Groups, seconds: float) -> Iterator[int]:

@@ -184,7 +184,7 @@ class _RankPlan:
         """Memory of the weights on the device: those that stay, parts of divided ones, and what is fetched."""
         whole = self._weights.count.weight_bytes(self._partition.shapes.dtype) + self._weights.buffer_bytes
         divided = sum(map(self._bytes_of, self._ownership.gathered))
-        part = -(-divided // self._partition.topology.replicas)
+        part = -(-divided // self._partition.num_owners)
         return whole - sum(map(self._bytes_of, self._fetched)) + part + self._fetched_at_once
 
     @property

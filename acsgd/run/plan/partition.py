@@ -23,7 +23,14 @@ from acsgd.pp.tied.plan import TiedWeight, tied_weights
 from acsgd.run.plan.layout import BatchShapes, StageLayout, costs_of, divide
 from acsgd.run.plan.limits import check_computes, check_split
 from acsgd.run.plan.model import RunModel
-from acsgd.run.plan.plugins import Plugins, check_capabilities, check_deal, check_shard, parse_plugins
+from acsgd.run.plan.plugins import (
+    Plugins,
+    check_capabilities,
+    check_deal,
+    check_mode_of_parts,
+    check_shard,
+    parse_plugins,
+)
 from acsgd.shards.weights import Weight
 from acsgd.streams import Streams
 from acsgd.topology import Topology
@@ -74,24 +81,41 @@ class Partition:
     @property
     def domains(self) -> list[Sequence[int]]:
         """Which replicas act as one, if all hosts have as many processes as this one, and each is a domain."""
-        hosts = [str(rank // self.local_world_size) for rank in range(self.topology.world_size)]
-        found: list[Sequence[int]] = [*self.topology.domains(hosts).values()]
-        return found if self.has_domains and len(found) > 1 else [[each] for each in range(self.topology.replicas)]
+        found = domains_of_hosts(self.topology, self.local_world_size)
+        can_divide = self.config.dp.shard == "none" or len({*map(len, found)}) == 1
+        acts = self.has_domains and can_divide and len(found) > 1
+        return found if acts else [[each] for each in range(self.topology.replicas)]
+
+    @property
+    def divides_in_domains(self) -> bool:
+        """Whether the replicas of each domain divide the weights, and exchange what they own with other domains."""
+        return self.config.dp.shard != "none" and len(self.domains) < self.topology.replicas
+
+    @property
+    def num_owners(self) -> int:
+        """Number of replicas that divide the weights, if any do."""
+        return self.topology.replicas // (len(self.domains) if self.divides_in_domains else 1)
 
     @property
     def has_domains(self) -> bool:
         """Whether replicas of a domain may act as one."""
         dp = self.config.dp
-        return dp.local == "auto" and dp.shard == "none" and self.plugins.mode.exchanges != "nothing"
+        return dp.local == "auto" and self.plugins.mode.exchanges != "nothing"
 
-    def ownership(self, stages: Iterable[Sequence[Weight]]) -> Ownership:
-        """Return which replicas own what of the weights of this rank. stages: the weights of each."""
+    def ownership(self, stages: Iterable[Sequence[Weight]], domains: Sequence[Sequence[int]] = ()) -> Ownership:
+        """Return which replicas own what of the weights of this rank.
+
+        stages: the weights of each. domains: replicas that act as one, and divide the weights; none = `domains`.
+        """
         topology, by_rows = self.topology, "elementwise" in self.plugins.optimizer.capabilities
         whole = Ownership(topology.replica, topology.replicas)
         if self.config.dp.shard == "none" or topology.replicas == 1:
             return whole
         stages = [*stages]
-        parts = (divide_weights(weights, topology.replicas, by_rows=by_rows) for weights in stages)
+        found = [domain for domain in domains or self.domains if len(domain) > 1]
+        check_mode_of_parts(self.config, self.plugins, domains or self.domains)
+        whole = replace(whole, domains=tuple(map(tuple, found)))
+        parts = (divide_weights(weights, len(whole.owners), by_rows=by_rows) for weights in stages)
         looked_up = {each.key for each in self.tied if each.lookups}
         gathered = self._used_by_layers - looked_up if self.config.dp.shard == "weights" else frozenset[str]()
         return replace(whole, parts=tuple(chain.from_iterable(parts)), gathered=gathered)
@@ -170,9 +194,17 @@ def open_grid(config: Config, launch: Launch) -> RankGrid:
     check_computes(config, topology.stages * plugins.schedule.chunks, most_micros(config, topology.replicas))
     splits_backward = RankPrograms(plugins.schedule, topology.stages, topology.stage_rank).splits_backward
     check_shard(config, plugins, topology.replicas, is_elastic=bool(launch.daemon), splits_backward=splits_backward)
+    if config.dp.domain is None and topology.replicas > 1:
+        check_mode_of_parts(config, plugins, domains_of_hosts(topology, launch.local_world_size))
     if splits_backward:
         check_split(config)
     return RankGrid(topology, plugins, micro_ids, launch.local_world_size)
+
+
+def domains_of_hosts(topology: Topology, local_world_size: int) -> list[Sequence[int]]:
+    """Return the replicas of each host, if all hosts have as many processes and each is a domain."""
+    hosts = [str(rank // local_world_size) for rank in range(topology.world_size)]
+    return [*topology.domains(hosts).values()]
 
 
 def topology_of(config: Config, launch: Launch) -> Topology:

@@ -12,6 +12,8 @@ from acsgd.dp import MODES
 from acsgd.dp.ladder import COMPRESS as DP_COMPRESS
 from acsgd.dp.ladder import AutoMode, ModeRung
 from acsgd.dp.modes.allreduce import AllReduce
+from acsgd.dp.modes.local import Local
+from acsgd.dp.modes.powersgd import PowerSGD
 from acsgd.dp.sync import Mode
 from acsgd.io.data.sources.streamed import PREFIX
 from acsgd.optim import OPTIMIZERS
@@ -165,10 +167,11 @@ def check_shard(
     shard, num_micros = config.dp.shard, config.data.batch // config.pp.micro
     if shard == "none":
         return
-    if not isinstance(plugins.mode, AllReduce):
+    if isinstance(plugins.mode, PowerSGD | Local) or (config.dp.compress and not isinstance(plugins.mode, AllReduce)):
+        what = "compresses whole matrices" if isinstance(plugins.mode, PowerSGD) else "lets each replica step alone"
         raise ValueError(
-            f"dp.shard={shard} works with dp.mode=allreduce, whose replicas make the same step, so that each can own a "
-            f"part of it, and not with dp.mode={config.dp.mode}; use --dp.shard none, or --dp.mode allreduce"
+            f"dp.mode={config.dp.mode} {what}, and with dp.shard={shard} each replica steps a part of the weights; use "
+            "--dp.shard none, or --dp.mode allreduce"
         )
     if is_elastic:
         raise ValueError(
@@ -188,6 +191,22 @@ def check_shard(
             f"number of micro-batches, of {num_micros} in a step (data.batch / pp.micro); use data.deal=even and a "
             f"data.batch of {config.pp.micro * replicas * -(-num_micros // replicas)}, or --dp.shard optimizer"
         )
+
+
+def check_mode_of_parts(config: Config, plugins: Plugins, domains: Sequence[Sequence[int]]) -> None:
+    """Raise ValueError if dp.shard lets all replicas divide the weights, and dp.mode needs replicas of the same parts.
+
+    domains: the replicas that would act as one.
+    """
+    sizes = {*map(len, domains)}
+    can_share = config.dp.local == "auto" and len(domains) > 1 and len(sizes) == 1 and sizes != {1}
+    if config.dp.shard == "none" or isinstance(plugins.mode, AllReduce) or can_share:
+        return
+    raise ValueError(
+        f"dp.mode={config.dp.mode} with dp.shard={config.dp.shard} needs several hosts (or dp.domain) with as many "
+        "replicas each, at least two, which divide the weights among themselves (dp.local=auto); use --dp.mode "
+        "allreduce, or --dp.shard none"
+    )
 
 
 def _parse_codecs(pp: PipelineConfig) -> tuple[tuple[Codec | Delta, ...], ...]:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from acsgd.dp.exchange.buckets import split_weights
+from acsgd.dp.exchange.buckets import bucket_mb, split_weights
 from acsgd.dp.exchange.sharded import MAX_PENDING
-from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.layers.quantize import is_quantized
 from acsgd.pp.recompute import KEEP_ALL, Recompute
 from acsgd.pp.schedules.actions import Action, Op
@@ -223,12 +222,13 @@ class StepWalk:
     def _summed_buckets(self, stage: int, *, is_last: bool) -> SummedBuckets:
         """Return the buckets that are summed behind a backward of a stage. is_last: whether it is its last one."""
         partition = self._partition
-        mode, replicas = partition.plugins.mode, partition.topology.replicas
+        replicas = partition.num_owners
         is_divided = partition.config.dp.shard != "none" and replicas > 1 and not self._offloads
-        if not (is_divided and (is_last or self._sums_passes) and isinstance(mode, AllReduce)):
+        if not (is_divided and (is_last or self._sums_passes)):
             return SummedBuckets()
         early = [weight for weight in self._weights.stages[stage] if not weight.has_remote_lookups]
-        sizes = [sum(weight.master.nbytes for weight in bucket) for bucket in split_weights(early, mode.bucket_mb)]
+        buckets = split_weights(early, bucket_mb(partition.plugins.mode))
+        sizes = [sum(weight.master.nbytes for weight in bucket) for bucket in buckets]
         return SummedBuckets(sizes, replicas, keeps_whole=not self._sums_passes)
 
     def _run_forward(self, action: Action, memory: _StepMemory) -> None:

@@ -10,7 +10,7 @@ from itertools import chain, zip_longest
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from acsgd.dp.exchange.buckets import BUCKET_MB
+from acsgd.dp.exchange.buckets import bucket_mb
 from acsgd.dp.modes import compression, measured_work, overlaps_next_step
 from acsgd.layers.description import LayerSpec
 from acsgd.pp.recompute import Recompute, attention_modules
@@ -175,6 +175,7 @@ class StepPlanner:
         links = links or [self._link] * len(weights)
         loads = [self._exchange(partition, *each, micros) for each in zip(weights, links, strict=True)]
         exposed = [_exposed(partition, *each) for each in zip(loads, ends, last, weights, strict=True)]
+        exposed = [late + self._within_s(partition, each, micros) for late, each in zip(exposed, weights, strict=True)]
         if (times := self._rates.messages) is not None and times.delays_layers(partition.local_world_size):
             works = [self._cpu_s(partition, each.nbytes) for each in loads]
             exposed = [*map(max, exposed, works)]
@@ -228,14 +229,14 @@ class StepPlanner:
         """Return what a rank sends to other replicas in a step, and its time."""
         config, replicas = partition.config, len(partition.domains)
         trained = sum(weight.master.numel() for weight in chain.from_iterable(weights.stages.values()))
-        share = (replicas - 1) / replicas
+        share, divides_all = (replicas - 1) / replicas, not partition.divides_in_domains
         nbytes = 2 * share * 4 * trained / compression(config.dp.mode)
-        if config.dp.shard != "none":
+        if config.dp.shard != "none" and divides_all:
             passes = micros if config.dp.sums_passes else 1
             gradients = passes * 4 / compression(config.dp.mode)
             nbytes = share * trained * (gradients + partition.shapes.dtype.itemsize)
         delay_s = 2 * (replicas - 1) * link.delay_s if nbytes else 0.0
-        if config.dp.shard == "weights":  # gathered for each forward and each backward instead, from all at once
+        if config.dp.shard == "weights" and divides_all:  # for each forward and each backward, from all at once
             gathered = 2 * micros * weights.count.weight_bytes(partition.shapes.dtype)
             nbytes = share * (trained * micros * 4 / compression(config.dp.mode) + gathered)
             groups = -(-len(partition.layout.layers) // (partition.plugins.recompute.layers or 1))
@@ -251,7 +252,21 @@ class StepPlanner:
         times = self._rates.messages
         if times is None or self._rates.on_gpu or partition.plugins.mode.exchanges != "gradients":
             return 0.0
-        return nbytes * (times.sum_byte_s if partition.config.dp.shard == "none" else times.part_byte_s)
+        divides_all = partition.config.dp.shard != "none" and not partition.divides_in_domains
+        return nbytes * (times.part_byte_s if divides_all else times.sum_byte_s)
+
+    def _within_s(self, partition: Partition, weights: RankWeights, micros: int) -> float:
+        """Return the CPU time of what a replica sends to those that divide the weights with it in one of several
+        domains: gradients, and weights. 0 if it is not known."""
+        times, config = self._rates.messages, partition.config
+        if times is None or self._rates.on_gpu or not partition.divides_in_domains:
+            return 0.0
+        trained = sum(weight.master.numel() for weight in chain.from_iterable(weights.stages.values()))
+        sent = 2 * micros * weights.count.weight_bytes(partition.shapes.dtype)
+        if config.dp.shard != "weights":
+            sent = trained * partition.shapes.dtype.itemsize
+        gradients = 4 * trained * (micros if config.dp.sums_passes else 1)
+        return (1 - 1 / partition.num_owners) * (gradients + sent) * times.part_byte_s
 
     def _mode_s(self, partition: Partition, weights: RankWeights) -> float:
         """Return the time of what dp.mode computes in a step."""
@@ -261,7 +276,7 @@ class StepPlanner:
 
     def _update_s(self, partition: Partition, weights: RankWeights, compute_s: float) -> float:
         """Return the time of the update. compute_s: of forwards and backwards, behind which gradients are offloaded."""
-        owned = partition.topology.replicas if partition.config.dp.shard != "none" else 1
+        owned = partition.num_owners if partition.config.dp.shard != "none" else 1
         nbytes = 0.0
         for weight in chain.from_iterable(weights.stages.values()):
             state = sum(
@@ -418,8 +433,10 @@ def _exposed(partition: Partition, exchange: LinkLoad, step_s: float, backward_s
     """
     if partition.plugins.mode.exchanges != "gradients":
         return max(0.0, exchange.busy_s - step_s * overlaps_next_step(partition.plugins.mode))
+    if partition.divides_in_domains:  # once the last gradient is summed within the domain
+        return exchange.busy_s
     trained = [weight.master.nbytes for weight in chain.from_iterable(weights.stages.values())]
-    buckets = max(1, math.ceil(sum(trained) / (1e6 * getattr(partition.plugins.mode, "bucket_mb", BUCKET_MB))))
+    buckets = max(1, math.ceil(sum(trained) / (1e6 * bucket_mb(partition.plugins.mode))))
     passes, gathered = 1, 0.0
     if partition.config.dp.shard == "weights":  # each layer's weights travel while the one before it runs
         return max(exchange.busy_s / len(partition.layout.layers), exchange.busy_s - step_s)

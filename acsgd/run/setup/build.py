@@ -66,7 +66,8 @@ def build_session(
     """
     model = job.model.build(job.shapes.dtype)
     composed = ComposedModel(model, job.model.description, compiles=job.config.model.compile)
-    peers = Peers(groups.dp, groups.waits, observers, groups.domains)
+    divides = job.config.dp.shard != "none"
+    peers = Peers(groups.dp, groups.waits, observers, groups.domains, divides=divides)
     stages, owned = build_stages(job, composed, source, peers, deferred)
     optimizer = open_optimizer(job.plugins.optimizer, owned.of(owned.weights), job.config.optim, job.streams)
     return connect_stages(job, groups, peers, stages, owned, optimizer, cache_plan)
@@ -184,7 +185,7 @@ def build_stages(
     deferred: see `build_session`.
     """
     loader = _open_loader(job, composed, source, defers_constants=deferred is not None)
-    owned = OwnedWeights((), job.ownership(RankWeights(job, composed.model).stages.values()))
+    owned = OwnedWeights((), job.ownership(RankWeights(job, composed.model).stages.values(), peers.domains))
     params, stages = _open_params(job, owned, peers, source), dict[int, Stage]()
 
     def load(index: int) -> LoadedLayer:
@@ -240,7 +241,7 @@ def _open_stage(
 def _open_params(job: Job, owned: OwnedWeights, peers: Peers, source: WeightSource) -> ParamSource:
     """Return where parameters lie between uses, those that do not stay on the device. source: of the weights."""
     if job.config.model.offload == "none":
-        return DividedParams(owned, peers)
+        return DividedParams(owned, peers.owners)
     if job.config.model.offload == "cpu":
         return HostParams(owned, job.offloaded, job.streams)
 

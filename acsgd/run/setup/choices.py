@@ -160,13 +160,13 @@ CHOICES = (
     ),
     without_effect(
         "dp.local",
-        lambda job: not _is_alone(job) and (job.plugins.mode.exchanges == "nothing" or job.config.dp.shard != "none"),
-        "with dp.mode={config.dp.mode}, dp.shard={config.dp.shard} no replicas act as one",
+        lambda job: not _is_alone(job) and job.plugins.mode.exchanges == "nothing",
+        "with dp.mode={config.dp.mode} no replicas act as one",
     ),
     without_effect(
         "dp.domain",
         lambda job: not (job.domain or _is_alone(job)),
-        "with dp.local={config.dp.local}, dp.mode={config.dp.mode}, dp.shard={config.dp.shard} no replicas act as one",
+        "with dp.local={config.dp.local}, dp.mode={config.dp.mode} no replicas act as one",
     ),
     without_effect("data.deal", lambda job: _is_alone(job), "there is one replica", "start more processes, or "),
     without_effect(

@@ -211,16 +211,22 @@ def plan_activation_caches(
 
 
 def describe_domains(session: Session) -> list[str]:
-    """Return a sentence on replicas that act as one, or on a dp.domain without effect."""
-    job, domains = session.job, session.groups.domains
-    if domains is not None:
-        return [domains.describe()]
-    if job.config.dp.domain is None or not job.domain or job.topology.replicas == 1:
-        return []
-    return [
-        f"dp.domain={job.config.dp.domain} has no effect: "
-        "all replicas are in one domain, or no domain has several replicas of all stages"
-    ]
+    """Return sentences on replicas that act as one or divide the weights, or on a dp.domain without effect."""
+    job, domains, ownership = session.job, session.groups.domains, session.owned.ownership
+    notes = [] if domains is None else [domains.describe()]
+    if ownership.parts:
+        where = "" if domains is None else " of its domain"
+        count = len(ownership.owners)
+        notes.append(
+            f"dp.shard={job.config.dp.shard}: each replica owns a part of what the {count} replicas{where} share"
+        )
+    if domains is None and job.config.dp.domain is not None and job.domain and job.topology.replicas > 1:
+        uneven = ", or, with dp.shard, not all have as many" if ownership.parts else ""
+        notes.append(
+            f"dp.domain={job.config.dp.domain} has no effect: all replicas are in one domain, or no domain has several "
+            f"replicas of all stages{uneven}"
+        )
+    return notes
 
 
 def describe_difference(job: Job, groups: Groups) -> str:

@@ -160,14 +160,17 @@ def _stage_states(session: Session, stage: Stage, idle: Collection[int]) -> Iter
 
     def state_of(name: str, position: int, weights: Sequence[Weight], constants: dict[str, Tensor]) -> LayerState:
         originals = [weight for weight in weights if not weight.is_copy]
-        replica = part_of(replica_state, {weight.key for weight in weights})
+        replica = part_of(replica_state, {each.key for each in owned.of(weights)})
         writer = owned.ownership.writer(position, idle)
+        masters = {each.key: each.master.detach() for each in owned.of(originals)}
         if global_weights is None:
-            optimizer = _whole_state(session, originals, writer)
-            masters = optimizer.pop(MASTER, {})
+            optimizer = owned.state_of(session.optimizer, originals)
         else:  # each replica has its own optimizer state
-            masters, optimizer = {weight.key: global_weights[weight.key] for weight in originals}, {}
+            masters, optimizer = {key: global_weights[key] for key in masters}, {}
             replica |= _local(owned.state_of(session.optimizer, weights))
+            replica = _whole_state(session, replica, owned.ownership.owners[0])
+        optimizer = _whole_state(session, {MASTER: masters, **optimizer}, writer)
+        masters = optimizer.pop(MASTER, {})
         if session.peers.is_observer or not session.peers.is_leader:
             replica = {}
         if writer == owned.ownership.replica:
@@ -182,17 +185,17 @@ def _stage_states(session: Session, stage: Stage, idle: Collection[int]) -> Iter
             yield state_of(weight.key, tables.index(weight.key), [weight], {})._replace(is_table=True)
 
 
-def _whole_state(session: Session, weights: Sequence[Weight], writer: int) -> WeightState:
-    """Return the masters and the optimizer state of weights, which replicas have in common, not copied.
+def _whole_state(session: Session, state: WeightState, writer: int) -> WeightState:
+    """Return the state of whole weights, not copied, given that of what this rank owns of them.
 
     If replicas own parts of them, a copy, and on the replica `writer` alone; all of them call it together.
     """
-    owned = session.owned
-    state = {MASTER: {each.key: each.master.detach() for each in owned.of(weights)}}
-    state |= owned.state_of(session.optimizer, weights)
-    if owned.ownership.parts:
-        return join_parts(gather_state(state, writer, session.peers, Meter()))
-    return state
+    ownership = session.owned.ownership
+    if not ownership.parts:
+        return state
+    if writer not in ownership.owners:
+        return {}
+    return join_parts(gather_state(state, ownership.owners.index(writer), session.peers.owners, Meter()))
 
 
 def _local(state: WeightState) -> WeightState:
