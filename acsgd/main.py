@@ -107,7 +107,8 @@ def run(
     for note in [*notes, *check_room(job, groups, disks.checkpoints), *open_disks(job, groups, disks)]:
         if launch.rank == 0:
             print_note(note)
-    if launch.rank == 0 and not launch.is_one_host and disks.checkpoints.is_shared:
+    can_be_elastic = disks.checkpoints.is_shared and config.dp.shard == "none"
+    if launch.rank == 0 and not launch.is_one_host and can_be_elastic:
         print_note("hosts may join and leave this run if it is started with torchrun --rdzv-backend acsgd")
     inputs = open_inputs(job, groups, disks)
     groups.wait_for_all("opening the inputs", timeout_s=TIMEOUT_S)  # as long as another host may tokenize
