@@ -261,16 +261,8 @@ def share_manifests(
     counts, and the other is set aside. So are those after last_step. Returns sentences for the user, and why ranks
     could not write, empty = could.
     """
-    rank, aside, own = groups.world.rank(), list[str](), dict[int, bytes]()
-    if disks.is_leader(rank):
-        if last_step is not None:
-            aside = _set_later_aside(directory, last_step, disks.names[disks.of(rank)])
-        own = _manifests(directory)
-    digests = {step: new_file_checksum(raw).hexdigest() for step, raw in own.items()}
-    mine = json.dumps([aside, digests])
-    texts = groups.all_gather_text("listing checkpoints of all hosts", mine, timeout_s=timeout_s)
-    notes = [sentence for text in texts for sentence in json.loads(text)[0]]
-    listed = [json.loads(texts[ranks[0]])[1] for ranks in disks.members]
+    rank = groups.world.rank()
+    own, listed, notes = _list_manifests(directory, groups, disks, last_step, timeout_s)
     if all(each == listed[0] for each in listed):
         return notes, []
     counts = {step: Counter(each[step] for each in listed if step in each) for each in listed for step in each}
@@ -287,7 +279,7 @@ def share_manifests(
     problems: list[str] = []
     with recorded(problems, directory.path):
         for step, raw in (item for text in texts for item in json.loads(text).items() if disks.is_leader(rank)):
-            if digests.get(int(step)) != chosen[step]:
+            if listed[disks.of(rank)].get(step) != chosen[step]:
                 if int(step) in own:
                     directory.set_aside(directory.of(int(step)))
                 _write_manifest(directory.of(int(step)), raw)
@@ -301,6 +293,25 @@ def share_manifests(
         if each.get(step, chosen[step]) != chosen[step]
     ]
     return [*notes, *others], failures
+
+
+def _list_manifests(
+    directory: CheckpointDirectory, groups: Groups, disks: Disks, last_step: int | None, timeout_s: float
+) -> tuple[dict[int, bytes], list[dict[str, str]], list[str]]:
+    """Set aside the checkpoints after a step, on all disks, and list the others. A collective call.
+
+    Returns the manifests of this rank's disk, if it is the leader, their checksums by step of each disk, and sentences
+    for the user.
+    """
+    rank, aside, own = groups.world.rank(), list[str](), dict[int, bytes]()
+    if disks.is_leader(rank):
+        if last_step is not None:
+            aside = _set_later_aside(directory, last_step, disks.names[disks.of(rank)])
+        own = _manifests(directory)
+    mine = json.dumps([aside, {step: new_file_checksum(raw).hexdigest() for step, raw in own.items()}])
+    texts = groups.all_gather_text("listing checkpoints of all hosts", mine, timeout_s=timeout_s)
+    all_aside, digests = zip(*map(json.loads, texts), strict=True)
+    return own, [digests[ranks[0]] for ranks in disks.members], [sentence for each in all_aside for sentence in each]
 
 
 def _write_manifest(path: Path, raw: str) -> None:
