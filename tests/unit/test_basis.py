@@ -82,12 +82,12 @@ def test_components_are_within_half_a_step_and_the_shift(
 def test_stochastic_rounding_is_unbiased_and_within_a_step() -> None:
     x, fitted = draw(3, 5, 8), basis.fit_basis(moments(draw(50, 8, seed=1)), moments(draw(3, 5, 8)), draw(3, 5, 8))
     inverse, errors = basis.invert(fitted), []
-    for seed in range(150):
+    for seed in range(60):
         fields = basis.encode(x, inverse, 1.5, seed)
         assert not fields[2], "no shift towards 0"
         errors.append(basis.groups_of(basis.decode(fields, fitted, (3, 5, 8)) - x) @ inverse / fields[1])
     assert torch.stack(errors).abs().max() <= 1.001
-    assert torch.stack(errors).mean(0).abs().max() < 5 * 0.5 / 150**0.5
+    assert torch.stack(errors).mean(0).abs().max() < 5 * 0.5 / 60**0.5
     assert torch.equal(basis.encode(x, inverse, 1.5, 3)[0], basis.encode(x, inverse, 1.5, 3)[0])
 
 

@@ -298,7 +298,7 @@ def test_differences_of_gradients_are_smaller_than_gradients_however_small_these
     assert error.square().mean().sqrt() < 0.05 * size
 
 
-@pytest.mark.parametrize("spec", ["delta:step=1,transform=true", "delta:bits=2,dims=tensor"])
+@pytest.mark.parametrize("spec", ["delta:step=1,transform=true", "delta:bits=3,dims=tensor"])
 def test_small_differences_arrive_in_the_mean_of_visits_with_stochastic_rounding(spec: str) -> None:
     """Beside large ones that change from visit to visit, the nearest level is that of no difference."""
     draw = torch.Generator().manual_seed(0)
@@ -309,7 +309,7 @@ def test_small_differences_arrive_in_the_mean_of_visits_with_stochastic_rounding
             x = torch.zeros(SHAPE)
             x[:, :, 0], x[:, :, 1] = torch.randn(SHAPE[:2], generator=draw), 0.05
             found.append(ends.transfer(step, [0, 1, 2], x)[:, :, 1].mean())
-        assert (abs(float(torch.stack(found).mean()) - 0.05) < 0.02) is arrives
+        assert (abs(float(torch.stack(found).mean()) - 0.05) < 0.025) is arrives
 
 
 @pytest.mark.parametrize("delta", DELTAS, ids=repr)
