@@ -50,6 +50,7 @@ from acsgd.errors import RunError
 from acsgd.io.checkpoint.directory import CheckpointDirectory
 from acsgd.io.data.formats.formats import read_options
 from acsgd.optim.fetch import LayerFetch
+from acsgd.streams import mix_seed, seed_generators
 
 TinyModel = Callable[..., Path]
 
@@ -77,13 +78,14 @@ def generate_file(model: Path, directory: Path, name: str, *options: object, tex
     return out
 
 
-def generated_alone(model: Path, texts: Sequence[str], dtype: torch.dtype, **options: object) -> list[str]:
-    """Return what transformers generates after each text alone, without padding."""
+def generated_alone(model: Path, texts: Sequence[str], dtype: torch.dtype, **options: Any) -> list[str]:
+    """Return what transformers generates after each text alone, without padding. options: of its generate, and seed."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-    found = []
-    for text in texts:
+    found, seed = [], options.pop("seed", 0)
+    for index, text in enumerate(texts):
         inputs = tokenizer(text, return_tensors="pt")
+        seed_generators(mix_seed(seed, index))
         ids = whole.generate(**inputs, max_new_tokens=12, pad_token_id=0, **{"do_sample": False, **options})
         found.append(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
     return found
@@ -269,10 +271,27 @@ def test_texts_end_as_generation_config_says(options: dict[str, Any], tiny_model
         assert any(text.endswith("e") for text in expected), "a test that can fail"
 
 
-def test_beam_search_is_that_of_transformers(tiny_model: TinyModel, tmp_path: Path) -> None:
-    model = tiny_model("llama", num_hidden_layers=1)
-    out = generate_file(model, tmp_path, "beams", "--num-beams", 3, "--batch", 4)
-    assert texts_of(out) == generated_alone(model, TEXTS, torch.float32, num_beams=3)
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        ("--num-beams 3 --batch 4", {"num_beams": 3}),
+        ("--temperature 0.7 --seed 7 --batch 1", {"temperature": 0.7, "seed": 7}),
+        ("--temperature 2 --top-k 5 --batch 1", {"temperature": 2.0, "top_k": 5}),
+        ("--temperature 2 --top-p 0.3 --batch 1", {"temperature": 2.0, "top_p": 0.3}),
+        ("--temperature 2 --num-beams 3 --batch 1", {"temperature": 2.0, "num_beams": 3}),
+    ],
+)
+def test_each_option_decodes_as_that_of_transformers(
+    flags: str, options: dict[str, Any], tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Whatever generation_config.json says of them, or of what generate returns."""
+    model, texts = Path(shutil.copytree(tiny_model("llama", num_hidden_layers=1), tmp_path / "model")), TEXTS[:4]
+    sampling = {"do_sample": True, "top_k": 0, "top_p": 1.0} if "temperature" in options else {}
+    expected = generated_alone(model, texts, torch.float32, **sampling | options)
+    others = {"num_beams": 2, "do_sample": True, "temperature": 0.1, "top_k": 2, "top_p": 0.1}
+    config = json.loads((model / "generation_config.json").read_text()) | others | {"return_dict_in_generate": True}
+    (model / "generation_config.json").write_text(json.dumps(config))
+    assert texts_of(generate_file(model, tmp_path, "out", *flags.split(), texts=texts)) == expected
 
 
 def test_all_fields_of_a_record_are_kept_as_they_are(tiny_model: TinyModel, tmp_path: Path) -> None:

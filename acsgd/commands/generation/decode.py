@@ -97,6 +97,7 @@ class Generator:
             max_new_tokens=limit,
             num_beams=decoding.num_beams,
             do_sample=decoding.temperature > 0,
+            return_dict_in_generate=False,
             **(sampling if decoding.temperature else {}),
             **options,
         )
