@@ -57,8 +57,8 @@ class PlanCommand:
     device: str | None = None
     """GPU of each process, "RTX 4090", whose usual rates predict the time of a step. Default: measured rates."""
     calibrate: bool = False
-    """Measure this machine first: layers of the model with random weights, its memory, and messages between two
-    processes, for a minute. The measured rates are kept."""
+    """Measure this machine first: layers of the model with random weights, its memory, and messages and dp.mode between
+    two processes, for a minute. The measured rates are kept."""
     rates: Path | None = None
     """File of measured rates. Default: rates.json in the run directory."""
     json: bool = False
@@ -181,7 +181,7 @@ def measure_here(config: Config) -> Rates:
 
     streams = open_streams(config.run.device, local_rank=0)
     planner = RunPlanner(config, config.pp.stages, describe_run_model(config), on_gpu=bool(streams.gpu))
-    messages = measure_messages(CALIBRATED_S / 20)  # first: it may fail, and takes less time
+    messages = measure_messages(CALIBRATED_S / 20, config.dp.mode)  # first: it may fail, and takes less time
     rates = measure_rates(replace(planner.partition(config), streams=streams), CALIBRATED_S)
     return replace(rates, link=messages.link, messages=messages.times)
 

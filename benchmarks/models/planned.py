@@ -24,7 +24,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -94,6 +94,7 @@ MODELS = {
         architectures=["LlamaForCausalLM"],
     ),
 }
+MessagesOf = Callable[[str], MeasuredMessages]
 SLOW = LinkRate(50e6 / 8, 0.01)
 """The limited link: 50 Mbit/s, 10 ms in each direction."""
 GOALS = {"time": 0.10, "memory": 0.05}
@@ -283,9 +284,11 @@ def running(run: Run, setting: Setting) -> Iterator[list[Connection]]:
             yield pipes
 
 
-def measure(name: str, directory: Path, options: argparse.Namespace, messages: MeasuredMessages) -> Result:
-    """Plan a run and run it. messages: between processes of this machine, whose cores the hosts share."""
+def measure(name: str, directory: Path, options: argparse.Namespace, messages_of: MessagesOf) -> Result:
+    """Plan a run and run it. messages_of: those of a dp.mode between processes of this machine, whose cores the hosts
+    share."""
     run, config = RUNS[name], config_of(directory, name)
+    messages = messages_of(config.dp.mode)
     planner = RunPlanner(config, run.world, describe_run_model(config), on_gpu=False, sequences=BATCH)
     planned = [each.total for each in planner.memory(config)]
     with running(run, Setting(config, run.world, counts_memory=True)) as pipes:
@@ -381,10 +384,10 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     results: list[Result] = []
     torch.set_num_threads(1)
-    messages = measure_messages(options.seconds)
+    messages_of = functools.cache(functools.partial(measure_messages, options.seconds))
     with tempfile.TemporaryDirectory() as directory:
         for name in options.runs:
-            results.append(measure(name, Path(directory), options, messages))
+            results.append(measure(name, Path(directory), options, messages_of))
             console.print(table(results[-1:]))
             found = {**about("two CPU cores"), "load": os.getloadavg()[1], "runs": [asdict(each) for each in results]}
             options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -279,6 +279,11 @@ def test_replicas_exchange_what_backward_does_not_hide(config: Config) -> None:
     plain, compressed = (planned(changed, 4, rates, LinkRate(math.inf)).replicas_s for changed in modes)
     assert compressed - plain == pytest.approx(14 * 28 * trained / 1e9), "cocktail_grad computes, too"
     assert [measured_work(mode) for mode in ("cocktail_grad:topk=0.2", "diloco:inner=9", "allreduce")] == [14, 0.3, 0]
+    for mode in ("cocktail_grad:topk=0.2", "sharded_ps"):  # as measured, with what it sends
+        compressed = replace(config, dp=replace(config.dp, mode=mode))
+        messages = replace(MESSAGES, mode=mode, mode_param_s=1e-3)
+        step = planned(compressed, 4, replace(rates, messages=messages), LinkRate(math.inf))
+        assert step.replicas_s == pytest.approx(1e-3 * trained)
     in_buckets = replace(config, dp=replace(config.dp, mode="allreduce:bucket_mb=0.1"))
     hidden = planned(in_buckets, 4, replace(RATES, operations_per_s=1e3), SLOW)
     in_view = planned(in_buckets, 4, replace(RATES, operations_per_s=1e15), SLOW)
@@ -378,9 +383,11 @@ def test_measured_rates_are_kept_in_the_run_directory(
 ) -> None:
     monkeypatch.setattr(command, "CALIBRATED_S", 0.2)
     of_messages = MeasuredMessages(LinkRate(1e9), MESSAGES)
-    monkeypatch.setattr("acsgd.run.plan.measure_messages.measure_messages", lambda seconds: of_messages)
+    of_messages = of_messages._replace(times=replace(MESSAGES, mode="cocktail_grad", mode_param_s=1e-8))
+    measured = {"cocktail_grad": of_messages}
+    monkeypatch.setattr("acsgd.run.plan.measure_messages.measure_messages", lambda seconds, mode: measured[mode])
     (path := tmp_path / "run.toml").write_text(to_toml(config))
-    code, text, _ = run_plan(capsys, path, "--run.device", "cpu", "--calibrate")
+    code, text, _ = run_plan(capsys, path, "--run.device", "cpu", "--calibrate", "--dp.mode", "cocktail_grad")
     assert code == 0
     assert "time of a step on the CPU of this host: " in text
     rates = Rates.read(Path(config.log.dir) / "rates.json")
@@ -416,8 +423,14 @@ def test_measured_rates_are_kept_in_the_run_directory(
 
 
 @pytest.mark.soak
-def test_messages_are_measured_between_two_processes() -> None:
-    link, times = measure_messages(0.1)
+@pytest.mark.parametrize("mode", ["allreduce", "powersgd", "cocktail_grad:exact_steps=20"])
+def test_messages_and_modes_are_measured_between_two_processes(mode: str) -> None:
+    link, times = measure_messages(0.1, mode)
+    if mode == "allreduce":
+        assert (times.mode, times.mode_param_s) == ("", 0)
+    else:
+        assert times.mode == mode
+        assert 1e-11 < times.mode_param_s < 1e-6
     assert link.delay_s < 0.1
     assert link.bytes_per_s > 1e7
     assert 1e-5 < times.end_s < 0.1
@@ -448,7 +461,7 @@ def _hang(*_: Any) -> None:
         ("_be_rank", _end, 60, "process 0: it ended without a message"),
         ("_be_rank", _end_second, 60, "process 1: it ended without a message"),
         ("_measure", _fail, 60, "process 0: RuntimeError: no network; acsgd doctor"),
-        ("_be_rank", _hang, 0, "process 0: no result after 0.4 s"),
+        ("_be_rank", _hang, 0, "process 0: no result after 0.5 s"),
     ],
 )
 def test_processes_that_cannot_measure_messages_say_why(
@@ -460,7 +473,7 @@ def test_processes_that_cannot_measure_messages_say_why(
     fork = multiprocessing.get_context("fork")
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: fork)
     with pytest.raises(ValueError, match=message):
-        measure_messages(0.1)
+        measure_messages(0.1, "allreduce")
 
 
 def test_a_link_is_no_faster_than_memory_and_carries_long_messages_in_their_time() -> None:

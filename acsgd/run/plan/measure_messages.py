@@ -1,4 +1,5 @@
-"""Measure messages between two processes of this machine as runs send them: delay and rate, and the CPU time they take.
+"""Measure messages between two processes of this machine as runs send them: delay and rate, and the CPU time they take
+with what a dp.mode computes.
 
 Both processes measure at once, as the ranks of a host run at once.
 """
@@ -10,6 +11,7 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -23,13 +25,17 @@ from torch import nn
 
 from acsgd.codecs.identity import Identity
 from acsgd.comm.waits import Meter
+from acsgd.config.spec import from_spec
 from acsgd.dp.exchange.buckets import BUCKET_MB
+from acsgd.dp.exchange.second_moments import INTERVAL
+from acsgd.dp.modes import MODES
 from acsgd.dp.modes.allreduce import AllReduce, open_sync
 from acsgd.dp.peers import Peers
-from acsgd.dp.sync import GradSync
+from acsgd.dp.sync import GradSync, Mode
 from acsgd.errors import reason
 from acsgd.groups import Groups, connect
 from acsgd.host_memory import usable_processors
+from acsgd.optim.base import SecondMoments
 from acsgd.optim.ownership import OwnedWeights, Ownership, divide
 from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.link import Link, LinkFactory
@@ -44,6 +50,10 @@ SHORT, LONG = 2**12, 2**20
 NBYTES = 4 * (LONG - SHORT)
 """Their difference in bytes."""
 MIN_ROUNDS = 4
+MODE_ELEMENTS = 2**24
+"""Elements of the weight with which a dp.mode is measured: so many that each copy of them takes new memory."""
+DECAY = 0.999
+"""Decay rate of the second moments, as optim.betas has it by default."""
 
 
 class MeasuredMessages(NamedTuple):
@@ -53,10 +63,10 @@ class MeasuredMessages(NamedTuple):
     times: MessageTimes
 
 
-def measure_messages(seconds: float) -> MeasuredMessages:
-    """Measure two processes, with as many threads each as this one. seconds: of each of four measurements.
+def measure_messages(seconds: float, mode: str) -> MeasuredMessages:
+    """Measure two processes, with as many threads each as this one.
 
-    Raises ValueError if a process fails.
+    seconds: of each measurement, four and one of `mode`, a dp.mode. Raises ValueError if a process fails.
     """
     context, threads = multiprocessing.get_context("spawn"), torch.get_num_threads()
     pipes, processes = list[Connection](), list[BaseProcess]()
@@ -64,13 +74,13 @@ def measure_messages(seconds: float) -> MeasuredMessages:
         try:
             for rank in range(2):
                 ours, theirs = context.Pipe(duplex=False)
-                arguments = (rank, str(Path(directory) / "store"), seconds, threads, theirs)
+                arguments = (rank, str(Path(directory) / "store"), seconds, mode, threads, theirs)
                 process = context.Process(target=_be_rank, args=arguments, daemon=True)
                 process.start()
                 theirs.close()  # so that the pipe ends with the process
                 pipes.append(ours)
                 processes.append(process)
-            limit_s = 4 * seconds + 2 * TIMEOUT.total_seconds()
+            limit_s = 5 * seconds + 2 * TIMEOUT.total_seconds()
             found = [_receive(pipe, rank, limit_s) for rank, pipe in enumerate(pipes)]
         finally:
             for each in processes:
@@ -93,22 +103,24 @@ def _receive(pipe: Connection, rank: int, limit_s: float) -> MeasuredMessages:
     return found
 
 
-def _be_rank(rank: int, store: str, seconds: float, threads: int, pipe: Connection) -> None:
+def _be_rank(rank: int, store: str, seconds: float, mode: str, threads: int, pipe: Connection) -> None:
     """Measure as one of the two processes, and send the result, or why there is none."""
     torch.set_num_threads(threads)
     try:
-        pipe.send(_measure(rank, store, seconds, threads))
+        pipe.send(_measure(rank, store, seconds, mode, threads))
     except Exception as error:
         first_line = reason(error).partition("\n")[0]
         pipe.send(f"{type(error).__name__}: {first_line}")
 
 
-def _measure(rank: int, store: str, seconds: float, threads: int) -> MeasuredMessages:
+def _measure(rank: int, store: str, seconds: float, mode: str, threads: int) -> MeasuredMessages:
     with connect(Topology.of(rank, 2, 1), timeout=TIMEOUT, store=dist.FileStore(store, 2)) as groups:
         short, long = (_time_message(groups, number, size, seconds) for number, size in enumerate((SHORT, LONG)))
         end_byte_s = max(0.0, long.cpu_s - short.cpu_s) / 2 / NBYTES
         summed, divided = (_cpu_per_byte(groups, seconds, is_divided=each) for each in (False, True))
         times = MessageTimes(short.cpu_s / 2, end_byte_s, summed, divided, usable_processors() / threads)
+        if not isinstance(parsed := from_spec(mode, MODES, key="dp.mode"), AllReduce):
+            times = replace(times, mode=mode, mode_param_s=_cpu_per_parameter(groups, seconds, parsed))
         groups.wait_for_all("measuring messages", timeout_s=TIMEOUT.total_seconds())
     return MeasuredMessages(LinkRate(_bytes_per_s(short, long), short.wait_s), times)
 
@@ -167,27 +179,56 @@ def _cpu_per_byte(groups: Groups, seconds: float, *, is_divided: bool) -> float:
 
     is_divided: whether replicas own parts of the weights, as with dp.shard.
     """
-    param = nn.Parameter(torch.zeros(int(BUCKET_MB * 1e6) // 2**12, 2**10))
-    weight, peers = Weight("weight", param, param), Peers(groups.world, groups.waits)
+    weight, peers = _new_weight(int(BUCKET_MB * 1e6) // 4), Peers(groups.world, groups.waits)
     parts = tuple(divide([weight], 2, by_rows=True)) if is_divided else None
     owned = OwnedWeights([weight], Ownership(groups.world.rank(), 2, parts))
     sync = open_sync(AllReduce(), [weight], owned, peers, shard="optimizer" if is_divided else "none")
     times = list[float]()
     for step in _rounds(groups, seconds):
-        gradient, began, sent = torch.ones_like(param), time.process_time(), sync.meter.sent_bytes
-        _sum(sync, weight, gradient, step)
+        gradient, began, sent = torch.ones_like(weight.master), time.process_time(), sync.meter.sent_bytes
+        _run_step(sync, weight, gradient, step, SecondMoments({}, 0.0))
         times.append((time.process_time() - began) / (sync.meter.sent_bytes - sent))
     peers.close()
     return median(times)
 
 
-def _sum(sync: GradSync, weight: Weight, gradient: torch.Tensor, step: int) -> None:
-    """Sum a gradient over the replicas, and gather the weight if it is divided."""
+def _cpu_per_parameter(groups: Groups, seconds: float, mode: Mode) -> float:
+    """Return the CPU time of this process for each parameter in a step of a mode, without the optimizer's.
+
+    Mean over the steps from one exchange to the next, behind the initial exact ones. Second moments are corrected, but
+    rarely measured.
+    """
+    weight, peers, inner = _new_weight(MODE_ELEMENTS), Peers(groups.world, groups.waits), getattr(mode, "inner", 1)
+    sync, noise, times = mode.open([weight], peers), torch.randn_like(weight.master), list[float]()
+    moments, first = SecondMoments({weight.key: noise.square()}, DECAY), getattr(mode, "exact_steps", 0) + INTERVAL + 1
+    for number in _rounds(groups, seconds):
+        weight.master.data.add_(noise)
+        began = time.process_time()
+        for step in range(first + inner * number, first + inner * (number + 1)):
+            _run_step(sync, weight, noise, step, moments)
+        peers.submit(lambda: None).result(Meter())  # behind what the thread of exchanges has to do still
+        times.append((time.process_time() - began) / inner / noise.numel())
+        noise.normal_()  # a sum has replaced it
+    peers.close()
+    return median(times)
+
+
+def _new_weight(elements: int) -> Weight:
+    """Return a matrix of about some elements."""
+    param = nn.Parameter(torch.zeros(elements // 2**10, 2**10))
+    return Weight("weight", param, param)
+
+
+def _run_step(sync: GradSync, weight: Weight, gradient: torch.Tensor, step: int, moments: SecondMoments) -> None:
+    """Run a step of a sync, but for the optimizer."""
     sync.begin_step(step)
     weight.master.grad = gradient
     sync.grad_ready(weight, is_final=True)
     sync.reduce()
     sync.wait()
+    sync.commit()
+    sync.exchange(step, moments)
+    sync.after_step(step, moments)
     sync.share_parts()
 
 

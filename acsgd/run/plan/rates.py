@@ -81,6 +81,10 @@ class MessageTimes:
     """The same of the gradients and weights of dp.shard, whose messages are packed and have checksums."""
     cores: float
     """Cores of the host for each thread that computes in a process."""
+    mode: str = ""
+    """dp.mode that was measured; empty = none but allreduce."""
+    mode_param_s: float = 0.0
+    """CPU time of all threads of a process for each trained parameter in a step of this mode, besides AdamW's."""
 
     def delays_layers(self, processes: int) -> bool:
         """Return whether other threads run on the cores of those that compute. processes: of the run on the host."""

@@ -249,8 +249,8 @@ class StepPlanner:
 
         0 if it is not known, or if it is part of what dp.mode computes.
         """
-        times = self._rates.messages
-        if times is None or self._rates.on_gpu or partition.plugins.mode.exchanges != "gradients":
+        times, mode = self._rates.messages, partition.config.dp.mode
+        if times is None or self._rates.on_gpu or partition.plugins.mode.exchanges != "gradients" or times.mode == mode:
             return 0.0
         divides_all = partition.config.dp.shard != "none" and not partition.divides_in_domains
         return nbytes * (times.part_byte_s if divides_all else times.sum_byte_s)
@@ -269,10 +269,14 @@ class StepPlanner:
         return (1 - 1 / partition.num_owners) * (gradients + sent) * times.part_byte_s
 
     def _mode_s(self, partition: Partition, weights: RankWeights) -> float:
-        """Return the time of what dp.mode computes in a step."""
-        work = measured_work(partition.config.dp.mode) if len(partition.domains) > 1 else 0.0
+        """Return the time of what dp.mode computes in a step: as it was measured here, else as in the docs."""
+        if len(partition.domains) == 1:
+            return 0.0
+        rates, mode = self._rates, partition.config.dp.mode
         trained = sum(weight.master.numel() for weight in chain.from_iterable(weights.stages.values()))
-        return work * ADAMW_BYTES * trained / self._rates.bytes_per_s
+        if rates.messages is not None and rates.messages.mode == mode and not rates.on_gpu:
+            return rates.messages.mode_param_s * trained
+        return measured_work(mode) * ADAMW_BYTES * trained / rates.bytes_per_s
 
     def _update_s(self, partition: Partition, weights: RankWeights, compute_s: float) -> float:
         """Return the time of the update. compute_s: of forwards and backwards, behind which gradients are offloaded."""
