@@ -17,7 +17,7 @@ from acsgd.layers.composed import ComposedModel, Context, Inputs, State
 from acsgd.layers.description import LayerSpec, are_connected
 from acsgd.layers.skeleton import parameter_names
 from acsgd.optim.fetch import LayerFetch
-from acsgd.optim.offload import GradientOffload
+from acsgd.optim.offload import GradientOffload, add_in_fp32
 from acsgd.pp.chunked_loss import HeadLoss
 from acsgd.pp.passes import ForwardPass, LayerGraph, WeightPart, join_parts, take_gradients
 from acsgd.pp.recompute import KEEP_ALL, Recompute, recompute_attention
@@ -447,5 +447,5 @@ def _accumulate_in_fp32(param: nn.Parameter, master: nn.Parameter) -> None:
     if master.grad is None:
         master.grad = param.grad.float()
     else:
-        master.grad += param.grad
+        add_in_fp32(master.grad, param.grad)
     param.grad = None
