@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,8 +44,8 @@ class DomainGroups:
     local: Group | None
     """The ranks of the same stages in this replica's domain; None if there are no others."""
     across: Group | None
-    """Those of the replicas at the position of this one in all domains: of the leaders, or, where replicas of a domain
-    divide the weights, of each position; else None."""
+    """The ranks of the same stages at this replica's position in each domain. None unless this is position 0, or
+    replicas of a domain divide the weights."""
     position: int
     """Position of this replica in its domain."""
     run_id: str
@@ -370,7 +371,10 @@ def connect(
     waits.on_interrupt(opened.interrupt)
     try:
         with _connection_errors(rank, topology.world_size, timeout_s):
-            domains = _find_domains(opened.gather_before("domain", domain), topology, alike=divides)
+            texts = opened.gather_before("domain", json.dumps([domain, divides]))
+            names, dividing = zip(*map(json.loads, texts), strict=True)
+            divides = all(dividing)  # the same groups on all ranks, also where their options differ
+            domains = _find_domains(names, topology, equal_sizes=divides)
             local, across = _levels(domains, topology, all_positions=divides)
             lines = [line for axis in topology.sizes for line in topology.lines(axis)]
             everyone = [list(range(topology.world_size))] if several_hosts else []
@@ -399,13 +403,13 @@ def machine_name() -> str:
     return socket.gethostname() + MACHINE + (boot_id.read_text().strip() if boot_id.exists() else "")
 
 
-def _find_domains(names: Sequence[str], topology: Topology, *, alike: bool) -> dict[tuple[str, ...], list[int]]:
+def _find_domains(names: Sequence[str], topology: Topology, *, equal_sizes: bool) -> dict[tuple[str, ...], list[int]]:
     """Return the replicas of each domain by its names; empty unless some replicas share a domain, and others another.
 
-    names: by rank, as `connect`'s `domain`. alike: whether all domains must have as many replicas.
+    names: by rank, as `connect`'s `domain`. equal_sizes: whether all domains must have as many replicas.
     """
     domains = topology.domains(names)
-    is_usable = all(names) and (not alike or len({len(each) for each in domains.values()}) == 1)
+    is_usable = all(names) and (not equal_sizes or len({len(each) for each in domains.values()}) == 1)
     return domains if is_usable and 1 < len(domains) < topology.replicas else {}
 
 

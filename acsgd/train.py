@@ -129,7 +129,6 @@ def train_step(
     """Run one optimizer step on all ranks together. state: updated.
 
     votes: what this rank reports besides the numbers of the step: the same fields on all ranks.
-
     Raises RunError, the same on all ranks, if loss or gradients are not finite and optim.on_nan is "stop".
     """
     state = state or LoopState(progress, started_at=time.perf_counter())
@@ -151,6 +150,8 @@ def train_step(
         state.complete(result, is_synced=False)
         with session.phase("exchange between replicas"):
             session.sync_after_step(progress.step)
+    else:
+        session.share_parts()  # what was received before may have changed them
     state.complete(result, is_synced=True)
     session.send_ahead()
     return result

@@ -246,7 +246,7 @@ class ProcessGroups:
             return bool(done) and (until == FIRST_COMPLETED or not waiting)
 
         if not self._waits.poll(are_done, self._timeout.total_seconds() + MARGIN_S):
-            raise TimeoutError
+            raise TimeoutError("gloo has not connected the groups of all ranks")
 
     def _exchange_addresses(self, own: Mapping[str, bytes]) -> dict[str, bytes]:
         """Return the addresses of all ranks, and the id of the run, which rank 0 draws."""

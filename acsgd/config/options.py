@@ -252,7 +252,8 @@ class ReplicaConfig:
     run.transport."""
     local: Literal["auto", "none"] = "auto"
     """Replicas of one domain: "auto" = if there are several domains, they sum their gradients exactly and act as one
-    replica towards other domains; "none" = each exchanges with all others."""
+    replica towards other domains; "none" = each exchanges with all others. With `shard`, also which replicas divide the
+    weights: those of a domain, or all."""
     shard: ShardKind = "none"
     """What each of R replicas, or of the R replicas of each domain, holds 1 / R of: "optimizer" = fp32 masters and
     optimizer state (ZeRO stage 1); "gradients" = these and fp32 gradients, which are then summed after each micro-batch

@@ -88,6 +88,7 @@ class Peers:
     waits: all waits for other replicas. observers: replicas of the group that receive what the others exchange, and
     send nothing, since their state is on its way. domains: of which each acts as one replica; None = there are none.
     divides: whether replicas divide the weights among themselves, those of each domain where there are domains.
+    named: group of all replicas, if this is a part of them: errors name a replica by its index there.
     """
 
     def __init__(
@@ -98,17 +99,21 @@ class Peers:
         domains: DomainGroups | None = None,
         *,
         divides: bool = False,
+        named: Group | None = None,
     ) -> None:
         self.group = group
+        self._named = named or group
         self._domains = domains
         self.owners: Peers = self
         """The replicas that divide the weights with this one."""
-        self.of_parts: Peers | None = None
+        self.across_domains: Peers | None = None
         """Those that own the same parts of the weights, one of each domain; None = there are no others."""
         if divides and domains is not None:
             assert domains.local is not None
             assert domains.across is not None
-            self.owners, self.of_parts = Peers(domains.local, waits), Peers(domains.across, waits)
+            self.owners, self.across_domains = (
+                Peers(each, waits, named=group) for each in (domains.local, domains.across)
+            )
         self.waits = waits
         self.device = group.device if group.updates is None else group.updates.device
         """Device of messages."""
@@ -134,6 +139,10 @@ class Peers:
         """Index of this replica among these; 0 on an observer, whose tensors have the shapes of that replica's."""
         self._ranks = [self.group.ranks[domain[0]] for domain in self.domains]
         self._leader, *self._followers = (self.group.ranks[member] for member in self.members)
+
+    def name(self, peer: int) -> str:
+        """Return the replica `peer` for an error message."""
+        return f"replica {self._named.ranks.index(self._ranks[peer])} (rank {self._ranks[peer]})"
 
     @property
     def is_leader(self) -> bool:
@@ -351,7 +360,7 @@ class Peers:
     def close(self) -> None:
         """Discard the work that the thread has not begun, and end it. After an interrupt it waits for no peer."""
         self._thread.shutdown(cancel_futures=True)
-        for peers in (self.owners, self.of_parts):
+        for peers in (self.owners, self.across_domains):
             if peers is not None and peers is not self:
                 peers.close()
 
@@ -389,14 +398,14 @@ class Peers:
         message = rest[: 0 if length == _ABORTED else min(length, len(rest))]
         if (actual := checksum(raw[:_IDENTITY_BYTES], message)) != expected:
             raise RunError(
-                f"replica {peer} (rank {rank}) sent a corrupt message: its checksum is {actual:016x} instead of "
+                f"{self.name(peer)} sent a corrupt message: its checksum is {actual:016x} instead of "
                 f"{expected:016x}; expected message {self._exchanges} of at most {longest} bytes: {REMEDY}"
             )
         if length == _ABORTED:
-            raise RunError(f"replica {peer}, rank {rank}, has failed; see its own error", awaited=[rank])
+            raise RunError(f"{self.name(peer)} has failed; see its own error", awaited=[rank])
         if number != self._exchanges % 2**24 or length > longest:
             raise RunError(
-                f"replica {peer} (rank {rank}) sent message {number} of {length} bytes, not message "
+                f"{self.name(peer)} sent message {number} of {length} bytes, not message "
                 f"{self._exchanges} of at most {longest} bytes: the two run different programs, check that all hosts "
                 "have the same acsgd, run file and flags"
             )
@@ -408,7 +417,7 @@ class Peers:
         try:
             yield
         except RuntimeError as error:
-            replica = self.group.ranks.index(rank)
+            replica = self._named.ranks.index(rank)
             raise RunError(
                 f"rank {dist.get_rank()} on {socket.gethostname()}: exchanging updates with replica {replica}, rank "
                 f"{rank}, failed after {time.perf_counter() - since:.1f} s ({reason(error)})",

@@ -54,7 +54,7 @@ class FetchedParam:
         In huge pages, since each use takes new ones: of small ones, the kernel needs as long as two copies do.
         """
         self._mapping = mmap.mmap(-1, self.values.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError, AttributeError):  # a kernel without them
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         values = torch.frombuffer(self._mapping, dtype=torch.uint8).view(self.values.dtype).view(self.values.shape)
         self.values = values.copy_(self.values)

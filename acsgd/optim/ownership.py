@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from acsgd.optim.base import Optimizer
-from acsgd.shards.weights import Weight, WeightState
+from acsgd.shards.weights import MIN_ROW, Weight, WeightState
 
 _PART_KEY = re.compile(r"(.*)\[(\d+):(\d+)\]")
 
@@ -58,20 +58,28 @@ class Part(NamedTuple):
 def divide(weights: Iterable[Weight], replicas: int, *, by_rows: bool) -> list[Part]:
     """Divide weights among some replicas, so that each owns about as many elements.
 
-    by_rows: whether each weight is split into rows; else each has one owner, as optimizers need whose update of an
-    element depends on others. Copies of a tied weight on several ranks are divided alike.
+    by_rows: whether weights are split into rows; else each has one owner, as optimizers need whose update of an element
+    depends on others. So have vectors and matrices with short rows, whose statistics are not by row. Copies of a tied
+    weight on several ranks are divided alike.
     """
     parts, loads = list[Part](), [0] * replicas
     for weight in sorted(weights, key=lambda each: (not each.is_tied, -each.master.numel())):
-        if by_rows and weight.master.dim():
-            ends = [len(weight.master) * j // replicas for j in range(replicas + 1)]
-            rows = enumerate(pairwise(ends))
-            parts += [Part(weight.key, start, stop, owner) for owner, (start, stop) in rows if start < stop]
+        if by_rows and weight.master.dim() > 1 and weight.master[0].numel() >= MIN_ROW:
+            parts += divide_rows(weight, replicas)
         else:
             owner = 0 if weight.is_tied else min(range(replicas), key=loads.__getitem__)
             loads[owner] += weight.master.numel()
             parts.append(Part(weight.key, 0, None, owner))
     return parts
+
+
+def divide_rows(weight: Weight, replicas: int) -> list[Part]:
+    """Divide the rows of a weight among some replicas. A scalar is the first one's."""
+    if not weight.master.dim():
+        return [Part(weight.key, 0, None, 0)]
+    ends = [len(weight.master) * j // replicas for j in range(replicas + 1)]
+    rows = enumerate(pairwise(ends))
+    return [Part(weight.key, start, stop, owner) for owner, (start, stop) in rows if start < stop]
 
 
 @dataclass(frozen=True)

@@ -240,6 +240,10 @@ class Session:
         for stage in self.stages.values():
             stage.sync.exchange(step, self.optimizer.second_moments(self.owned.of(stage.weights)))
         self.sync_alone(step)
+        self.share_parts()
+
+    def share_parts(self) -> None:
+        """Share the parts of the weights that replicas own, once they have changed. All replicas call it together."""
         for stage in self.stages.values():
             stage.sync.share_parts()
 
@@ -336,5 +340,5 @@ def _global_weights(stages: Iterable[Stage], owned: OwnedWeights) -> Iterator[No
     finally:
         for param, local in saved:
             param.copy_(local)
-        for stage in changed:
-            stage.sync.share_parts()
+    for stage in changed:  # not after an error, perhaps of this rank alone
+        stage.sync.share_parts()

@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+MIN_ROW = 8
+"""Minimum elements of a row, where a weight is divided by rows, or has statistics by row."""
+
 
 class Weight(NamedTuple):
     """A parameter of a layer on this rank."""

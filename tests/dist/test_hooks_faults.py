@@ -50,7 +50,7 @@ def fail(rank: int, how: str) -> str:
 def test_a_failure_reaches_backward_and_names_the_replica(how: str, tmp_path: Path) -> None:
     first, second = on_plain_ranks(2, fail, tmp_path / "store", how)
     if how == "nan":
-        assert "replica 1, rank 1, has failed; see its own error" in first
+        assert "replica 1 (rank 1) has failed; see its own error" in first
     else:
         assert "exchanging updates with replica 1, rank 1, failed after" in first
     assert ("Timed out" in first) == (how == "hangs"), "only a hang is noticed by the timeout"

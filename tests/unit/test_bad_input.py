@@ -143,7 +143,7 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             2,
             "dp.shard=optimizer needs several hosts (or dp.domain) with",
         ),
-        ("--dp.shard weights --dp.mode powersgd", 2, "compresses whole matrices, and with dp.shard=weights each"),
+        ("--dp.shard weights --dp.mode powersgd", 2, "compresses whole matrices, and dp.shard=weights leaves"),
         ("--dp.shard gradients", 3, "all 3 replicas need the same number of micro-batches, of 4 in a step"),
         ("--dp.shard gradients --pp.stages 2 --pp.schedule zb", 4, "backwards in two parts; use --dp.shard optimizer"),
         (

@@ -222,7 +222,7 @@ OTHER_WAITS = {
     "acsgd.mesh.forwarder": {"self._opened"},
     "acsgd.mesh.mesh": {"self._ended"},
     "acsgd.mesh.rotation": {"self._answered"},
-    "acsgd.dp.exchange.sharded": {"self._of_parts"},
+    "acsgd.dp.exchange.sharded": {"self._across_domains"},
     "acsgd.mesh.transport": {"self._handshake_ended"},
     "acsgd.pp.runtime": {"stage.sync"},
     "acsgd.pp.wire.cache_sync": {"exchange"},

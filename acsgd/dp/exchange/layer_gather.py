@@ -17,26 +17,30 @@ from acsgd.comm.waits import Meter
 from acsgd.dp.peers import Peers
 from acsgd.errors import RunError
 from acsgd.optim.fetch import FetchedParam, ParamSource
-from acsgd.optim.ownership import OwnedWeights, Part, divide
+from acsgd.optim.ownership import OwnedWeights, Part, divide_rows
 from acsgd.shards.weights import Weight
 from acsgd.streams import load_onto
 
 
 class DividedParams(ParamSource):
-    """Parameters of which each replica has parts. All replicas fetch them in the same order."""
+    """Parameters of which each replica has parts. All replicas fetch them in the same order.
+
+    counts: whether bytes that are sent count, since these replicas are not those of one of several domains.
+    """
 
     is_collective = True
 
-    def __init__(self, owned: OwnedWeights, peers: Peers) -> None:
+    def __init__(self, owned: OwnedWeights, peers: Peers, *, counts: bool = True) -> None:
         super().__init__(owned, owned.ownership.gathered)
         self._peers = peers
+        self._counts = counts
         self._parts: dict[str, Sequence[Part]] = {}
         self._frozen: dict[str, list[Weight]] = {}
         """The parts of frozen parameters that this replica has."""
 
     def keep(self, param: FetchedParam) -> None:
         weight, ownership = Weight(param.key, param.param, param.param), self.owned.ownership
-        parts = divide([weight], len(ownership.owners), by_rows=True)
+        parts = divide_rows(weight, len(ownership.owners))
         own = [part.of(weight, is_view=False) for part in parts if part.owner == ownership.position]
         self._parts[param.key], self._frozen[param.key] = parts, own
 
@@ -45,7 +49,8 @@ class DividedParams(ParamSource):
         return weight
 
     def start(self, params: Sequence[FetchedParam], meter: Meter) -> Callable[[], None]:
-        return partial(self._peers.submit(partial(self._gather, params, meter)).result, meter)
+        sent = meter if self._counts else Meter()
+        return partial(self._peers.submit(partial(self._gather, params, sent)).result, meter)
 
     def _own_bytes(self, param: FetchedParam) -> Iterable[Tensor]:
         """Return the parts of this replica, uint8 [n] each, not copied."""
@@ -67,7 +72,7 @@ class DividedParams(ParamSource):
         longest = {j: sizes[j] for j in self._peers.others if sizes[j]}
         for j, message in self._peers.exchange(outgoing, longest, meter).items():
             if len(message) != sizes[j]:
-                raise RunError(f"replica {j} sent {len(message)} bytes of weights instead of {sizes[j]}")
+                raise RunError(f"{self._peers.name(j)} sent {len(message)} bytes of weights instead of {sizes[j]}")
             on_device = load_onto(parts[j][0].device, message)
             for x, values in zip(parts[j], on_device.split([len(x) for x in parts[j]]), strict=True):
                 x.copy_(values)

@@ -25,11 +25,9 @@ from acsgd.dp.exchange.buckets import FlatLayout
 from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState, restore
 from acsgd.optim.base import SecondMoments
-from acsgd.shards.weights import WeightState
+from acsgd.shards.weights import MIN_ROW, WeightState
 from acsgd.streams import load_onto, mix_seed
 
-MIN_ROW = 8
-"""Minimum elements of a row, where a weight can be divided so; shorter rows are not worth their traffic."""
 INTERVAL = 16
 """Steps between two measurements."""
 DECAY = 0.7

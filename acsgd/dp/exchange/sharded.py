@@ -24,7 +24,7 @@ from acsgd.comm.waits import Meter
 from acsgd.dp.exchange.averaging import decode_message
 from acsgd.dp.exchange.buckets import Dtype, split_weights
 from acsgd.dp.peers import AsyncResult, Peers
-from acsgd.dp.sync import GradSync
+from acsgd.dp.sync import GradSync, SingleReplicaSync
 from acsgd.errors import RunError
 from acsgd.optim.base import LocalStep, SecondMoments
 from acsgd.optim.ownership import OwnedWeights, Part, parts_of
@@ -127,8 +127,8 @@ class ShardedSync(GradSync):
 
     peers: those that divide the weights. dtype: of gradients in messages, whose sums are fp32. every_pass: whether
     gradients are reduced after each backward, so that those of whole weights never exist, instead of once per step;
-    needs as many backwards on all replicas. of_parts: synchronization of what this replica owns with the owners of the
-    same parts in other domains; None = there are none. What is sent within a domain is then not counted.
+    needs as many backwards on all replicas. across_domains: synchronization with the owners of the same parts in other
+    domains; None = there are none. What is sent within a domain is not counted then.
     """
 
     def __init__(
@@ -140,12 +140,12 @@ class ShardedSync(GradSync):
         bucket_mb: float,
         dtype: Dtype,
         every_pass: bool,
-        of_parts: GradSync | None = None,
+        across_domains: GradSync | None = None,
     ) -> None:
         super().__init__()
-        self._of_parts = of_parts
-        self._local_meter = Meter()
-        """Counts the bytes that are sent within one of several domains."""
+        self._across_domains = across_domains or SingleReplicaSync(())
+        self._owners_meter = self.meter if across_domains is None else Meter()
+        """Counts the bytes that are sent to the other owners."""
         self._owned = owned.of(weights)
         late = [weight for weight in weights if weight.has_remote_lookups]
         early = [weight for weight in weights if not weight.has_remote_lookups]
@@ -163,9 +163,8 @@ class ShardedSync(GradSync):
         assert not self._pending
         for bucket in self._buckets:
             bucket.reset()
-        if self._of_parts is not None:
-            self._of_parts.meter = self.meter
-            self._of_parts.begin_step(step, scale)
+        self._across_domains.meter, self._owners_meter.trace = self.meter, self.meter.trace
+        self._across_domains.begin_step(step, scale)
         self._begin_pass()
 
     def grad_ready(self, weight: Weight, *, is_final: bool) -> None:
@@ -192,29 +191,25 @@ class ShardedSync(GradSync):
             self._pending.popleft().result(self.meter)
         for bucket in self._buckets:
             bucket.set_gradients()
-        if self._of_parts is not None:
-            for weight in reversed(self._owned):
-                self._of_parts.grad_ready(weight, is_final=True)
-            self._of_parts.reduce()
-            self._of_parts.wait()
+        for weight in reversed(self._owned):
+            self._across_domains.grad_ready(weight, is_final=True)
+        self._across_domains.reduce()
+        self._across_domains.wait()
 
     def commit(self) -> None:
-        if self._of_parts is not None:
-            self._of_parts.commit()
+        self._across_domains.commit()
 
     def local_step(self, step: int) -> LocalStep | None:
-        return None if self._of_parts is None else self._of_parts.local_step(step)
+        return self._across_domains.local_step(step)
 
     def exchanges_after(self, step: int) -> bool:
         return True
 
     def exchange(self, step: int, moments: SecondMoments) -> None:
-        if self._of_parts is not None:
-            self._of_parts.exchange(step, moments)
+        self._across_domains.exchange(step, moments)
 
     def after_step(self, step: int, moments: SecondMoments) -> None:
-        if self._of_parts is not None:
-            self._of_parts.after_step(step, moments)
+        self._across_domains.after_step(step, moments)
 
     def share_parts(self) -> None:
         whole = [bucket for bucket in self._buckets if bucket.has_whole]
@@ -222,18 +217,15 @@ class ShardedSync(GradSync):
             pending.result(self.meter)
 
     def global_weights(self) -> Mapping[str, Tensor] | None:
-        return None if self._of_parts is None else self._of_parts.global_weights()
+        return self._across_domains.global_weights()
 
     def state_dict(self) -> WeightState:
-        return {} if self._of_parts is None else self._of_parts.state_dict()
+        return self._across_domains.state_dict()
 
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
         """Restore from the saved states of all domains, of whole weights. The owners call it together."""
-        if self._of_parts is None:
-            super().load_state_dict(saved)
-            return
-        self._of_parts.load_state_dict([parts_of(self._owned, state) for state in saved])
-        if self._of_parts.global_weights() is not None:
+        self._across_domains.load_state_dict([parts_of(self._owned, state) for state in saved])
+        if self._across_domains.global_weights() is not None:
             self.share_parts()
 
     def _begin_pass(self) -> None:
@@ -248,11 +240,6 @@ class ShardedSync(GradSync):
         while self._every_pass and len(self._pending) > MAX_PENDING:
             self._pending.popleft().result(self.meter)
 
-    @property
-    def _bytes(self) -> Meter:
-        """The meter of what is sent to the other owners."""
-        return self.meter if self._of_parts is None else self._local_meter
-
     # These run in the thread of the peers.
 
     def _sum(self, bucket: ShardedBucket, grads: Mapping[str, Tensor]) -> None:
@@ -261,7 +248,7 @@ class ShardedSync(GradSync):
         messages = {j: self._codec.encode(bucket.gradients_for(j, grads)) for j, n in enumerate(numels) if n}
         outgoing = {j: message.to(device) for j, message in messages.items() if j != me}
         longest = {j: self._codec.max_bytes(numels[me]) for j in self._peers.others if numels[me]}
-        received = self._peers.exchange(outgoing, longest, self._bytes)
+        received = self._peers.exchange(outgoing, longest, self._owners_meter)
         if not numels[me]:
             return
         total = torch.zeros(numels[me], device=bucket.weights[0].master.device)
@@ -279,9 +266,9 @@ class ShardedSync(GradSync):
         if sizes[me]:
             outgoing = dict.fromkeys(self._peers.others, _flat(params[me]).view(torch.uint8).to(self._peers.device))
         longest = {j: sizes[j] for j in self._peers.others if sizes[j]}
-        for j, message in self._peers.exchange(outgoing, longest, self._bytes).items():
+        for j, message in self._peers.exchange(outgoing, longest, self._owners_meter).items():
             if len(message) != sizes[j]:
-                raise RunError(f"replica {j} sent {len(message)} bytes of weights instead of {sizes[j]}")
+                raise RunError(f"{self._peers.name(j)} sent {len(message)} bytes of weights instead of {sizes[j]}")
             aligned = message.clone()  # messages are not
             flat = load_onto(params[j][0].device, aligned).view(params[j][0].dtype)
             for x, values in zip(params[j], flat.split([x.numel() for x in params[j]]), strict=True):

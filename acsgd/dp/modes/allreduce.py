@@ -39,7 +39,7 @@ def open_sync(
         owned,
         peers.owners,
         bucket_mb=bucket_mb(mode),
-        dtype=mode.dtype if isinstance(mode, AllReduce) and peers.of_parts is None else "fp32",
+        dtype=mode.dtype if isinstance(mode, AllReduce) and peers.across_domains is None else "fp32",
         every_pass=shard in ("gradients", "weights"),
-        of_parts=None if peers.of_parts is None else mode.open(owned.of(weights), peers.of_parts),
+        across_domains=None if peers.across_domains is None else mode.open(owned.of(weights), peers.across_domains),
     )

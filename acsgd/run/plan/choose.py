@@ -263,7 +263,8 @@ class HostPlanner:
 class ModePlanner:
     """Predicts the step of a run with each mode that dp.compress=auto may take, for any link between replicas.
 
-    Modes that other options do not allow, or that never exchange in so few steps, are left out. rungs: by loss cost,
+    Modes that other options do not allow, or that never exchange in so few steps, are left out, and with dp.shard all
+    that keep state, which is that of parts. rungs: by loss cost,
     all-reduce among them.
     """
 
@@ -281,7 +282,8 @@ class ModePlanner:
         for rung in rungs:
             with suppress(ValueError):  # such as an optimizer that the mode does not work with
                 changed = with_options(partition, with_mode(config, rung.spec))
-                if getattr(changed.plugins.mode, "inner", 1) <= (config.optim.steps or math.inf):
+                is_allowed = config.dp.shard == "none" or not changed.plugins.mode.states
+                if is_allowed and getattr(changed.plugins.mode, "inner", 1) <= (config.optim.steps or math.inf):
                     self._runs.append((rung, changed))
 
     @property

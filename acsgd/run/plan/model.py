@@ -91,7 +91,7 @@ def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: 
 
     trains: whether gradients need memory.
     """
-    replicas = max(1, launch.world_size // config.pp.stages)
+    owners = _most_owners(config, launch)
     check = partial(
         check_memory,
         dtype=DTYPES[config.model.dtype],
@@ -99,13 +99,20 @@ def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: 
         processes=launch.local_world_size,
         streams=streams,
         trains=trains,
-        shards=1 if config.dp.shard == "none" else replicas,
-        gradient_shards=replicas if config.dp.sums_passes else 1,
-        weight_shards=replicas if config.dp.shard == "weights" else 1,
+        shards=1 if config.dp.shard == "none" else owners,
+        gradient_shards=owners if config.dp.sums_passes else 1,
+        weight_shards=owners if config.dp.shard == "weights" else 1,
         offloads=config.optim.offload == "cpu",
         params=config.model.offload,
     )
     return _describe(config, check, trains=trains)
+
+
+def _most_owners(config: Config, launch: Launch) -> int:
+    """Return the largest number of replicas that may divide the weights: where hosts are domains, those of one."""
+    replicas, of_host = max(1, launch.world_size // config.pp.stages), launch.local_world_size // config.pp.stages
+    in_hosts = config.dp.local == "auto" and config.dp.domain is None and 1 < of_host < replicas
+    return of_host if in_hosts and launch.local_world_size % config.pp.stages == 0 else replicas
 
 
 def describe_run_model(config: Config) -> RunModel:

@@ -27,8 +27,8 @@ from acsgd.run.plan.plugins import (
     Plugins,
     check_capabilities,
     check_deal,
-    check_mode_of_parts,
     check_shard,
+    check_sharded_mode,
     parse_plugins,
 )
 from acsgd.shards.weights import Weight
@@ -113,7 +113,6 @@ class Partition:
             return whole
         stages = [*stages]
         found = [domain for domain in domains or self.domains if len(domain) > 1]
-        check_mode_of_parts(self.config, self.plugins, domains or self.domains)
         whole = replace(whole, domains=tuple(map(tuple, found)))
         parts = (divide_weights(weights, len(whole.owners), by_rows=by_rows) for weights in stages)
         looked_up = {each.key for each in self.tied if each.lookups}
@@ -195,7 +194,7 @@ def open_grid(config: Config, launch: Launch) -> RankGrid:
     splits_backward = RankPrograms(plugins.schedule, topology.stages, topology.stage_rank).splits_backward
     check_shard(config, plugins, topology.replicas, is_elastic=bool(launch.daemon), splits_backward=splits_backward)
     if config.dp.domain is None and topology.replicas > 1:
-        check_mode_of_parts(config, plugins, domains_of_hosts(topology, launch.local_world_size))
+        check_sharded_mode(config, plugins, domains_of_hosts(topology, launch.local_world_size))
     if splits_backward:
         check_split(config)
     return RankGrid(topology, plugins, micro_ids, launch.local_world_size)

@@ -237,8 +237,11 @@ class RunPlanner:
         shards: Sequence[ShardKind] = SHARDS if config.model.offload == "none" else SHARDS[:-1]
         if config.dp.shard != "none" or self.world == config.pp.stages:
             shards = (config.dp.shard,)
-        for recompute, shard in product(dict.fromkeys((config.model.recompute, *RECOMPUTED)), shards):
-            yield replace(config, model=replace(config.model, recompute=recompute), dp=replace(config.dp, shard=shard))
+        divided = [replace(config.dp, shard=shard) for shard in shards]
+        if config.dp.shard != "none" and self.world > self._per_host:  # among all replicas, not those of each host
+            divided.append(replace(config.dp, local="none"))
+        for recompute, dp in product(dict.fromkeys((config.model.recompute, *RECOMPUTED)), divided):
+            yield replace(config, model=replace(config.model, recompute=recompute), dp=dp)
 
     def fastest(self, steps: StepPlanner, limit: int | None, count: int = 3) -> list[Alternative]:
         """Return the fastest runs that fit, the first one first, with other options than the planned one.
@@ -333,6 +336,7 @@ def flags_between(config: Config, changed: Config) -> tuple[str, ...]:
         "--pp.backward": (config.pp.backward, changed.pp.backward),
         "--pp.compress": (config.pp.compress, changed.pp.compress),
         "--model.recompute": (config.model.recompute, changed.model.recompute),
+        "--dp.local": (config.dp.local, changed.dp.local),
         "--dp.shard": (config.dp.shard, changed.dp.shard),
         "--optim.offload": (config.optim.offload, changed.optim.offload),
         "--model.offload": (config.model.offload, changed.model.offload),

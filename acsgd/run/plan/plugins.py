@@ -167,11 +167,11 @@ def check_shard(
     shard, num_micros = config.dp.shard, config.data.batch // config.pp.micro
     if shard == "none":
         return
-    if isinstance(plugins.mode, PowerSGD | Local) or (config.dp.compress and not isinstance(plugins.mode, AllReduce)):
-        what = "compresses whole matrices" if isinstance(plugins.mode, PowerSGD) else "lets each replica step alone"
+    if isinstance(plugins.mode, PowerSGD | Local):
+        what = "compresses whole matrices" if isinstance(plugins.mode, PowerSGD) else "never exchanges weights"
         raise ValueError(
-            f"dp.mode={config.dp.mode} {what}, and with dp.shard={shard} each replica steps a part of the weights; use "
-            "--dp.shard none, or --dp.mode allreduce"
+            f"dp.mode={config.dp.mode} {what}, and dp.shard={shard} leaves each replica a part of them; use --dp.shard "
+            "none, or --dp.mode allreduce"
         )
     if is_elastic:
         raise ValueError(
@@ -193,7 +193,7 @@ def check_shard(
         )
 
 
-def check_mode_of_parts(config: Config, plugins: Plugins, domains: Sequence[Sequence[int]]) -> None:
+def check_sharded_mode(config: Config, plugins: Plugins, domains: Sequence[Sequence[int]]) -> None:
     """Raise ValueError if dp.shard lets all replicas divide the weights, and dp.mode needs replicas of the same parts.
 
     domains: the replicas that would act as one.

@@ -295,7 +295,7 @@ class StepWalk:
 
     def _layer_gradient_bytes(self, stage: int, layer: int) -> int:
         """Return the bytes of the gradients that stay of the weights that a layer is the last of its stage to use."""
-        own, replicas = self._last_used(stage, layer), self._partition.topology.replicas
+        own, replicas = self._last_used(stage, layer), self._partition.num_owners
         return sum(
             weight.master.nbytes // (replicas if self._sums_passes and not weight.has_remote_lookups else 1)
             for weight in own

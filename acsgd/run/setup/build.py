@@ -40,6 +40,7 @@ from acsgd.pp.wire.coder import CodecChoice, CodecIndices, TensorSpec
 from acsgd.pp.wire.frame import MessageKind
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.run.plan.job import Job
+from acsgd.run.plan.plugins import check_sharded_mode
 from acsgd.run.plan.step_memory import RankWeights
 from acsgd.run.plan.transports import Transports, exchanges_updates, sums_gradients
 from acsgd.run.session import Session
@@ -185,6 +186,7 @@ def build_stages(
     deferred: see `build_session`.
     """
     loader = _open_loader(job, composed, source, defers_constants=deferred is not None)
+    check_sharded_mode(job.config, job.plugins, peers.domains)
     owned = OwnedWeights((), job.ownership(RankWeights(job, composed.model).stages.values(), peers.domains))
     params, stages = _open_params(job, owned, peers, source), dict[int, Stage]()
 
@@ -241,7 +243,7 @@ def _open_stage(
 def _open_params(job: Job, owned: OwnedWeights, peers: Peers, source: WeightSource) -> ParamSource:
     """Return where parameters lie between uses, those that do not stay on the device. source: of the weights."""
     if job.config.model.offload == "none":
-        return DividedParams(owned, peers.owners)
+        return DividedParams(owned, peers.owners, counts=peers.across_domains is None)
     if job.config.model.offload == "cpu":
         return HostParams(owned, job.offloaded, job.streams)
 

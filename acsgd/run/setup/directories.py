@@ -263,6 +263,8 @@ def _share_lines(job: Job, groups: Groups, disks: Disks, sink: JsonLinesSink | N
     texts = [*map(json.loads, groups.all_gather_text("comparing metrics", mine, timeout_s=timeout_s))]
     ends = [(LoggedStart(*texts[ranks[0]][1]), int(texts[ranks[0]][2])) for ranks in disks.members]
     now = max(float(text[0]) for text in texts)
+    for disk in range(len(ends)) if disks.is_leader(rank) else ():
+        _tail(directory, disk).unlink(missing_ok=True)  # of an exchange that was interrupted
     if all(end == ends[0] for end in ends):
         return [], now
     source, files, problem = ends.index(max(ends)), list[tuple[int, int, StoredFile]](), ""

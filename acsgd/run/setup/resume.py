@@ -162,14 +162,14 @@ def _stage_states(session: Session, stage: Stage, idle: Collection[int]) -> Iter
         originals = [weight for weight in weights if not weight.is_copy]
         replica = part_of(replica_state, {each.key for each in owned.of(weights)})
         writer = owned.ownership.writer(position, idle)
-        masters = {each.key: each.master.detach() for each in owned.of(originals)}
         if global_weights is None:
-            optimizer = owned.state_of(session.optimizer, originals)
-        else:  # each replica has its own optimizer state
-            masters, optimizer = {key: global_weights[key] for key in masters}, {}
+            common = {MASTER: {each.key: each.master.detach() for each in owned.of(originals)}}
+            common |= owned.state_of(session.optimizer, originals)
+        else:  # each replica, or domain, has its own optimizer state
+            common = {MASTER: {each.key: global_weights[each.key] for each in owned.of(originals)}}
             replica |= _local(owned.state_of(session.optimizer, weights))
             replica = _whole_state(session, replica, owned.ownership.owners[0])
-        optimizer = _whole_state(session, {MASTER: masters, **optimizer}, writer)
+        optimizer = _whole_state(session, common, writer)
         masters = optimizer.pop(MASTER, {})
         if session.peers.is_observer or not session.peers.is_leader:
             replica = {}
