@@ -159,6 +159,8 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("--data.deal speed --pp.forward delta:bits=4", 1, "data.deal=speed: with pp.forward=delta:bits=4 a sequence"),
         ("--data.deal speed --pp.backward delta", 1, "data.deal=speed: with pp.backward=delta a sequence"),
         ("--pp.forward delta --pp.backward delta:cache_bits=8", 2, "cache differently; give both the same cache"),
+        ("--pp.forward delta:step=1,transform=true,balance=1", 2, "give pp.backward=delta:step=0.5,transform=true,"),
+        ("--pp.backward delta:step=1,transform=true,balance=1", 2, "is for activations; move it to pp.forward"),
     ],
 )
 def test_an_impossible_run_is_refused(

@@ -91,6 +91,27 @@ def test_stochastic_rounding_is_unbiased_and_within_a_step() -> None:
     assert torch.equal(basis.encode(x, inverse, 1.5, 3)[0], basis.encode(x, inverse, 1.5, 3)[0])
 
 
+@pytest.mark.parametrize("size", [1e-30, 1.0, -1e20])
+def test_a_balance_cancels_a_share_of_the_first_order_change(size: float) -> None:
+    """Whatever its sign and the unit of gradients; levels stay neighbours of what they represent."""
+    x, plain = draw(4, 200, 32), float("nan")
+    gradients = size * (draw(4, 200, 32, seed=2) - x)
+    gradients[0, :20] *= 20
+    fitted = basis.fit_basis(moments(gradients), moments(x), x)
+    inverse = basis.invert(fitted)
+    parts = basis.gradients_of(gradients, fitted)
+    for balance in (0.0, 0.5, 1.0):
+        fields = basis.encode(x, inverse, 1.5, balance=balance, gradients=parts)
+        product = float(((basis.decode(fields, fitted, (4, 200, 32)) - x) * (gradients / size)).sum())
+        plain = product if balance == 0 else plain
+        assert product == pytest.approx((1 - balance) * plain, abs=0.05 * abs(plain)), balance
+        levels = basis.decode((*fields[:2], torch.zeros(1)), fitted, (4, 200, 32))
+        assert bool((basis.groups_of(levels - x) @ inverse / fields[1]).abs().le(1.001).all()), balance
+    assert torch.equal(
+        basis.encode(x, inverse, 1.5, balance=1.0, gradients=0 * parts)[0], basis.encode(x, inverse, 1.5)[0]
+    )
+
+
 def test_components_are_uncorrelated_and_equally_sensitive() -> None:
     gradients, x = draw(500, 6, seed=1) @ draw(6, 6, seed=2), draw(500, 6, seed=3) @ draw(6, 6, seed=4)
     fitted = basis.fit_basis(moments(gradients), moments(x), x)[0].double()

@@ -63,6 +63,9 @@ MISTAKES = {
     "delta:transform=true": ["transform=true needs step", "use step=1"],
     "delta:step=1,transform=true,bits=8": ["one step per tensor", "remove bits, scale and dims"],
     "delta:step=1,transform=true,dims=token": ["remove bits, scale and dims"],
+    "delta:step=1,transform=true,balance=1.5": ["balance=1.5 must lie between 0 and 1"],
+    "delta:step=1,balance=0.5": ["add step=1.5,transform=true, or remove balance"],
+    "delta:step=1,transform=true,rounding=stochastic,balance=0.5": ["no effect with rounding=stochastic"],
     "delta:memory=disk": ['"memory" is now called "cache"'],
     "delta:memory_bits=8": ['"memory_bits" is now called "cache_bits"'],
     "delta:memory_gib=1": ['"memory_gib" is now called "cache_gib"'],
@@ -417,6 +420,35 @@ def test_received_gradients_decide_which_errors_are_small() -> None:
     assert fifth[5] < 0.3 * second[5]
     # the end that receives activations has no use for them
     assert torch.equal(errors(2, is_downstream=True), errors(5, is_downstream=True))
+
+
+def test_a_balance_uses_the_gradients_that_the_sender_has_cached() -> None:
+    """Those of all hits of a message: rounding is to the nearest level while one of them has none."""
+    shape, draw = (3, 100, 8), torch.Generator().manual_seed(0)
+    first, x, gradients = (torch.randn(shape, generator=draw) for _ in range(3))
+
+    def change(balance: float, samples: Sequence[int]) -> float:
+        """Return the first-order change of the loss with gradients of these samples in the cache."""
+        ends = Ends(parse(f"delta:step=2,transform=true,balance={balance}"), shape=shape)
+        of_gradients = Ends(parse("delta"), shape=shape, are_gradients=True)
+        of_gradients.transfer(0, samples, gradients)
+        ends.sender.gradients = of_gradients.receiver
+        ends.transfer(0, [0, 1, 2], first)
+        return abs(float(((ends.transfer(1, [0, 1, 2], x) - x) * gradients).sum()))
+
+    plain = change(0.0, [0, 1, 2])
+    assert change(1.0, [0, 1, 7]) == plain
+    assert change(1.0, [0, 1, 2]) < 0.1 * plain
+
+
+def test_the_sender_of_activations_has_the_gradients_that_it_caches(tmp_path: Path) -> None:
+    plan, spec = CachePlan([9], tmp_path, ["block-00001"], "a", fresh=True), TensorSpec(SHAPE, torch.float32)
+    for backward, is_downstream in ((Delta(), True), (Delta(), False), (FixPoint(8), True)):
+        codecs = [parse("delta:step=1,transform=true,balance=0.5")], [backward]
+        factory = LinkFactory(Mock(), Mock(), CPU, [{"hidden": spec}], *codecs, Meter(), Meter(), plan)
+        activations, gradients = (each["hidden"] for each in factory._coders(0, downstream=is_downstream))
+        assert isinstance(activations, DeltaCoder)
+        assert activations.gradients is (gradients if is_downstream and backward == Delta() else None)
 
 
 def test_links_that_may_not_use_a_transform_note_no_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

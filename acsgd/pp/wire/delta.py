@@ -63,6 +63,9 @@ class Delta:
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Rounding to levels. "stochastic" rounds up or down at random, so that the expectation is the difference: for
     gradients, whose small differences would never arrive otherwise."""
+    balance: float = 0.0
+    """Share, 0 to 1, of the first-order change of the loss by rounding errors that is cancelled, with `transform`: the
+    sender of activations rounds some down or up against their gradients of the visit before, if both are cached."""
     scale: Literal["max", "l2"] = "max"
     """Range of the levels without `step`: the largest magnitude, or twice the root mean square."""
     dims: Dims = "channel"
@@ -88,6 +91,8 @@ class Delta:
             self._check_transform()
         elif self.rounding == "stochastic" and (self.step or self.scale == "l2"):
             raise ValueError("rounding=stochastic with step or scale=l2, which clip, is biased; add transform=true")
+        if self.balance:
+            self._check_balance()
         if not 0 <= self.step <= MAX_STEP:
             raise ValueError(
                 f"step={self.step} must lie between 0 and {MAX_STEP} root mean squares; use 1.0, or 2.5 for fewer bytes"
@@ -105,6 +110,15 @@ class Delta:
             raise ValueError("transform=true needs step; use step=1")
         if (self.bits, self.scale, self.dims) != (4, "max", "channel"):
             raise ValueError("transform=true has codes of 8 bits and one step per tensor; remove bits, scale and dims")
+
+    def _check_balance(self) -> None:
+        """Raise ValueError if the balance is no share, or has no effect."""
+        if not 0 <= self.balance <= 1:
+            raise ValueError(f"balance={self.balance} must lie between 0 and 1; use 0.5")
+        if not self.transform:
+            raise ValueError("balance needs step and transform=true; add step=1.5,transform=true, or remove balance")
+        if self.rounding == "stochastic":
+            raise ValueError("balance has no effect with rounding=stochastic; remove one of them")
 
     @property
     def codec(self) -> FixPoint:
@@ -185,6 +199,8 @@ class DeltaCoder:
         self._cache = cache
         self._streams = streams
         self._shared = SharedBasis()
+        self.gradients: DeltaCoder | None = None
+        """Coder of the gradients of the tensor that its sender receives, if it caches them."""
 
     @property
     def cache(self) -> ActivationCache:
@@ -283,9 +299,18 @@ class DeltaCoder:
         if not delta.transform:
             return encode_update(delta.codec, x, m)
         seed = mix_seed(info.step, *info.samples) if delta.rounding == "stochastic" else None
-        fields = self._shared.encode(x.detach().float() - m.float(), delta.step, seed)
+        gradients = self._cached_gradients(info) if delta.balance else None
+        difference = x.detach().float() - m.float()
+        fields = self._shared.encode(difference, delta.step, seed, balance=delta.balance, gradients=gradients)
         self._add_hits(fields, m)
         return fields
+
+    def _cached_gradients(self, info: TransferInfo) -> Tensor | None:
+        """Return the gradients of cache hits from the visits before, [K, ...]; None unless those of all are cached."""
+        hits, _ = self._hits_and_misses(info)
+        if self.gradients is None or any(info.samples[i] not in self.gradients.cache for i in hits):
+            return None
+        return self.gradients._read_entries(info, hits)
 
     def _decode_hits(self, delta: Delta, fields: tuple[Tensor, ...], m: Tensor) -> Tensor:
         """Return the cache hits that fields encode, and update their entries m, in place."""

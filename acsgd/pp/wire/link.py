@@ -110,16 +110,10 @@ class LinkFactory:
 
         downstream: whether the peer holds the stage after the boundary. Raises RunError if the two ends differ.
         """
-        sides = ("sender", "receiver") if downstream else ("receiver", "sender")
-        activation_coders = self._activation_coders(boundary, sides[0])
+        activation_coders, gradient_coders = self._coders(boundary, downstream=downstream)
         activations = self._open_channel(
             MessageKind.ACTIVATION, boundary, peer, self.forward, activation_coders, self.forward_meter
         )
-        gradient_coders = {
-            name: self._gradient_coder(boundary, name, sides[1])
-            for name, spec in self.boundaries[boundary].items()
-            if spec.dtype.is_floating_point
-        }
         gradients = self._open_channel(
             MessageKind.GRADIENT, boundary, peer, self.backward, gradient_coders, self.backward_meter
         )
@@ -189,6 +183,21 @@ class LinkFactory:
             )
             for kind, (codecs, of_kind) in coders.items()
         }
+
+    def _coders(self, boundary: int, *, downstream: bool) -> tuple[Mapping[str, Coder], Mapping[str, Coder]]:
+        """Return this end's coders of activations and of gradients; downstream: see `open`."""
+        side, other = ("sender", "receiver") if downstream else ("receiver", "sender")
+        activations = self._activation_coders(boundary, side)
+        gradients = {
+            name: self._gradient_coder(boundary, name, other)
+            for name, spec in self.boundaries[boundary].items()
+            if spec.dtype.is_floating_point
+        }
+        for name, coder in gradients.items():
+            of = activations[name]
+            if downstream and isinstance(of, DeltaCoder) and isinstance(coder, DeltaCoder):
+                of.gradients = coder
+        return activations, gradients
 
     def _activation_coders(self, boundary: int, side: str) -> Mapping[str, Coder]:
         """Return this end's coders of activations; side: "sender" or "receiver"."""

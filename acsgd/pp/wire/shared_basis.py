@@ -41,21 +41,30 @@ class SharedBasis:
         new = (basis.basis_field(shape),) if has_basis or self.is_due else ()
         return new + basis.wire(shape)
 
-    def encode(self, x: Tensor, step: float, seed: int | None = None) -> tuple[Tensor, ...]:
+    def encode(
+        self,
+        x: Tensor,
+        step: float,
+        seed: int | None = None,
+        *,
+        balance: float = 0.0,
+        gradients: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
         """Return the fields of a tensor, fp32, for `take` of both ends, unless this raises NotFiniteError.
 
-        seed: see `basis.encode`.
+        seed, balance: see `basis.encode`; gradients: of the tensor, [..., C], or None.
         """
         self.values.add(x)
-        if not self.is_due:
-            assert self._inverse is not None
-            fields = basis.encode(x, self._inverse, step, seed)
-        else:
+        fitted, new = self._basis, self.is_due
+        if new:
             fitted = basis.fit_basis(self.gradients, self.values, x)
             self._inverse = basis.invert(fitted)
-            fields = fitted, *basis.encode(x, self._inverse, step, seed)
+        assert fitted is not None
+        assert self._inverse is not None
+        parts = None if gradients is None else basis.gradients_of(gradients, fitted)
+        fields = basis.encode(x, self._inverse, step, seed, balance=balance, gradients=parts)
         check_finite(fields, x)
-        return fields
+        return (fitted, *fields) if new else fields
 
     def take(self, fields: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
         """Note a message that is sent or received, and keep its basis. Return its levels, and the basis they are in."""

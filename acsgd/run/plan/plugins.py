@@ -81,6 +81,7 @@ def parse_plugins(config: Config) -> Plugins:
     ladder = _parse_ladder(config, schedule)
     parse_modes(config)
     forward, backward = (_rungs(ladder.forward), _rungs(ladder.backward)) if ladder else _parse_codecs(config.pp)
+    _check_balance(config.pp, forward, backward)
     return Plugins(
         schedule=schedule,
         forward=forward,
@@ -220,3 +221,15 @@ def _parse_codecs(pp: PipelineConfig) -> tuple[tuple[Codec | Delta, ...], ...]:
             "cache_bits and cache_gib"
         )
     return tuple((codec,) for codec in found)
+
+
+def _check_balance(pp: PipelineConfig, forward: Sequence[Codec | Delta], backward: Sequence[Codec | Delta]) -> None:
+    """Raise ValueError if a delta has a balance, and the sender has no gradients of the visit before for it."""
+    has_gradients = any(isinstance(codec, Delta) for codec in backward)
+    if any(isinstance(codec, Delta) and codec.balance for codec in backward):
+        raise ValueError(f'pp.backward="{pp.backward}": balance is for activations; move it to pp.forward')
+    if not has_gradients and any(isinstance(codec, Delta) and codec.balance for codec in forward):
+        give = "" if pp.compress else "give pp.backward=delta:step=0.5,transform=true,rounding=stochastic, or "
+        raise ValueError(
+            f'pp.forward="{pp.forward}": balance has no effect without cached gradients of activations; {give}remove it'
+        )
