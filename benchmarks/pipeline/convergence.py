@@ -72,8 +72,8 @@ def with_dropout(mask: Literal["step", "sample"]) -> list[Row]:
     ]
 
 
-GRADIENTS = "delta:step=0.5,transform=true,rounding=stochastic"
-"""Codec of gradients with a cache."""
+CACHED: dict[str, Any] = {"backward": "delta:step=0.5,transform=true,rounding=stochastic"}
+"""Gradients with a cache."""
 ROWS = [
     of("none", "uncompressed", "none", backward="none"),
     of("none", "gradients in 8 bits", "none"),
@@ -84,13 +84,14 @@ ROWS = [
     *(of("rate-adaptive delta", f"step {step:g}", f"delta:step={step:g}") for step in (0.5, 1.0, 1.5, 2.0, 2.5, 3.0)),
     *(of("delta in a basis", f"step {step:g}", f"delta:step={step:g},transform=true") for step in (0.2, 1.3, 1.5)),
     *(
-        of("balanced delta", f"step {step:g}", f"delta:step={step:g},transform=true,balance=0.5", backward=GRADIENTS)
+        of("balanced delta", f"step {step}, {share}", f"delta:step={step},transform=true,balance={share}", **CACHED)
         for step in (0.25, 1.5)
+        for share in (0.0, 0.25, 0.5)
     ),
     of("no cache", "hadamard 4 bits", "hadamard:bits=4,low=4"),
     of("no cache", "transform step 0.1", "transform:step=0.1"),
     of("gradients in a basis", "uncompressed", "none", backward="transform:step=0.36"),
-    of("gradients with a cache", "uncompressed", "none", backward=GRADIENTS),
+    of("gradients with a cache", "uncompressed", "none", **CACHED),
     of("gradients in 4 bits", "uncompressed", "none", backward="fixpoint:bits=4"),
     of("gradients in 4 bits", "delta 2 bits", "delta:bits=2", backward="fixpoint:bits=4"),
     of("tied dense", "uncompressed", "none", backward="none", tied="dense"),
