@@ -80,6 +80,14 @@ WRONG: list[tuple[dict[str, dict[str, Any]], float, str]] = [
     ),
     (
         {
+            "pp": {"stages": 2, "backward": "delta", "layers": (1, 1)},
+            "model": {"freeze": "transformer.w*,transformer.h.0.*"},
+        },
+        2,
+        "pp.backward=delta has no effect: all trained parameters are in the last stage",
+    ),
+    (
+        {
             "pp": {"stages": 4, "compress": "auto", "backward": "0=none 2=none"},
             "model": {"freeze": "transformer.w*,transformer.h.0.*,transformer.h.1.*", "name": {"n_layer": 4}},
         },

@@ -476,6 +476,17 @@ def test_links_that_may_not_use_a_transform_note_no_gradients(tmp_path: Path, mo
         assert add.call_count == boundary
 
 
+def test_gradients_that_do_not_travel_have_no_cache(tmp_path: Path) -> None:
+    spec = TensorSpec(SHAPE, torch.float32)
+    plan = CachePlan([9, 9], tmp_path, ["block-00001", "block-00002"], "a", fresh=True)
+    delta = [Delta(entropy_coding=True)]
+    factory = LinkFactory(Mock(), Mock(), CPU, [{"hidden": spec}] * 2, delta, delta, Meter(), Meter(), plan, frozen=1)
+    coders = [factory._gradient_coder(boundary, "hidden", "sender") for boundary in range(2)]
+    assert [isinstance(coder, DeltaCoder) for coder in coders] == [False, True]
+    assert [boundary for boundary, _ in factory.caches] == [1]
+    assert plan_capacity(Delta(cache_gib=1.0), 0, samples=9, per_step=3) == 9, "ends without caches"
+
+
 def test_a_message_of_other_counts_of_elements_in_bases_is_refused() -> None:
     """An end that is opened alone would expect a basis where there is none, or use another one."""
     ends, samples, delta = Ends(parse("delta:step=1,transform=true")), (0, 1, 2), parse("delta:step=1,transform=true")

@@ -385,6 +385,11 @@ def test_memory_is_compared_where_it_is_and_caches_are_counted_if_their_number_i
     assert caches("delta:bits=4", 1000) == (1000 * entry, 0)
     config = replace(config, pp=replace(config.pp, backward="delta:step=1"))
     assert caches("delta:bits=4", 1000) == (2000 * entry, 0), "activations and gradients"
+    planner = planner_of(frozen := replace(config, model=replace(config.model, freeze="model.embed*,model.layers*")), 2)
+    config, of_whole = frozen, config
+    assert caches("delta:bits=4", 1000) == (1000 * entry, 0), "no gradient is sent"
+    assert caches("none", 1000) == (0, 0)
+    config, planner = of_whole, planner_of(of_whole, 2)
     config = replace(config, pp=replace(config.pp, backward="none"))
     bounded = f"delta:bits=4,cache_gib={100 * entry / GIB}"
     assert (caches(bounded, None), caches(bounded, 50)) == ((100 * entry, 0), (50 * entry, 0))

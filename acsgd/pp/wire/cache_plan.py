@@ -57,10 +57,10 @@ class CachePlan:
 def plan_capacity(delta: Delta, entry_bytes: int, *, samples: int, per_step: int) -> int:
     """Return the number of samples that one end of a link caches.
 
-    entry_bytes: of all tensors of a sample; samples: number in the data; per_step: number per step and replica. Raises
-    ValueError if cache_gib is too small for one step.
+    entry_bytes: of all cached tensors of a sample; samples: number in the data; per_step: number per step and replica.
+    Raises ValueError if cache_gib is too small for one step.
     """
-    if not delta.cache_gib:
+    if not (delta.cache_gib and entry_bytes):
         return samples
     capacity = int(delta.cache_gib * 2**30) // entry_bytes
     if capacity < min(per_step, samples):
@@ -115,9 +115,7 @@ def plan_caches(
     of which this rank has an end; processes, directory: see `check_space`; first_layers, run_id, fresh: see
     `CachePlan`; are_kept: whether this process has them already. Raises ValueError if there is no room for them.
     """
-    entry_bytes = [
-        sum(delta.entry_bytes(spec) for spec in specs if spec.dtype.is_floating_point) for specs in boundaries
-    ]
+    entry_bytes = [sum(map(delta.entry_bytes, specs)) for specs in boundaries]
     capacities = [plan_capacity(delta, nbytes, samples=samples, per_step=per_step) for nbytes in entry_bytes]
     if not are_kept:
         check_space(delta, directory, [capacities[each] * entry_bytes[each] for each in ends], processes=processes)

@@ -220,8 +220,10 @@ class LinkFactory:
         )
 
     def _gradient_coder(self, boundary: int, name: str, side: str) -> Coder:
-        """Return this end's coder of the gradients of a tensor."""
+        """Return this end's coder of the gradients of a tensor; a lossless one, without a cache, if none are sent."""
         spec = self.boundaries[boundary][name]
+        if boundary < self.frozen:
+            return StatelessCoder([EXACT] * len(self.backward), spec)
         delta = next((codec for codec in self.backward if isinstance(codec, Delta)), None)
         if delta is None:
             return self._coder([codec for codec in self.backward if not isinstance(codec, Delta)], spec)

@@ -346,10 +346,9 @@ class _RankPlan:
         delta, per_step = partition.plugins.delta, len(partition.micro_ids) * partition.config.pp.micro
         if delta is None or delta.cache != "ram":
             return 0
+        tensors = partition.cached_tensors
         for boundary in partition.cached_boundaries:
-            specs = partition.shapes.boundaries[boundary]
-            entry = sum(delta.entry_bytes(spec) for spec in specs.values() if spec.dtype.is_floating_point)
-            entry *= partition.plugins.cached_directions(boundary)
+            entry = sum(map(delta.entry_bytes, tensors[boundary]))
             total += entry * plan_capacity(delta, entry, samples=sequences, per_step=per_step)
         return total
 

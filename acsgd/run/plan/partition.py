@@ -20,6 +20,8 @@ from acsgd.pp.recompute import check_attention
 from acsgd.pp.schedules.programs import RankPrograms
 from acsgd.pp.schedules.rows import RowRoute, group_width
 from acsgd.pp.tied.plan import TiedWeight, tied_weights
+from acsgd.pp.wire.coder import TensorSpec
+from acsgd.pp.wire.delta import Delta
 from acsgd.run.plan.layout import BatchShapes, StageLayout, costs_of, divide
 from acsgd.run.plan.limits import check_computes, check_split
 from acsgd.run.plan.model import RunModel
@@ -76,7 +78,22 @@ class Partition:
     @property
     def cached_boundaries(self) -> list[int]:
         """Boundaries of which this rank has an end with activation caches."""
-        return [each for each in self.layout.shared_boundaries if self.plugins.cached_directions(each)]
+        tensors = self.cached_tensors
+        return [each for each in self.layout.shared_boundaries if tensors[each]]
+
+    @property
+    def cached_tensors(self) -> list[list[TensorSpec]]:
+        """By boundary, the tensors of a micro-batch that each of its ends caches.
+
+        Activations, and gradients where these travel.
+        """
+        found, first = list[list[TensorSpec]](), self.programs.first_backward
+        has_delta = any(isinstance(codec, Delta) for codec in self.plugins.backward)
+        for boundary, tensors in enumerate(self.shapes.boundaries):
+            floats = [spec for spec in tensors.values() if spec.dtype.is_floating_point]
+            directions = bool(self.plugins.deltas_at(boundary)) + (has_delta and boundary >= first)
+            found.append(floats * directions)
+        return found
 
     @property
     def domains(self) -> list[Sequence[int]]:

@@ -54,10 +54,6 @@ class Plugins(NamedTuple):
         codecs = self.forward if self.ladder is None else self.ladder.codecs_at(boundary)
         return [codec for codec in codecs if isinstance(codec, Delta)]
 
-    def cached_directions(self, boundary: int) -> int:
-        """Return in how many directions, 0 to 2, tensors cross a boundary that its ends cache."""
-        return bool(self.deltas_at(boundary)) + any(isinstance(codec, Delta) for codec in self.backward)
-
     def delta_option(self, pp: PipelineConfig) -> str:
         """Return the option that names the codec with activation caches, and its value."""
         key = "backward" if not any(isinstance(codec, Delta) for codec in self.forward) else "forward"

@@ -399,7 +399,7 @@ def _sends_codes(job: Job) -> bool:
 def _has_caches(job: Job, direction: str | None = None) -> bool:
     """Return whether what travels in a direction, "forward", "backward" or either, is cached by the given codec."""
     codecs = (*job.plugins.forward, *job.plugins.backward) if direction is None else getattr(job.plugins, direction)
-    has_delta = any(isinstance(codec, Delta) for codec in codecs)
+    has_delta = any(isinstance(codec, Delta) for codec in codecs) and any(job.cached_tensors)
     return job.plugins.ladder is None and has_delta and job.topology.stages > 1
 
 

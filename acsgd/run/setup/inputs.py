@@ -178,21 +178,18 @@ def verify_layers(job: Job) -> None:
 def plan_activation_caches(
     job: Job, samples: int, *, run_id: str, fresh: bool, are_kept: bool = False
 ) -> CachePlan | None:
-    """Plan the activation caches of this rank's links; None without delta or without links.
+    """Plan the activation caches of this rank's links; None if no tensor of the run is cached.
 
     samples: number of training samples; run_id, fresh: see CachePlan; are_kept: see `plan_caches`. Raises ValueError
     if they do not fit.
     """
-    delta = job.plugins.delta
-    if delta is None or job.topology.stages == 1:
+    delta, tensors = job.plugins.delta, job.cached_tensors
+    if delta is None or not any(tensors) or job.topology.stages == 1:
         return None
     try:
         return plan_caches(
             delta,
-            [
-                [*tensors.values()] * job.plugins.cached_directions(boundary)
-                for boundary, tensors in enumerate(job.shapes.boundaries)
-            ],
+            tensors,
             samples=samples,
             per_step=len(job.micro_ids) * job.config.pp.micro,
             ends=job.cached_boundaries,
