@@ -315,6 +315,26 @@ def test_small_differences_arrive_in_the_mean_of_visits_with_stochastic_rounding
         assert (abs(float(torch.stack(found).mean()) - 0.05) < 0.025) is arrives
 
 
+def test_errors_of_stochastic_rounding_are_independent(tmp_path: Path) -> None:
+    """Of the tensors and directions of all boundaries, and of the micro-batches of a step."""
+    spec, sample = TensorSpec(SHAPE, torch.float32), (0, 1, 2)
+    plan = CachePlan([9, 9], tmp_path, ["block-00001", "block-00002"], "a", fresh=True)
+    codecs = [parse("delta:step=1,transform=true,rounding=stochastic")]
+    boundaries = [{"hidden": spec, "other": spec}] * 2
+    factory = LinkFactory(Mock(), Mock(), CPU, boundaries, codecs, codecs, Meter(), Meter(), plan)
+    opens = (factory._activation_coder, factory._gradient_coder)
+    coders = [each(*of, "sender") for each in opens for of in itertools.product(range(2), ("hidden", "other"))]
+    found = set[bytes]()
+    for coder, micro in itertools.product(coders, range(2)):
+        fresh = factory._activation_coder(0, "hidden", "sender")  # in the same state, but for its random numbers
+        assert isinstance(fresh, DeltaCoder)
+        assert isinstance(coder, DeltaCoder)
+        fresh._seed = coder._seed
+        fresh.encode(activations(0), TransferInfo(0, 0, samples=sample))
+        found.add(fresh.encode(activations(1), TransferInfo(1, micro, samples=sample))[1].numpy().tobytes())
+    assert len(found) == 16
+
+
 @pytest.mark.parametrize("delta", DELTAS, ids=repr)
 def test_a_sample_may_come_twice_in_a_micro_batch(delta: Delta) -> None:
     for capacity in (0, 1, 2, 100):

@@ -166,7 +166,8 @@ class DeltaCoder:
 
     is_frozen: whether no layer before the boundary is trained. Then cache hits that equal their entries, but for the
     rounding of fp16, are not sent: the receiver takes the entries. are_gradients: whether the tensors are gradients,
-    whose entries of 16 bits are bf16: most are smaller than the numbers that fp16 represents well.
+    whose entries of 16 bits are bf16: most are smaller than the numbers that fp16 represents well. seed: of the random
+    numbers of the sender's stochastic rounding, another one for each tensor.
 
     All rows have the same length, since an entry must fit every visit of its sample.
 
@@ -185,6 +186,7 @@ class DeltaCoder:
         is_frozen: bool = False,
         are_gradients: bool = False,
         caches_all: bool = True,
+        seed: int = 0,
     ) -> None:
         deltas = [codec for codec in codecs if isinstance(codec, Delta)]
         self._codecs = (EXACT, *codecs)
@@ -195,6 +197,7 @@ class DeltaCoder:
             self._entry_codec, self._entry_dtype = Identity("bf16"), torch.bfloat16
         self._is_frozen = is_frozen and self._entry_dtype == torch.float16
         self._caches_all = caches_all
+        self._seed = seed
         self._spec = spec
         self._cache = cache
         self._streams = streams
@@ -298,7 +301,8 @@ class DeltaCoder:
         delta = self._hit_delta(info)
         if not delta.transform:
             return encode_update(delta.codec, x, m)
-        seed = mix_seed(info.step, *info.samples) if delta.rounding == "stochastic" else None
+        is_random = delta.rounding == "stochastic"
+        seed = mix_seed(self._seed, info.step, info.micro, *info.samples) if is_random else None
         gradients = self._cached_gradients(info) if delta.balance else None
         difference = x.detach().float() - m.float()
         fields = self._shared.encode(difference, delta.step, seed, balance=delta.balance, gradients=gradients)

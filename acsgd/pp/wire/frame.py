@@ -12,7 +12,7 @@ from torch import Tensor
 from acsgd.io.files.checksum import checksum
 from acsgd.layers.batch import Lengths
 
-_MAGIC = b"ACS4"
+_MAGIC = b"ACS5"
 _IDENTITY = struct.Struct("<4sBBHIIQQQ")
 _CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = _IDENTITY.size + _CHECKSUM.size

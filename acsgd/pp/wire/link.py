@@ -27,7 +27,7 @@ from acsgd.pp.wire.frame import MessageKind
 from acsgd.pp.wire.mailbox import MAX_SENDS_IN_FLIGHT, Inbox, Outbox, Received
 from acsgd.pp.wire.row_coder import RowDifferenceCoder
 from acsgd.pp.wire.shared_basis import TransformCoder
-from acsgd.streams import Streams
+from acsgd.streams import Streams, mix_seed
 
 HOST = Streams(torch.device("cpu"))
 AnyOutbox = Outbox | DeviceOutbox
@@ -217,6 +217,7 @@ class LinkFactory:
             self.streams,
             is_frozen=boundary < self.frozen,
             caches_all=self.caches_all,
+            seed=mix_seed(boundary, *name.encode()),
         )
 
     def _gradient_coder(self, boundary: int, name: str, side: str) -> Coder:
@@ -227,8 +228,16 @@ class LinkFactory:
         delta = next((codec for codec in self.backward if isinstance(codec, Delta)), None)
         if delta is None:
             return self._coder([codec for codec in self.backward if not isinstance(codec, Delta)], spec)
-        cache = self._open_cache(boundary, f"{side}.{name}.gradient", delta, spec)
-        return DeltaCoder(self.backward, spec, cache, self.streams, are_gradients=True, caches_all=self.caches_all)
+        key = f"{name}.gradient"
+        return DeltaCoder(
+            self.backward,
+            spec,
+            self._open_cache(boundary, f"{side}.{key}", delta, spec),
+            self.streams,
+            are_gradients=True,
+            caches_all=self.caches_all,
+            seed=mix_seed(boundary, *key.encode()),
+        )
 
     def _open_cache(self, boundary: int, name: str, delta: Delta, spec: TensorSpec) -> ActivationCache:
         assert self.cache_plan is not None, "delta needs a cache plan"
