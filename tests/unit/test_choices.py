@@ -46,6 +46,11 @@ WRONG: list[tuple[dict[str, dict[str, Any]], float, str]] = [
     ({"pp": {"stages": 2, "forward": "delta"}, "model": {"dropout_mask": "sample"}}, 0.5, "trained on twice in 0.50"),
     ({"pp": {"stages": 2, "backward": "delta"}, "model": {"dropout_mask": "sample"}}, 1, "pp.backward=delta sends a"),
     ({"pp": {"stages": 2, "backward": "delta"}}, 2, "pp.backward=delta needs gradients that change little"),
+    (
+        {"pp": {"stages": 2, "backward": "delta"}, "model": {"dtype": "fp16", "name": QUIET}},
+        3,
+        "pp.backward=delta caches gradients times the loss scale",
+    ),
     ({"pp": {"stages": 2, "forward": "delta"}}, 2, "draws new dropout masks in every step; give --model.dropout_mask"),
     ({"model": {"dropout_mask": "sample", "name": QUIET}}, 2, "but the model has no dropout"),
     ({"optim": {"name": "sgd", "betas": (0.8, 0.9)}}, 2, "optim.betas=(0.8, 0.9) has no effect: optim.name=sgd has"),

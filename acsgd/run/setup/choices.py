@@ -138,6 +138,11 @@ CHOICES = (
     *_of_delta("forward", "activations"),
     *_of_delta("backward", "gradients"),
     Choice(
+        lambda job, _: _has_caches(job, "backward") and job.config.model.dtype == "fp16",
+        "pp.backward={config.pp.backward} caches gradients times the loss scale of model.dtype=fp16, so that their "
+        "differences are large whenever it changes; give --model.dtype bf16, or --pp.backward fixpoint:bits=8",
+    ),
+    Choice(
         lambda job, _: job.config.model.dropout_mask == "sample" and not _has_dropout(job),
         "model.dropout_mask=sample computes one sequence at a time, but the model has no dropout; remove it",
     ),
