@@ -284,6 +284,14 @@ def test_replicas_exchange_what_backward_does_not_hide(config: Config) -> None:
         messages = replace(MESSAGES, mode=mode, mode_param_s=1e-3)
         step = planned(compressed, 4, replace(rates, messages=messages), LinkRate(math.inf))
         assert step.replicas_s == pytest.approx(1e-3 * trained)
+    compressed = replace(config, dp=replace(config.dp, mode="sharded_ps:bucket_mb=0.1", shard="none"))
+    messages = replace(messages, mode=compressed.dp.mode, cores=99)
+    slow = replace(rates, operations_per_s=1.0, messages=messages)
+    assert planned(compressed, 4, slow, LinkRate(math.inf)).replicas_s < 1e-3 * trained / 3, "behind the backward"
+    divided = replace(compressed, dp=replace(compressed.dp, shard="optimizer"))
+    planner = RunPlanner(divided, 4, describe_run_model(divided), on_gpu=False, per_host=2)
+    (load,) = planner.step(divided, planner.step_planner(slow, LinkRate(math.inf))).links
+    assert load.busy_s == pytest.approx(1e-3 * trained / 2), "each replica has half of what its host exchanges"
     in_buckets = replace(config, dp=replace(config.dp, mode="allreduce:bucket_mb=0.1"))
     hidden = planned(in_buckets, 4, replace(RATES, operations_per_s=1e3), SLOW)
     in_view = planned(in_buckets, 4, replace(RATES, operations_per_s=1e15), SLOW)

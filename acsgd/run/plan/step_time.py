@@ -177,7 +177,7 @@ class StepPlanner:
         exposed = [_exposed(partition, *each) for each in zip(loads, ends, last, weights, strict=True)]
         exposed = [late + self._within_s(partition, each, micros) for late, each in zip(exposed, weights, strict=True)]
         if (times := self._rates.messages) is not None and times.delays_layers(partition.local_world_size):
-            works = [self._cpu_s(partition, each.nbytes) for each in loads]
+            works = [self._cpu_s(partition, of, each.nbytes) for of, each in zip(weights, loads, strict=True)]
             exposed = [*map(max, exposed, works)]
         return loads, exposed
 
@@ -241,19 +241,22 @@ class StepPlanner:
             nbytes = share * (trained * micros * 4 / compression(config.dp.mode) + gathered)
             groups = -(-len(partition.layout.layers) // (partition.plugins.recompute.layers or 1))
             delay_s = 2 * micros * groups * link.delay_s * (replicas > 1)
-        busy_s = max(nbytes / link.bytes_per_s + delay_s, self._cpu_s(partition, nbytes))
+        busy_s = max(nbytes / link.bytes_per_s + delay_s, self._cpu_s(partition, weights, nbytes))
         return LinkLoad("replicas", nbytes, busy_s)
 
-    def _cpu_s(self, partition: Partition, nbytes: float) -> float:
+    def _cpu_s(self, partition: Partition, weights: RankWeights, nbytes: float) -> float:
         """Return the CPU time of a process that sends some bytes of gradients and weights to other replicas.
 
-        0 if it is not known, or if it is part of what dp.mode computes.
+        As dp.mode was measured here, else by the bytes; 0 if it is not known. nbytes: of a replica, or of a domain.
         """
-        times, mode = self._rates.messages, partition.config.dp.mode
-        if times is None or self._rates.on_gpu or partition.plugins.mode.exchanges != "gradients" or times.mode == mode:
+        times = self._rates.messages
+        if times is None or self._rates.on_gpu or not nbytes or partition.plugins.mode.exchanges != "gradients":
             return 0.0
-        divides_all = partition.config.dp.shard != "none" and not partition.divides_in_domains
-        return nbytes * (times.part_byte_s if divides_all else times.sum_byte_s)
+        if times.mode == partition.config.dp.mode:
+            return times.mode_param_s * _exchanged_params(partition, weights)
+        if partition.divides_in_domains:
+            return nbytes / partition.num_owners * times.sum_byte_s
+        return nbytes * (times.sum_byte_s if partition.config.dp.shard == "none" else times.part_byte_s)
 
     def _within_s(self, partition: Partition, weights: RankWeights, micros: int) -> float:
         """Return the CPU time of what a replica sends to those that divide the weights with it in one of several
@@ -269,14 +272,16 @@ class StepPlanner:
         return (1 - 1 / partition.num_owners) * (gradients + sent) * times.part_byte_s
 
     def _mode_s(self, partition: Partition, weights: RankWeights) -> float:
-        """Return the time of what dp.mode computes in a step: as it was measured here, else as in the docs."""
+        """Return the time of what dp.mode computes in a step: as it was measured here, else as in the docs.
+
+        0 if it computes with gradients, and was measured: then it is part of the exchange, see `_cpu_s`.
+        """
         if len(partition.domains) == 1:
             return 0.0
-        rates, mode = self._rates, partition.config.dp.mode
-        trained = sum(weight.master.numel() for weight in chain.from_iterable(weights.stages.values()))
+        rates, mode, count = self._rates, partition.config.dp.mode, _exchanged_params(partition, weights)
         if rates.messages is not None and rates.messages.mode == mode and not rates.on_gpu:
-            return rates.messages.mode_param_s * trained
-        return measured_work(mode) * ADAMW_BYTES * trained / rates.bytes_per_s
+            return 0.0 if partition.plugins.mode.exchanges == "gradients" else rates.messages.mode_param_s * count
+        return measured_work(mode) * ADAMW_BYTES * count / rates.bytes_per_s
 
     def _update_s(self, partition: Partition, weights: RankWeights, compute_s: float) -> float:
         """Return the time of the update. compute_s: of forwards and backwards, behind which gradients are offloaded."""
@@ -428,6 +433,12 @@ def _kind_and_step(spec: str) -> tuple[tuple[type, bool], float]:
     """Return what the bits of a codec with a quantization step depend on: its kind and the step; 0 = it has none."""
     codec = Rung(spec, 0.0).codec
     return (type(codec), getattr(codec, "transform", False)), getattr(codec, "step", 0.0)
+
+
+def _exchanged_params(partition: Partition, weights: RankWeights) -> float:
+    """Return of how many trained parameters a replica exchanges gradients or updates with other domains."""
+    trained = sum(weight.master.numel() for weight in chain.from_iterable(weights.stages.values()))
+    return trained / partition.num_owners if partition.divides_in_domains else trained
 
 
 def _exposed(partition: Partition, exchange: LinkLoad, step_s: float, backward_s: float, weights: RankWeights) -> float:
