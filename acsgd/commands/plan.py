@@ -161,7 +161,7 @@ class PlanCommand:
         """Measure this machine, and keep the rates in a file."""
         import torch
 
-        rates = measure_here(config)
+        rates = measure_here(config, self.world or config.pp.stages)
         rates.write(path)
         if (threads := torch.get_num_threads()) > 1 and self.per_host > 1 and not rates.on_gpu:
             print_note(
@@ -171,8 +171,11 @@ class PlanCommand:
         return rates
 
 
-def measure_here(config: Config) -> Rates:
-    """Measure this machine with the layers of a run. Raises ValueError if that is not possible."""
+def measure_here(config: Config, world: int) -> Rates:
+    """Measure this machine with the layers of a run. Raises ValueError if that is not possible.
+
+    world: number of processes; dp.mode is measured if they have several replicas, which compute on CPUs.
+    """
     from acsgd.run.plan.measure import measure_rates
     from acsgd.run.plan.measure_messages import measure_messages
     from acsgd.run.plan.model import describe_run_model
@@ -181,7 +184,8 @@ def measure_here(config: Config) -> Rates:
 
     streams = open_streams(config.run.device, local_rank=0)
     planner = RunPlanner(config, config.pp.stages, describe_run_model(config), on_gpu=bool(streams.gpu))
-    messages = measure_messages(CALIBRATED_S / 20, config.dp.mode)  # first: it may fail, and takes less time
+    mode = "allreduce" if streams.gpu or world <= config.pp.stages else config.dp.mode
+    messages = measure_messages(CALIBRATED_S / 20, mode)  # first: it may fail, and takes less time
     rates = measure_rates(replace(planner.partition(config), streams=streams), CALIBRATED_S)
     return replace(rates, link=messages.link, messages=messages.times)
 

@@ -391,11 +391,18 @@ def test_measured_rates_are_kept_in_the_run_directory(
 ) -> None:
     monkeypatch.setattr(command, "CALIBRATED_S", 0.2)
     of_messages = MeasuredMessages(LinkRate(1e9), MESSAGES)
-    of_messages = of_messages._replace(times=replace(MESSAGES, mode="cocktail_grad", mode_param_s=1e-8))
-    measured = {"cocktail_grad": of_messages}
+    of_messages = of_messages._replace(
+        times=replace(MESSAGES, mode="cocktail_grad:exact_steps=0.5 epochs", mode_param_s=1e-8)
+    )
+    measured = {
+        "cocktail_grad:exact_steps=0.5 epochs": of_messages,
+        "allreduce": MeasuredMessages(LinkRate(1), MESSAGES),
+    }
     monkeypatch.setattr("acsgd.run.plan.measure_messages.measure_messages", lambda seconds, mode: measured[mode])
     (path := tmp_path / "run.toml").write_text(to_toml(config))
-    code, text, _ = run_plan(capsys, path, "--run.device", "cpu", "--calibrate", "--dp.mode", "cocktail_grad")
+    mode = of_messages.times.mode
+    of_replicas = ("--calibrate", "--dp.mode", mode, "--world", 2)
+    code, text, _ = run_plan(capsys, path, "--run.device", "cpu", *of_replicas)
     assert code == 0
     assert "time of a step on the CPU of this host: " in text
     rates = Rates.read(Path(config.log.dir) / "rates.json")
@@ -416,7 +423,7 @@ def test_measured_rates_are_kept_in_the_run_directory(
     with pytest.raises(CorruptFileError, match=r"does not hold measured rates: .*; --calibrate writes it anew"):
         Rates.read(other)
     other.write_text("{}")
-    monkeypatch.setattr(command, "measure_here", lambda config: rates)
+    monkeypatch.setattr(command, "measure_here", lambda config, world: rates)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     code, _, text = run_plan(capsys, path, "--run.device", "cpu", "--rates", other)
     assert code
@@ -431,7 +438,7 @@ def test_measured_rates_are_kept_in_the_run_directory(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("mode", ["allreduce", "powersgd", "cocktail_grad:exact_steps=20"])
+@pytest.mark.parametrize("mode", ["allreduce", "powersgd", "cocktail_grad:exact_steps=0.5 epochs"])
 def test_messages_and_modes_are_measured_between_two_processes(mode: str) -> None:
     link, times = measure_messages(0.1, mode)
     if mode == "allreduce":

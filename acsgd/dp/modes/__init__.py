@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from acsgd.config.options import in_steps
 from acsgd.config.spec import from_spec
 from acsgd.dp.ladder import MEASURED
 from acsgd.dp.modes.allreduce import AllReduce
@@ -46,7 +47,7 @@ def compression(mode: str) -> float:
     """
     if mode in MEASURED:
         return MEASURED[mode].compression
-    parsed, name = from_spec(mode, MODES, key="dp.mode"), mode.partition(":")[0]
+    parsed, name = from_spec(in_steps(mode, lambda _: 1), MODES, key="dp.mode"), mode.partition(":")[0]
     if name in MEASURED and name != "allreduce":
         return MEASURED[name].compression * getattr(parsed, "inner", 1) / getattr(MODES[name](), "inner", 1)
     bits = 32 if getattr(parsed, "dtype", "fp32") == "fp32" else 16

@@ -25,6 +25,7 @@ from torch import nn
 
 from acsgd.codecs.identity import Identity
 from acsgd.comm.waits import Meter
+from acsgd.config.options import in_steps
 from acsgd.config.spec import from_spec
 from acsgd.dp.exchange.buckets import BUCKET_MB
 from acsgd.dp.exchange.second_moments import INTERVAL
@@ -119,7 +120,8 @@ def _measure(rank: int, store: str, seconds: float, mode: str, threads: int) -> 
         end_byte_s = max(0.0, long.cpu_s - short.cpu_s) / 2 / NBYTES
         summed, divided = (_cpu_per_byte(groups, seconds, is_divided=each) for each in (False, True))
         times = MessageTimes(short.cpu_s / 2, end_byte_s, summed, divided, usable_processors() / threads)
-        if not isinstance(parsed := from_spec(mode, MODES, key="dp.mode"), AllReduce):
+        parsed = from_spec(in_steps(mode, lambda _: 1), MODES, key="dp.mode")  # exact steps are not measured
+        if not isinstance(parsed, AllReduce):
             times = replace(times, mode=mode, mode_param_s=_cpu_per_parameter(groups, seconds, parsed))
         groups.wait_for_all("measuring messages", timeout_s=TIMEOUT.total_seconds())
     return MeasuredMessages(LinkRate(_bytes_per_s(short, long), short.wait_s), times)
@@ -195,6 +197,7 @@ def _cpu_per_byte(groups: Groups, seconds: float, *, is_divided: bool) -> float:
 def _cpu_per_parameter(groups: Groups, seconds: float, mode: Mode) -> float:
     """Return the CPU time of this process for each parameter in a step of a mode, without the optimizer's.
 
+    Of several threads at once, no more than the time that passes.
     Mean over the steps from one exchange to the next, behind the initial exact ones. Second moments are corrected, but
     rarely measured.
     """
@@ -203,11 +206,12 @@ def _cpu_per_parameter(groups: Groups, seconds: float, mode: Mode) -> float:
     moments, first = SecondMoments({weight.key: noise.square()}, DECAY), getattr(mode, "exact_steps", 0) + INTERVAL + 1
     for number in _rounds(groups, seconds):
         weight.master.data.add_(noise)
-        began = time.process_time()
+        began, worked = time.perf_counter(), time.process_time()
         for step in range(first + inner * number, first + inner * (number + 1)):
             _run_step(sync, weight, noise, step, moments)
         peers.submit(lambda: None).result(Meter())  # behind what the thread of exchanges has to do still
-        times.append((time.process_time() - began) / inner / noise.numel())
+        taken_s = min(time.perf_counter() - began, time.process_time() - worked)
+        times.append(taken_s / inner / noise.numel())
         noise.normal_()  # a sum has replaced it
     peers.close()
     return median(times)

@@ -84,7 +84,8 @@ class MessageTimes:
     mode: str = ""
     """dp.mode that was measured; empty = none but allreduce."""
     mode_param_s: float = 0.0
-    """CPU time of all threads of a process for each trained parameter in a step of this mode, besides AdamW's."""
+    """CPU time of a process for each trained parameter in a step of this mode, besides AdamW's; of several threads at
+    once, no more than the time that passes."""
 
     def delays_layers(self, processes: int) -> bool:
         """Return whether other threads run on the cores of those that compute. processes: of the run on the host."""
