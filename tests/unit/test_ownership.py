@@ -13,7 +13,7 @@ from acsgd.optim import OPTIMIZERS
 from acsgd.optim.base import Optimizer
 from acsgd.optim.gradient_scale import squared_norm
 from acsgd.optim.ownership import OwnedWeights, Ownership, Part, divide, join_parts
-from acsgd.shards.weights import Weight, WeightState
+from acsgd.shards.weights import MIN_ROW, Weight, WeightState
 
 CONFIG = OptimConfig(lr=0.01, steps=3)
 SPLIT = (Part("table", 0, 3, 0), Part("table", 3, 5, 1), Part("matrix", 0, None, 1), Part("bias", 0, None, 0))
@@ -90,7 +90,14 @@ def test_a_part_is_a_view_of_the_parameter_and_owns_its_master(dtype: torch.dtyp
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("by_rows", [True, False])
 def test_weights_are_divided_evenly_and_each_element_has_one_owner(replicas: int, by_rows: bool) -> None:
-    sizes = {"table": (64, 8), "head": (64, 8), **{f"matrix{i}": (24, 8) for i in range(12)}, "bias": (2,), "gate": ()}
+    sizes = {
+        "table": (64, 8),
+        "head": (64, 8),
+        **{f"matrix{i}": (24, 8) for i in range(12)},
+        "bias": (24,),
+        "gate": (),
+        "B": (24, 4),
+    }
     weights = [
         Weight(key, (param := nn.Parameter(torch.zeros(size))), param, is_tied=key == "table")
         for key, size in sizes.items()
@@ -100,7 +107,8 @@ def test_weights_are_divided_evenly_and_each_element_has_one_owner(replicas: int
     for weight in weights:
         of_weight = [part for part in parts if part.weight == weight.key]
         assert sum(part.rows(weight.master).numel() for part in of_weight) == weight.master.numel()
-        assert by_rows or len(of_weight) == 1
+        has_rows = weight.master.dim() > 1 and weight.master[0].numel() >= MIN_ROW
+        assert len(of_weight) == (replicas if by_rows and has_rows else 1), "others have no statistics by row"
         for part in of_weight:
             owned[part.owner] += part.rows(weight.master).numel()
     mean = sum(owned) / replicas
