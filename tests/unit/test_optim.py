@@ -15,6 +15,7 @@ from acsgd.dp import MODES
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.adamw import AdamW, AdamWOptimizer
 from acsgd.optim.base import LocalStep
+from acsgd.optim.offload import add_in_fp32
 from acsgd.optim.schedule import RATE_SCHEDULES, learning_rate
 from acsgd.run.plan.plugins import check_capabilities, parse_plugins
 from acsgd.shards.weights import Weight
@@ -41,6 +42,13 @@ SCHEDULES = {
 
 def test_every_schedule_is_tested() -> None:
     assert {spec.partition(":")[0] for spec in SCHEDULES} == {*RATE_SCHEDULES}
+
+
+def test_gradients_are_added_whatever_their_strides() -> None:
+    part = torch.arange(24, dtype=torch.bfloat16).view(6, 4)
+    for total, added in ((torch.ones(6, 4), part), (torch.ones(4, 6), part.T), (torch.ones(6, 4).T, part.T)):
+        add_in_fp32(total, added)
+        assert torch.equal(total, 1 + added.float())
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

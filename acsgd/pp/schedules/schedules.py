@@ -60,7 +60,8 @@ class OneFOneB:
     the pipeline is full, messages of up to (lead - 1) * (F + B) / 2 overlap with computations.
 
     split_last: every rank keeps up to as many as the first one. With lead=2 or more, and F, I and W that are equal,
-    each rank waits for its first input alone, as in ZeroBubble, also if messages take up to (lead - 2) * W.
+    each rank waits for its first input alone, as in ZeroBubble, also if messages take up to (lead - 2) * W, unless there
+    are few micro-batches.
     """
 
     chunks: ClassVar[int] = 1
@@ -81,7 +82,7 @@ class OneFOneB:
         return _one_f_one_b(ranks, micros, self.lead, whole)
 
     def bubble(self, ranks: int, micros: int) -> Fraction:
-        """Return the idle share of the time of all ranks."""
+        """Return the idle share of the time of all ranks. split_last: a lower bound where that of ZeroBubble is one."""
         if not self.split_last:
             return Fraction(ranks - 1, micros + ranks - 1)
         if self.lead == 1 and micros > ranks:
@@ -151,7 +152,10 @@ class ZeroBubble:
         return _one_f_one_b(ranks, micros, self.lead, whole=0)
 
     def bubble(self, ranks: int, micros: int) -> Fraction:
-        """Return the idle share of the time of all ranks."""
+        """Return the idle share of the time of all ranks.
+
+        A lower bound with lead=3 or more and fewer than lead * (ranks - 1) + 1 micro-batches.
+        """
         idle = 2 * (ranks - 1) - min(ranks, micros) + 1
         return Fraction(idle, 3 * micros + idle)
 
