@@ -91,6 +91,7 @@ def _decode_rows(source: numpy.ndarray, target: numpy.ndarray, start: int, field
 def _encode_levels(codes: numpy.ndarray) -> numpy.ndarray:
     """Return coded rows of levels, uint32. codes: 0, 1, 2, 3, 4, ... for levels 0, -1, 1, -2, 2, ..., [rows, columns].
 
+    Levels lie between -127 and 127.
     A row is coded with the distribution of `_model` whose mean magnitude is that of its levels; a row of zeros takes no
     bytes. The numbers of the distributions come first, as differences from that of the row before. The coder is a
     stack, so all is encoded in reverse.

@@ -340,7 +340,7 @@ def _print_memory(ranks: Sequence[RankMemory], title: str, *, on_gpu: bool) -> N
     if unknown := max(each.cache_per_sequence for each in ranks):
         print(
             f"not counted: activation caches, up to {unknown / 2**20:.3g} MiB of host memory on a rank for each "
-            "sequence of the data; give their number, --sequences N, or cache_gib in pp.forward"
+            "sequence of the data; give their number, --sequences N, or cache_gib in each delta"
         )
     print(
         f"besides: the process and its libraries, about {PROCESS_BYTES / GIB:.0f} GiB"

@@ -89,7 +89,8 @@ class GradientOffload:
 def add_in_fp32(total: Tensor, part: Tensor) -> None:
     """Add a tensor to an fp32 one of its shape, in place.
 
-    On a CPU, contiguous ones in parts whose fp32 values stay in a cache: torch casts a whole tensor to new memory before it adds it.
+    On a CPU, contiguous ones in parts whose fp32 values stay in a cache: torch casts a whole tensor to new memory
+    before it adds it.
     """
     if part.device.type != "cpu" or not (total.is_contiguous() and part.is_contiguous()):
         total += part

@@ -262,7 +262,7 @@ def test_deltas_are_no_choice_where_sequences_do_not_return_with_small_changes(t
             "pp.forward.2: stages 2 and 3 are both on rank 2 of a pipeline, so nothing is sent between them; remove",
         ),
         ("--pp.backward fixpoint:bits=8", "pp.compress=auto chooses the codecs; give that of one link, pp.backward.0="),
-        ("--pp.backward.0 delta", 'pp.backward.0="delta": unknown name "delta"'),
+        ("--pp.backward.0 delta", 'pp.backward.0="delta": with pp.compress=auto gradients have no'),
         ("--pp.forward.0 fixpoint:bits=99", 'pp.forward.0="fixpoint:bits=99": bits=99'),
         ("--pp.forward.0 delta:cache=disk", "all caches are alike; remove cache options"),
         ("--pp.compress None", "pp.forward.1 is for pp.compress=auto"),

@@ -60,8 +60,8 @@ class OneFOneB:
     the pipeline is full, messages of up to (lead - 1) * (F + B) / 2 overlap with computations.
 
     split_last: every rank keeps up to as many as the first one. With lead=2 or more, and F, I and W that are equal,
-    each rank waits for its first input alone, as in ZeroBubble, also if messages take up to (lead - 2) * W, unless there
-    are few micro-batches.
+    each rank waits for its first input alone, as in ZeroBubble, also if messages take up to (lead - 2) * W, unless
+    there are few micro-batches.
     """
 
     chunks: ClassVar[int] = 1

@@ -64,7 +64,7 @@ class DiskStore:
             self._file = _open(path, header, fresh=fresh)
         except OSError as error:
             raise RunError(
-                f"{path} cannot be written ({error.strerror}); use another log.dir, or cache=ram in pp.forward"
+                f"{path} cannot be written ({error.strerror}); use another log.dir, or cache=ram in each delta"
             ) from None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"cache {path.name}")
 

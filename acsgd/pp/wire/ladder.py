@@ -196,6 +196,11 @@ def _with_fixed(
     """Return rungs with those of given codecs, and the index of the codec of each link that has a given one."""
     found, fixed = [*rungs], dict[int, int]()
     for key, (number, spec) in given.items():
+        if "delta" not in table and spec.partition(":")[0].strip() == "delta":
+            raise ValueError(
+                f'{key}="{spec}": with pp.compress=auto gradients have no caches; give another codec, such as '
+                "fixpoint:bits=8, or remove pp.compress, and give pp.forward and pp.backward for all links"
+            )
         codec = from_spec(spec, table, key=key)
         if isinstance(codec, Delta) and (codec.cache, codec.cache_bits, codec.cache_gib) != ("ram", 16, 0.0):
             raise ValueError(f'{key}="{spec}": with pp.compress=auto all caches are alike; remove cache options')

@@ -62,7 +62,7 @@ def build_session(
 ) -> Session:
     """Load the weights of this rank's stages, and connect them with the neighbouring stages on other ranks.
 
-    cache_plan: size and place of the activation caches; needed if pp.forward is delta. deferred: receives the
+    cache_plan: size and place of the activation caches; needed if a tensor is cached. deferred: receives the
     constants of all layers, to be loaded later; None = load them, too. observers: replicas that do not send updates.
     """
     model = job.model.build(job.shapes.dtype)
