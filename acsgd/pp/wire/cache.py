@@ -1,4 +1,4 @@
-"""The activation cache of one end of a link: the last activations of each sample, in encoded form.
+"""The activation cache of one end of a link: the last activations, or gradients of them, of each sample, encoded.
 
 The caches of both ends must hold the same entries, as the receiver adds each decoded difference to its own entry. So
 every entry has a version, a hash of all transfers that updated it, and the ends compare versions before each step.

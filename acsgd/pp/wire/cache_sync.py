@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class CacheSync:
-    """One end of the synchronization. caches: one per tensor of the channel; empty without delta.
+    """One end of the synchronization. caches: one per cached tensor and direction of the link; empty without delta.
 
     The constructor compares all entries, `begin_step` those of a step; both ends discard entries that differ or that
     one of them lacks. A step costs one message of 8 bytes per tensor and sample in each direction, in flight while the

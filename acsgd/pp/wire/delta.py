@@ -79,7 +79,7 @@ class Delta:
     cache: Literal["ram", "disk"] = "ram"
     """Where cache entries are kept: host memory, or a file in the run directory, which a resumed run reuses."""
     cache_bits: int = 16
-    """Bits per element of cache entries: 16 (fp16), or 8, 4 or 2, quantized anew at each update."""
+    """Bits per element of cache entries: 16 (fp16, of gradients bf16), or 8, 4 or 2, quantized anew at each update."""
     cache_gib: float = 0.0
     """Largest size of the cache at one end of a link, GiB; 0 = as large as all samples need."""
 

@@ -33,8 +33,13 @@ MEASURED = (
     Rung("delta:step=0.2,transform=true", 0.0006, 2.64),
 )
 """Codecs of activations whose bits after entropy coding are in docs/measurements/stages.md."""
-OF_GRADIENTS = (*BACKWARD, Rung("delta:step=0.5,transform=true,rounding=stochastic", 0.0002, 2.35))
-"""The same of activation gradients."""
+OF_GRADIENTS = (
+    *BACKWARD,
+    Rung("delta:step=1,transform=true", 0.0032, 1.41),
+    Rung("delta:step=0.5,transform=true", 0.0011, 2.12),
+    Rung("delta:step=0.5,transform=true,rounding=stochastic", 0.0002, 2.35),
+)
+"""The same of activation gradients. Those of other kinds are planned with the bits of activations, and the reverse."""
 MAX_MICROS = 32
 """Number of micro-batches that are simulated at most, unless more fill the pipeline; each more takes as long as those
 before."""
@@ -363,8 +368,8 @@ def message_bytes(partition: Partition) -> tuple[list[float], list[float]]:
     sizes: tuple[list[float], list[float]] = ([], [])
     for boundary, tensors in enumerate(partition.shapes.boundaries):
         floats = [spec for spec in tensors.values() if spec.dtype.is_floating_point]
-        sizes[0].append(_rung(specs[0], MEASURED).message_bytes([*tensors.values()]))
-        sizes[1].append(_rung(specs[1], OF_GRADIENTS).message_bytes(floats) * (boundary >= first))
+        sizes[0].append(_rung(specs[0], MEASURED, OF_GRADIENTS).message_bytes([*tensors.values()]))
+        sizes[1].append(_rung(specs[1], OF_GRADIENTS, MEASURED).message_bytes(floats) * (boundary >= first))
     return sizes
 
 
@@ -421,18 +426,25 @@ def attention_share(block: nn.Module, config: PreTrainedConfig, sequence: int) -
     return (attention + scores) / (whole + scores)
 
 
-def _rung(spec: str, rungs: Sequence[Rung]) -> Rung:
-    """Return the codec with the mean bits that were measured of its kind with the nearest step, if there are any."""
+def _rung(spec: str, *tables: Sequence[Rung]) -> Rung:
+    """Return the codec with the mean bits that were measured of its kind with the nearest step.
+
+    Of the first table that has some; without bits if none has.
+    """
     kind, step = _kind_and_step(spec)
-    measured = [(*_kind_and_step(each.spec), each.bits) for each in rungs if each.bits]
-    alike = {math.log(of / step): bits for of_kind, of, bits in measured if of_kind == kind and step}
-    return Rung(spec, 0.0, alike[min(alike, key=abs)] if alike else None)
+    for rungs in tables:
+        measured = [(*_kind_and_step(each.spec), each.bits) for each in rungs if each.bits]
+        alike = {math.log(of / step): bits for of_kind, of, bits in measured if of_kind == kind and step}
+        if alike:
+            return Rung(spec, 0.0, alike[min(alike, key=abs)])
+    return Rung(spec, 0.0)
 
 
-def _kind_and_step(spec: str) -> tuple[tuple[type, bool], float]:
+def _kind_and_step(spec: str) -> tuple[tuple[type, bool, str], float]:
     """Return what the bits of a codec with a quantization step depend on: its kind and the step; 0 = it has none."""
     codec = Rung(spec, 0.0).codec
-    return (type(codec), getattr(codec, "transform", False)), getattr(codec, "step", 0.0)
+    kind = type(codec), getattr(codec, "transform", False), getattr(codec, "rounding", "nearest")
+    return kind, getattr(codec, "step", 0.0)
 
 
 def _exchanged_params(partition: Partition, weights: RankWeights) -> float:
