@@ -104,14 +104,13 @@ class Peers:
         self.group = group
         self._named = named or group
         self._domains = domains
-        self.owners: Peers = self
-        """The replicas that divide the weights with this one."""
+        self._owners: Peers | None = None
         self.across_domains: Peers | None = None
         """Those that own the same parts of the weights, one of each domain; None = there are no others."""
         if divides and domains is not None:
             assert domains.local is not None
             assert domains.across is not None
-            self.owners, self.across_domains = (
+            self._owners, self.across_domains = (
                 Peers(each, waits, named=group) for each in (domains.local, domains.across)
             )
         self.waits = waits
@@ -139,6 +138,11 @@ class Peers:
         """Index of this replica among these; 0 on an observer, whose tensors have the shapes of that replica's."""
         self._ranks = [self.group.ranks[domain[0]] for domain in self.domains]
         self._leader, *self._followers = (self.group.ranks[member] for member in self.members)
+
+    @property
+    def owners(self) -> Peers:
+        """The replicas that divide the weights with this one."""
+        return self._owners or self  # not kept: a cycle would keep the connections of the group
 
     def name(self, peer: int) -> str:
         """Return the replica `peer` for an error message."""
@@ -360,8 +364,8 @@ class Peers:
     def close(self) -> None:
         """Discard the work that the thread has not begun, and end it. After an interrupt it waits for no peer."""
         self._thread.shutdown(cancel_futures=True)
-        for peers in (self.owners, self.across_domains):
-            if peers is not None and peers is not self:
+        for peers in (self._owners, self.across_domains):
+            if peers is not None:
                 peers.close()
 
     def abort(self) -> None:
