@@ -108,10 +108,10 @@ def test_it_is_found_if_sequences_run_one_by_one(recompute: str, tiny_model: Tin
 def test_a_sum_of_which_replicas_own_parts_is_checked_at_its_owner(tiny_model: TinyModel, tmp_path: Path) -> None:
     config = make_config(tiny_model("gpt2", n_layer=1), tmp_path, stages=1)
     config = replace(config, dp=ReplicaConfig(shard="weights"))
-    plants = [Plant("sum", "transformer.h.0.ln_2.bias", None, "reduce", "")]
+    plants = [Plant("sum", "transformer.h.0.mlp.c_fc.weight", None, "reduce", "")]
     [first], [second] = on_ranks(2, find_on_rank, tmp_path / "store", config, plants)
     assert NonFiniteTensor.from_dict(first) == NonFiniteTensor(
-        "reduce", 0, None, "gradient summed over replicas of transformer.h.0.ln_2.bias[0:16]", "nan"
+        "reduce", 0, None, "gradient summed over replicas of transformer.h.0.mlp.c_fc.weight[0:16]", "nan"
     )
     assert second is None
 

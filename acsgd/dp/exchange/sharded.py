@@ -144,8 +144,8 @@ class ShardedSync(GradSync):
     ) -> None:
         super().__init__()
         self._across_domains = across_domains or SingleReplicaSync(())
-        self._owners_meter = self.meter if across_domains is None else Meter()
-        """Counts the bytes that are sent to the other owners."""
+        self._domain_meter = None if across_domains is None else Meter()
+        """Counts the bytes that are sent within a domain; None = `meter` does."""
         self._owned = owned.of(weights)
         late = [weight for weight in weights if weight.has_remote_lookups]
         early = [weight for weight in weights if not weight.has_remote_lookups]
@@ -163,7 +163,9 @@ class ShardedSync(GradSync):
         assert not self._pending
         for bucket in self._buckets:
             bucket.reset()
-        self._across_domains.meter, self._owners_meter.trace = self.meter, self.meter.trace
+        self._across_domains.meter = self.meter
+        if self._domain_meter is not None:
+            self._domain_meter.trace = self.meter.trace
         self._across_domains.begin_step(step, scale)
         self._begin_pass()
 
@@ -248,7 +250,7 @@ class ShardedSync(GradSync):
         messages = {j: self._codec.encode(bucket.gradients_for(j, grads)) for j, n in enumerate(numels) if n}
         outgoing = {j: message.to(device) for j, message in messages.items() if j != me}
         longest = {j: self._codec.max_bytes(numels[me]) for j in self._peers.others if numels[me]}
-        received = self._peers.exchange(outgoing, longest, self._owners_meter)
+        received = self._peers.exchange(outgoing, longest, self._domain_meter or self.meter)
         if not numels[me]:
             return
         total = torch.zeros(numels[me], device=bucket.weights[0].master.device)
@@ -266,7 +268,7 @@ class ShardedSync(GradSync):
         if sizes[me]:
             outgoing = dict.fromkeys(self._peers.others, _flat(params[me]).view(torch.uint8).to(self._peers.device))
         longest = {j: sizes[j] for j in self._peers.others if sizes[j]}
-        for j, message in self._peers.exchange(outgoing, longest, self._owners_meter).items():
+        for j, message in self._peers.exchange(outgoing, longest, self._domain_meter or self.meter).items():
             if len(message) != sizes[j]:
                 raise RunError(f"{self._peers.name(j)} sent {len(message)} bytes of weights instead of {sizes[j]}")
             aligned = message.clone()  # messages are not
