@@ -66,6 +66,9 @@ class Carrier:
         except (OSError, TimeoutError) as error:
             log.info("%s:%d: %s", peer.member.address, port, error)
             local.abort()
+        except asyncio.CancelledError:
+            local.abort()
+            raise
 
     async def _open_in_time(self, peer: MeshPeer, port: int) -> FirstLine:
         """Open a connection to a port of another host, again if the link to it fails, as TCP does without a mesh.
@@ -166,6 +169,9 @@ class Carrier:
         except (OSError, TimeoutError, ValueError) as error:
             log.info("closed a connection to %s: %s", announced, error)
             connection.transport.abort()
+        except asyncio.CancelledError:
+            connection.transport.abort()
+            raise
 
     async def _tunnel(self, connection: FirstLine) -> socket.socket:
         """Return a socket that sends and receives the bytes of a connection, which can be those of a TLS connection."""

@@ -172,7 +172,7 @@ class Forwarder:
             connection.transport.write(b"messages\n" + to_line(self._greeting()))
             async with asyncio.timeout(HANDSHAKE_S):
                 greeting = _read_greeting(await connection.line)
-        except (OSError, TimeoutError):
+        except (OSError, TimeoutError, asyncio.CancelledError):
             connection.transport.abort()
             raise
         self._greeted(connection, member, greeting, is_dialer=True, dialed=address)

@@ -53,7 +53,7 @@ class Entrance:
         self._on_member = on_member
         self._handshakes: dict[asyncio.Task[None], socket.socket] = {}
         """Oldest first."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._served: dict[asyncio.Task[None], FirstLine] = {}
         self._listener: socket.socket | None = None
         self.refused = 0
         """Number of connections that did not prove to be of a member."""
@@ -66,11 +66,16 @@ class Entrance:
         accept_each(listener, self.accept)
 
     def close(self) -> None:
+        """Accept no more connections, and end those that have not been handed on."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
-        for task in [*self._handshakes, *self._tasks]:
+        for handshake, accepted in list(self._handshakes.items()):
+            handshake.cancel()
+            _end(accepted)
+        for task, connection in list(self._served.items()):
             task.cancel()
+            connection.transport.abort()
 
     def accept(self, connection: socket.socket) -> None:
         """Authenticate a connection, and hand it on."""
@@ -99,8 +104,8 @@ class Entrance:
                 _end(connection)
             return
         task = asyncio.get_running_loop().create_task(self._serve(protocol, member, line))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._served[task] = protocol
+        task.add_done_callback(lambda task: self._served.pop(task, None))
 
     async def _serve(self, connection: FirstLine, member: VerifiedHost, line: str) -> None:
         try:

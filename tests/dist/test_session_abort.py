@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lib import direct
-from lib.patience import stretched
+from lib.patience import stretched, wait_until
 from lib.ranks import on_ranks
 from lib.training import RELATIVE, TIMEOUT, batches_of, make_config, oracle_losses
 from torch import nn
@@ -146,7 +146,8 @@ def test_a_step_that_ends_in_the_middle_of_a_backward_is_repeated_with_offloaded
         again = reconnect(session, session.job, session.groups)
         assert all(model.get_parameter(key).isnan().all() for key in session.job.offloaded), "all are freed"
         fetches = [fetch for stage in session.stages.values() if (fetch := stage._fetch) is not None]
-        assert not any(each.values.any() for fetch in fetches for group in fetch.groups for each in group)
+        params = [each for fetch in fetches for group in fetch.groups for each in group]
+        wait_until(lambda: not any(each.values.any() for each in params))  # those of files are freed in a thread
         assert again.pipeline.run(batch, 0) == loss
         assert direct.digest(direct.gradients(again)) == expected
         session.close()

@@ -385,6 +385,39 @@ def test_ports_are_closed_once_a_process_or_a_host_has_ended(start: Callable[...
         assert one.mesh.has_ended(f"{kept[0]}:{kept[1]}")
 
 
+@pytest.mark.parametrize("sent", [None, b"", b"messages\n"], ids=["no handshake", "no line", "no greeting"])
+def test_a_host_that_stops_ends_a_connection_that_says_no_more(sent: bytes | None, start: Callable[..., Host]) -> None:
+    """Else its other end would wait for as long as the process of the host lives."""
+    host = start()
+    with raw(host) as plain:
+        plain.settimeout(WAIT_S)
+        stream = plain if sent is None else tls_of(SECRET).wrap_socket(plain)
+        if sent:
+            stream.sendall(sent)
+            assert stream.recv(1 << 16), "its greeting"
+        else:
+            wait_until(lambda: host.mesh.forwarder.entrance._handshakes)
+        host.mesh.stop()
+        with contextlib.suppress(ConnectionResetError):
+            assert stream.recv(1) == b""
+
+
+def test_a_host_that_stops_resets_what_it_has_not_carried_yet(
+    start: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = two(start)
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(one.mesh.forwarder._carrier, "_open", never)
+    with other.listen() as server, connect(server) as connection:
+        wait_until(lambda: any("_carry" in repr(task) for task in one.mesh.forwarder._tasks))
+        one.mesh.stop()
+        with pytest.raises(ConnectionResetError):
+            connection.recv(1)
+
+
 def test_a_port_that_another_program_has_taken_on_another_host_is_reported_until_it_ends(
     start: Callable[..., Host],
 ) -> None:
