@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -21,6 +20,7 @@ from acsgd.comm.waits import Meter
 from acsgd.layers.description import LayerSpec
 from acsgd.layers.quantize import is_quantized
 from acsgd.optim.ownership import OwnedWeights
+from acsgd.optim.pages import PagePool, Pages
 from acsgd.shards.weights import Weight
 from acsgd.shards.writer import OpenTensor
 from acsgd.streams import DONE, StreamEvent, Streams
@@ -33,14 +33,19 @@ class FetchedParam:
     again in the next one, before backward reads them.
     """
 
-    def __init__(self, key: str, param: nn.Parameter) -> None:
-        """param: has its values, until the first `release`."""
+    def __init__(self, key: str, param: nn.Parameter, pool: PagePool) -> None:
+        """param: has its values, until the first `release`. pool: of the pages of parameters on a CPU."""
         self.key = key
+        self._pool = pool
         self.values = param.data.contiguous()
         """Of the shape of the parameter; without memory while they are not allocated."""
-        self._mapping: mmap.mmap | None = None
+        self._pages: Pages | None = None
+        """Memory of its own on a CPU: malloc does not reuse aligned blocks that were freed among others."""
         if self.values.device.type == "cpu" and self.values.nbytes and not is_quantized(param):
-            self._map()
+            self._pages = Pages(self.values.nbytes)
+            pool.take(self._pages)
+            values = self._pages.buffer.view(self.values.dtype).view(self.values.shape)
+            self.values = values.copy_(self.values)
         self.uses = 0
         """Number of groups of layers that use it now or next. Without any it has no values."""
         self.param = param
@@ -48,41 +53,32 @@ class FetchedParam:
         missing = float("nan") if self.values.is_floating_point() else 0
         self._stand_in = self.values.new_full((), missing).expand(self.values.shape)
 
-    def _map(self) -> None:
-        """Move the values to memory of their own: malloc does not reuse aligned blocks that were freed among others.
-
-        In huge pages, since each use takes new ones: of small ones, the kernel needs as long as two copies do.
-        """
-        self._mapping = mmap.mmap(-1, self.values.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError, AttributeError):  # a kernel without them
-            self._mapping.madvise(mmap.MADV_HUGEPAGE)
-        values = torch.frombuffer(self._mapping, dtype=torch.uint8).view(self.values.dtype).view(self.values.shape)
-        self.values = values.copy_(self.values)
-
     def allocate(self) -> None:
         """Allocate the values, which are not defined yet."""
-        if self._mapping is None:
+        if self._pages is None:
             self.values.untyped_storage().resize_(self._nbytes)
+        else:
+            self._pool.take(self._pages)
 
     def set_values(self) -> None:
         """Give the parameter its values, which are fetched."""
         self.param.data = self.values
+
+    def hide_values(self) -> None:
+        """Take the values from the parameter. It is a stand-in until `set_values`."""
+        self.param.data = self._stand_in
 
     def release(self) -> None:
         """Take the values from the parameter, and free them."""
         self.hide_values()
         self.free()
 
-    def hide_values(self) -> None:
-        """Take the values from the parameter. It is a stand-in until `set_values`."""
-        self.param.data = self._stand_in
-
     def free(self) -> None:
         """Free the values, which the parameter does not have any more."""
-        if self._mapping is None:
+        if self._pages is None:
             self.values.untyped_storage().resize_(0)
         else:
-            self._mapping.madvise(mmap.MADV_DONTNEED)
+            self._pool.give(self._pages)
 
 
 class ParamSource:
@@ -98,6 +94,7 @@ class ParamSource:
         self.owned = owned
         self._keys = keys
         self._by_key: dict[str, FetchedParam] = {}
+        self._pool = PagePool()
 
     def add(self, spec: LayerSpec, weights: Sequence[Weight], model: nn.Module) -> None:
         """Take the parameters of a layer of a model, in place, but for those that are on the meta device still.
@@ -107,7 +104,7 @@ class ParamSource:
         trained = {weight.key: weight for weight in weights}
         new = [key for key in spec.parameters if key in self._keys and key not in self._by_key]
         loaded = {key: each for key in new if not (each := model.get_parameter(key)).is_meta}
-        params = {key: FetchedParam(key, each) for key, each in loaded.items()}
+        params = {key: FetchedParam(key, each, self._pool) for key, each in loaded.items()}
         for key, param in params.items():
             if key in trained:
                 trained[key] = self.keep_trained(param, trained[key])
@@ -142,10 +139,19 @@ class ParamSource:
         """
         raise NotImplementedError
 
+    def allocate(self, params: Sequence[FetchedParam]) -> None:
+        """Allocate the values of parameters, before they are fetched."""
+        for param in params:
+            param.allocate()
+
     def release(self, params: Sequence[FetchedParam]) -> None:
         """Free the values of parameters."""
         for param in params:
             param.release()
+
+    def drop(self) -> None:
+        """Give memory back to the system that is kept for the next parameters."""
+        self._pool.drop()
 
     def close(self) -> None:
         """End threads, and let go of files and copies."""
@@ -251,13 +257,24 @@ class FileParams(ParamSource):
                 buffer.copied.synchronize()
             self._stored[param.key].read_into(buffer.as_values(param))
 
+    # On a CPU, the thread that reads also takes and gives back the memory, in the order of the calls.
+
+    def allocate(self, params: Sequence[FetchedParam]) -> None:
+        if self._streams.device.type == "cpu":
+            self._thread.submit(super().allocate, params)
+        else:
+            super().allocate(params)
+
     def release(self, params: Sequence[FetchedParam]) -> None:
         if self._streams.device.type != "cpu":
             super().release(params)
             return
         for param in params:
             param.hide_values()
-            self._thread.submit(param.free)  # before what is read next, so that no more is held
+        self._thread.submit(_free, params)
+
+    def drop(self) -> None:
+        self._thread.submit(super().drop)
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
@@ -266,6 +283,11 @@ class FileParams(ParamSource):
     def _buffer(self, nbytes: int) -> _HostBuffer:
         free = self._free.get(nbytes)
         return free.pop() if free else _HostBuffer(self._streams.host_buffer(nbytes), DONE)
+
+
+def _free(params: Sequence[FetchedParam]) -> None:
+    for param in params:
+        param.free()
 
 
 class LayerFetch:
@@ -333,6 +355,7 @@ class LayerFetch:
             self._free(group)
         self._pending.clear()
         self._entered.clear()
+        self._source.drop()
 
     def _free(self, group: int) -> None:
         for param in self.groups[group]:
@@ -357,8 +380,7 @@ class LayerFetch:
         if group in self._pending:
             return
         missing = [param for param in self.groups[group] if not param.uses]
-        for param in missing:
-            param.allocate()
+        self._source.allocate(missing)
         self._pending[group] = self._source.start(missing, self._meter)
         for param in self.groups[group]:
             param.uses += 1

@@ -5,8 +5,7 @@
 Both sides run the same weights and batch in one process, alternately (common/compare.py). Also measured: the fraction
 of a step in which the arguments of the blocks are computed (the context), the time to derive the layers of a model
 of 671 billion parameters, and the fraction of the bandwidth of copy_ that the work of optim.offload=cpu on the host and
-fetches of model.offload reach, in CPU time. On a CPU each fetch takes new memory, as a copy to a new tensor does, and a
-file is read from the page cache.
+fetches of model.offload reach, in CPU time. Parameters are fetched as those of equal blocks, files from the page cache.
 """
 
 from __future__ import annotations
@@ -69,6 +68,8 @@ DeBERTa has as many as its smallest model but one: its convolution after the fir
 VOCABULARY = 4096
 OFFLOADED = 2**24
 """Elements of a weight in host memory."""
+FETCHED = 4
+"""Number of equal parameters, of as many elements together, that are fetched one after another."""
 TASK_OF = {"deberta-v2": MODEL_CLASSES["classification"], "t5": MODEL_CLASSES["seq2seq"]}
 
 
@@ -132,20 +133,23 @@ def derive_s() -> float:
 
 
 def fetches_from(path: Path, streams: Streams) -> list[Callable[[], None]]:
-    """Return a fetch of the one parameter of a safetensors file, from host memory and from the file."""
-    layer = LayerSpec("layer", 0, None, ("weight",), (), False, (), {}, {}, {})
-    keys, owned, stored = frozenset(layer.parameters), OwnedWeights((), Ownership(0, 1)), open_stored(path)
+    """Return fetches of all parameters of a safetensors file one by one, from host memory and from the file."""
+    stored = open_stored(path)
+    layers = [LayerSpec(key, i, None, (key,), (), False, (), {}, {}, {}) for i, key in enumerate(stored)]
+    keys, owned = frozenset(stored), OwnedWeights((), Ownership(0, 1))
 
     def fetch_from(source: HostParams | FileParams) -> Callable[[], None]:
         model = nn.Module()
-        model.register_parameter("weight", nn.Parameter(torch.empty(stored["weight"].header.shape), False))
-        stored["weight"].read_into(model.weight.detach())
-        source.add(layer, (), model)
-        fetch = LayerFetch([[layer]], source, Meter())
+        for key, layer in zip(stored, layers, strict=True):
+            model.register_parameter(key, nn.Parameter(torch.empty(stored[key].header.shape), False))
+            stored[key].read_into(model.get_parameter(key).detach())
+            source.add(layer, (), model)
+        fetch = LayerFetch([[layer] for layer in layers], source, Meter())
 
         def run() -> None:
-            with fetch.whole(0):
-                pass
+            for group in range(len(layers)):
+                with fetch.whole(group):
+                    pass
 
         return run
 
@@ -175,7 +179,8 @@ def offload_shares(rounds: int, directory: Path) -> dict[str, tuple[float, ...]]
 
     master.grad = torch.zeros(OFFLOADED)
     optimizer.step(0)
-    save_file({"weight": master.detach()}, path := directory / "weights.safetensors")
+    parts = {f"weight{i}": part.clone() for i, part in enumerate(master.detach().chunk(FETCHED))}
+    save_file(parts, path := directory / "weights.safetensors")
     fetch, read = fetches_from(path, streams)
     # bytes read and written: of a gradient its copy and its sum; of a step 4 fp32 ones, of which 3 change, and bf16
     works: dict[str, tuple[Callable[[], None], int]] = {

@@ -18,6 +18,7 @@ from acsgd.layers.composed import ComposedModel, Inputs
 from acsgd.layers.description import BATCH
 from acsgd.layers.skeleton import move_buffers, parameter_names, set_tied_parameter
 from acsgd.optim.fetch import FetchedParam
+from acsgd.optim.pages import PagePool
 from acsgd.pp.chunked_loss import HeadLoss
 from acsgd.pp.schedules.schedules import is_chosen
 from acsgd.pp.stage import MicroBatch, Stage
@@ -223,10 +224,11 @@ def memory_rate(streams: Streams, now: Callable[[], float] = time.perf_counter) 
 def copy_rate(streams: Streams, now: Callable[[], float] = time.perf_counter) -> float:
     """Return the bytes per second at which offloaded parameters are fetched from host memory to the device.
 
-    On a CPU, a fetched parameter takes new pages. now: see `measure_layers`.
+    now: see `measure_layers`.
     """
     host = streams.host_buffer(COPIED_BYTES).zero_()
-    param = FetchedParam("", nn.Parameter(torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=streams.device), False))
+    values = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=streams.device)
+    param = FetchedParam("", nn.Parameter(values, False), PagePool())
 
     def fetch() -> None:
         param.release()
