@@ -135,7 +135,8 @@ def explain(error: BaseException) -> str | None:
         if not paths and error.errno == errno.ENOENT:
             return f"the current directory does not exist any more ({error.strerror}); change to another one"
         free = _free_bytes(error.filename) if error.errno == errno.ENOSPC else ""
-        return f"{paths or 'a file'}: {os.strerror(error.errno)}" + (f"; {remedy}{free}" if remedy else "")
+        problem = error.strerror or os.strerror(error.errno)
+        return f"{paths or 'a file'}: {problem}" + (f"; {remedy}{free}" if remedy else "")
     if isinstance(error, UnicodeEncodeError):
         excerpt = error.object[max(0, error.start - 40) : error.end + 40]
         return f"{excerpt} is not valid UTF-8; rename it"
@@ -204,10 +205,11 @@ def kind_of_file(mode: int) -> str:
 def _free_bytes(path: object) -> str:
     """Return " (... bytes are free)" of the disk of a file that could not be written; empty if that is unknown.
 
-    What was written of the file may have been removed by now.
+    What was written of the file may have been removed by now, and so may its directory.
     """
     with contextlib.suppress(OSError, TypeError):
-        status = os.statvfs(Path(os.fsdecode(path)).parent)  # type: ignore[arg-type]
+        parents = Path(os.fsdecode(path)).absolute().parents  # type: ignore[arg-type]
+        status = os.statvfs(next(parent for parent in parents if parent.exists()))
         return f" ({status.f_bavail * status.f_frsize:,} bytes are free now)"
     return ""
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from acsgd.errors import CorruptFileError
+from acsgd.io.files.atomic import check_space
 from acsgd.io.files.fields import from_json
 from acsgd.io.files.read_ahead import read_ahead
 from acsgd.layers.description import ModelLayers
@@ -164,7 +165,8 @@ def write_layers(
 ) -> dict[str, StoredFile]:
     """Write the file of each layer, or continue a conversion; return their manifest entries.
 
-    sources: directories that are converted. Raises ValueError if a parameter is not finite.
+    sources: directories that are converted. Raises ValueError if a parameter is not finite, OSError before the first
+    file if the disk has no room for all.
     """
     if opened.new:
         print_note(f"{sources[0]} lacks {first_names([*opened.new])}: a new head is initialised")
@@ -174,6 +176,7 @@ def write_layers(
     journal = Journal(target, _identity(sources, (layers, shapes)))
     files = {layer: entry for layer in stored if (entry := journal.find(layer)) is not None}
     missing = [layer for layer in stored if layer not in files]
+    check_space(target, sum(sizes[layer] for layer in missing), "layers")
     with contextlib.closing(read_ahead(lambda layer: _read(opened, stored[layer]), missing, 1)) as tensors:
         for layer in missing:
             files[layer] = write_layer(target, layer, next(tensors))  # no name holds them while the one after is read

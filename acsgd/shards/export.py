@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from acsgd.io.files.atomic import check_space
 from acsgd.io.files.read_ahead import read_ahead
 from acsgd.layers.description import LayerSpec
 from acsgd.model_classes import UNTIED
@@ -153,6 +154,7 @@ class _Files:
     """The files of a model, of which those with tensors still to write are open."""
 
     def __init__(self, directory: Path, headers: Mapping[str, TensorHeader], shard_bytes: int) -> None:
+        """Raises OSError if the disk has no room for all."""
         self._directory = directory
         self._headers = headers
         self.done = 0
@@ -167,6 +169,7 @@ class _Files:
             size += bytes_of(header)
         self.total = sum(map(bytes_of, headers.values()))
         """Number of bytes to write."""
+        check_space(directory, self.total, "weights")
         self._shards = {
             SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors": names
             for number, names in enumerate(shards, start=1)

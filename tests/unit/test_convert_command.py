@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shlex
 import signal
@@ -209,24 +210,32 @@ def test_each_direction_reports_its_progress(tiny_model: TinyModel, tmp_path: Pa
 
 
 @pytest.mark.parametrize("direction", ["from-hf", "to-hf"])
-def test_a_full_disk_leaves_nothing(direction: str, tiny_model: TinyModel, tmp_path: Path) -> None:
-    """The limit of the size of files stands for the disk: the system refuses the write."""
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_full_disk_leaves_nothing(
+    has_room: bool, direction: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without room for all, nothing is written. Else the limit of the size of files stands for a disk that is filled
+    meanwhile: the system refuses the write.
+    """
     source, target = tiny_model("gpt2", **SMALL), tmp_path / "new" / "target"
     if direction == "to-hf":
         assert acsgd("convert", "from-hf", source, tmp_path / "shards") == (0, "")
         source = tmp_path / "shards"
     before = os.listdir(tmp_path)
+    if not has_room:
+        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**12))
+        monkeypatch.setattr("acsgd.shards.convert.write_layer", None)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, hard))
     try:
         code, printed = acsgd("convert", direction, source, target)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert (code, printed) == (
-        2,
-        f"error: {target}: File too large; raise the limit on the size of files (ulimit -f), or give a path on another "
-        "disk\n",
-    )
+    problem = "File too large; raise the limit on the size of files (ulimit -f), or give a path on another disk\n"
+    if not has_room:
+        problem = r"No space left on device for [\d,]+ bytes of (layers|weights); free .* \([\d,]+ .* free now\)\n"
+    assert code == 2
+    assert re.fullmatch(f"error: {re.escape(str(target))}: {problem if not has_room else re.escape(problem)}", printed)
     assert os.listdir(tmp_path) == before
 
 

@@ -48,11 +48,17 @@ def build_atomically(path: Path, build: Callable[[Path], None], *, resumable: bo
             _fsync(partial / path.name)
         except OSError as error:
             if error.errno in FULL:  # it names the hidden directory, or no file
-                raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
+                raise OSError(error.errno, error.strerror, str(path)) from None
             raise
         is_first = _rename(partial / path.name, path)
         fsync_directory(path.parent)
         return is_first
+
+
+def check_space(directory: Path, nbytes: int, what: str) -> None:
+    """Raise OSError if the disk of a directory has no room for a number of bytes. what: they are."""
+    if nbytes > shutil.disk_usage(directory).free:
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} for {nbytes:,} bytes of {what}", str(directory))
 
 
 def describe_build(path: Path) -> str | None:
