@@ -29,9 +29,8 @@ from acsgd.mesh.messages import (
     from_line,
     to_line,
 )
-from acsgd.mesh.mirrors import Mirrors
+from acsgd.mesh.mirrors import PortExchange
 from acsgd.mesh.peers import PING_S, MeshPeer
-from acsgd.mesh.ports import listening_ports
 from acsgd.mesh.rotation import SecretRotation
 from acsgd.mesh.streams import FirstLine, Lines
 from acsgd.mesh.tls import HANDSHAKE_S, OTHER_SECRET, Entrance, dial
@@ -43,8 +42,6 @@ SILENCE_S = 5.0
 host counts as lost is decided by the programs, as without a mesh."""
 SCAN_S = 1.0
 """Time between two looks at which ports listen; a program that opens one has it looked for at once, by `publish`."""
-OPENED_S = 2.0
-"""Time in which other hosts open a new port, seconds."""
 REDIAL_S = 0.5
 CONNECT_S = 5.0
 """Time after which a host is dialed again, seconds."""
@@ -55,7 +52,6 @@ ACQUAINT_S = 10.0
 """Interval at which connected hosts get each other's addresses again, since dialing may have failed, seconds."""
 FORGET_S = 600.0
 """Time after which a host is forgotten to which there is no connection, seconds."""
-TAKEN = "cannot be opened on {}, where another program listens at that port: end that program, or start this host again"
 EQUAL = "has the virtual address of this host, by chance: start this host again"
 SHARED = "is the virtual address of another host, too, by chance: start this host again"
 ASK_S = 2.0
@@ -94,14 +90,8 @@ class Forwarder:
         self._on_note = on_note
         self._peers: dict[str, MeshPeer] = {}
         """By virtual address."""
-        self._ports: tuple[int, ...] = ()
-        self._numbers = itertools.count(1)
-        self._published = 0
-        """Number of the latest message `Ports`."""
-        self._opened = asyncio.Event()
-        """Set whenever a host has opened ports."""
         self._carrier = Carrier(identity, self._peers, self._serve, self._spawn)
-        self._mirrors = Mirrors(self._carrier.carry)
+        self.ports = PortExchange(identity.address, daemon_port, self._peers, self._carrier.carry, on_rejected, on_note)
         self.rotation = SecretRotation(identity, secret_file, self._peers, self._end_outdated, on_note)
         self._meeting: set[str] = set()
         """Virtual addresses of hosts, named by others, to which a connection is being opened."""
@@ -122,7 +112,7 @@ class Forwarder:
         for task in list(self._tasks):
             task.cancel()
         self.entrance.close()
-        self._mirrors.close()
+        self.ports.close()
         self._carrier.close()
         for peer in self._peers.values():
             if peer.lines is not None:
@@ -179,7 +169,7 @@ class Forwarder:
         return self._peers.get(member.address)
 
     def _greeting(self) -> Greeting:
-        return Greeting(PROTOCOL, self._announced, self._daemon_port, self._ports)
+        return Greeting(PROTOCOL, self._announced, self._daemon_port, self.ports.ports)
 
     def _greeted(
         self,
@@ -243,8 +233,7 @@ class Forwarder:
 
     def _introduce(self, peer: MeshPeer) -> None:
         """Exchange ports with a host that has been connected, and tell it and the other hosts of each other."""
-        self._mirror(peer)
-        peer.send(Ports(self._published, self._ports))  # they may have changed since the greeting
+        self.ports.meet(peer)
         self.rotation.greet(peer)
         for other in self._peers.values():
             if other is not peer and other.lines is not None:
@@ -297,13 +286,9 @@ class Forwarder:
         match from_line(line):
             case Ports() as ports:
                 peer.ports = ports
-                self._mirror(peer)
+                self.ports.mirror(peer)
             case Opened() as opened:
-                peer.opened = opened
-                self._opened.set()
-                if self._daemon_port in opened.taken:
-                    address = join_address(self.identity.address, self._daemon_port)
-                    self._on_rejected(address, TAKEN.format(peer.member.name))
+                self.ports.take(peer, opened)
             case Acquaintance(address, announced):
                 self._meet(address, announced)
             case Open(number):
@@ -334,7 +319,7 @@ class Forwarder:
         if peer.lines is lines and not self._is_closed:
             peer.lines = None
             peer.connected.clear()
-            self._opened.set()
+            self.ports.lose()
             self._spawn(self._find_again(peer))
 
     async def _find_again(self, peer: MeshPeer) -> None:
@@ -360,7 +345,7 @@ class Forwarder:
                 log.info("%s: %s", peer.announced, error)
             if refusals == REFUSALS and peer.lines is None:
                 peer.ended, peer.ports = True, Ports(0, ())
-                self._mirror(peer)
+                self.ports.mirror(peer)
                 return
             await asyncio.sleep(REFUSED_S if refusals else REDIAL_S)
 
@@ -373,7 +358,7 @@ class Forwarder:
                     peer.lines.transport.abort()
                 elif peer.lines is None and silence_s > FORGET_S:
                     peer.ports = Ports(0, ())
-                    self._mirror(peer)
+                    self.ports.mirror(peer)
                     del self._peers[peer.member.address]
                 peer.send(Ping())
             if count % round(ACQUAINT_S / PING_S) == 0:
@@ -381,9 +366,9 @@ class Forwarder:
                 for peer, other in itertools.permutations(connected, 2):
                     peer.acquaint(other)
             if count % round(SCAN_S / PING_S) == 0:
-                self._scan()
+                self.ports.scan()
                 for peer in self._peers.values():
-                    self._mirror(peer)  # what had a port here may have ended
+                    self.ports.mirror(peer)  # what had a port here may have ended
             await asyncio.sleep(PING_S)
 
     def _end_outdated(self) -> None:
@@ -393,53 +378,16 @@ class Forwarder:
                 peer.lines.transport.abort()
         self._carrier.end_outdated()
 
-    # Ports.
-
-    def _scan(self) -> None:
-        """Look for the ports at which processes of this host listen, and send them if they have changed."""
-        ports = tuple(sorted(listening_ports(self.identity.address)))
-        if ports != self._ports:
-            self._ports, self._published = ports, next(self._numbers)
-            for peer in self._peers.values():
-                peer.send(Ports(self._published, ports))
-
-    async def publish(self) -> set[int]:
-        """Look for new ports now; return once all hosts have opened them, at the latest after OPENED_S.
-
-        Hosts that are silent are not awaited. Returns the ports that another program has taken on any host.
-        """
-        self._scan()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(OPENED_S):
-                number = self._published
-                while any(peer.opened.number < number for peer in self._peers.values() if peer.is_heard()):
-                    self._opened.clear()
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._opened.wait(), PING_S)
-        return {port for peer in self._peers.values() if peer.lines is not None for port in peer.opened.taken}
-
-    def _mirror(self, peer: MeshPeer) -> None:
-        """Listen at exactly the ports of another host, at its address, and send it an `Opened`."""
-        address = peer.member.address
-        taken = self._mirrors.set_ports(address, peer.ports.ports)
-        for port, problem in taken.items():
-            if port not in peer.taken_here:
-                self._on_note(f"mesh: port {port} of {address} cannot be opened here: {problem}")
-        if peer.daemon_port in taken:
-            self._on_rejected(join_address(address, peer.daemon_port), TAKEN.format("this host"))
-        peer.taken_here = tuple(taken)
-        peer.send(Opened(peer.ports.number, peer.taken_here))
-
     async def _deliver(self, connection: FirstLine, port: int) -> None:
         """Connect what another host carries to a port of this host. Raises OSError."""
-        if port not in self._ports:
-            self._scan()
-        if port not in self._ports:
+        if port not in self.ports.ports:
+            self.ports.scan()
+        if port not in self.ports.ports:
             raise ConnectionRefusedError(f"nothing listens at port {port}")
         try:
             await self._carrier.deliver(connection, port)
         except OSError:
-            self._scan()
+            self.ports.scan()
             raise
 
     # Tasks.

@@ -46,7 +46,8 @@ from acsgd.mesh.streams import CarriedEnd
 SECRET = secrets.token_hex(16).encode()
 WAIT_S = stretched(20.0)
 LIMITS = [
-    *((forwarder, limit) for limit in ("SILENCE_S", "CONNECT_S", "OPENED_S")),
+    *((forwarder, limit) for limit in ("SILENCE_S", "CONNECT_S")),
+    (mirrors, "OPENED_S"),
     (carrier, "OPEN_S"),
     *((mesh, limit) for limit in ("PUBLISH_S", "END_S")),
 ]
