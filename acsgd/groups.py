@@ -88,7 +88,7 @@ class Groups:
     waits: Waits
     """All waits of this rank for others."""
     domains: DomainGroups | None
-    """None if no replicas share a domain, or all do."""
+    """None if no replicas share a domain, or all do, unless these are one of the domains that `connect` may find."""
     _opened: ProcessGroups
     _rounds: Counter[str] = field(default_factory=Counter)
     """Number of text exchanges so far, by name."""
@@ -355,6 +355,7 @@ def connect(
     host: VirtualHost | None = None,
     domain: str = "",
     divides: bool = False,
+    may_be_one: bool = False,
 ) -> Iterator[Groups]:
     """Open this rank's process groups; close them on exit, or abort them if an exception is raised.
 
@@ -362,8 +363,9 @@ def connect(
     also while they are opened. several_hosts: whether ranks are or may be on several hosts, the same on all; needed
     only where `background` or `has_several_hosts` are used. host: where this process listens in a run with a mesh.
     domain: name of that of this rank; "" on any rank = there are none. divides: whether replicas of a domain divide the
-    weights, so that domains need the same number of replicas. A process may connect again after exit, with other ranks,
-    with another store (such as a dist.PrefixStore of a new prefix) and with other interruptible waits.
+    weights, so that domains need the same number of replicas. may_be_one: whether replicas that all share a domain
+    divide the weights as in one of several, since others may join. A process may connect again after exit, with other
+    ranks, with another store (such as a dist.PrefixStore of a new prefix) and with other interruptible waits.
     Raises RunError if not all ranks connect in time.
     """
     rank, timeout_s = topology.rank, timeout.total_seconds()
@@ -374,7 +376,8 @@ def connect(
             texts = opened.gather_before("domain", json.dumps([domain, divides]))
             names, dividing = zip(*map(json.loads, texts), strict=True)
             divides = all(dividing)  # the same groups on all ranks, also where their options differ
-            domains = _find_domains(names, topology, equal_sizes=divides)
+            least = 1 if divides and may_be_one else 2
+            domains = _find_domains(names, topology, equal_sizes=divides, least=least)
             local, across = _levels(domains, topology, all_positions=divides)
             lines = [line for axis in topology.sizes for line in topology.lines(axis)]
             everyone = [list(range(topology.world_size))] if several_hosts else []
@@ -403,14 +406,17 @@ def machine_name() -> str:
     return socket.gethostname() + MACHINE + (boot_id.read_text().strip() if boot_id.exists() else "")
 
 
-def _find_domains(names: Sequence[str], topology: Topology, *, equal_sizes: bool) -> dict[tuple[str, ...], list[int]]:
+def _find_domains(
+    names: Sequence[str], topology: Topology, *, equal_sizes: bool, least: int
+) -> dict[tuple[str, ...], list[int]]:
     """Return the replicas of each domain by its names; empty unless some replicas share a domain, and others another.
 
-    names: by rank, as `connect`'s `domain`. equal_sizes: whether all domains must have as many replicas.
+    names: by rank, as `connect`'s `domain`. equal_sizes: whether all domains must have as many replicas. least: number
+    of domains that there must be.
     """
     domains = topology.domains(names)
     is_usable = all(names) and (not equal_sizes or len({len(each) for each in domains.values()}) == 1)
-    return domains if is_usable and 1 < len(domains) < topology.replicas else {}
+    return domains if is_usable and least <= len(domains) < topology.replicas else {}
 
 
 def _levels(

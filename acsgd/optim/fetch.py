@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from acsgd.comm.waits import Meter
+from acsgd.errors import RunError, WaitInterruptedError
 from acsgd.layers.description import LayerSpec
 from acsgd.layers.quantize import is_quantized
 from acsgd.optim.ownership import OwnedWeights
@@ -300,8 +301,9 @@ class LayerFetch:
     def __init__(self, groups: Sequence[Sequence[LayerSpec]], source: ParamSource, meter: Meter) -> None:
         self.is_collective = source.is_collective
         """Whether all replicas fetch together. Gradients are then complete once their first layer's backward ends."""
+        self.source = source
+        """Where the parameters lie between uses."""
         self._layers = groups
-        self._source = source
         self._meter = meter
         self._pending: dict[int, Callable[[], None]] = {}
         """What waits for the groups that are fetched ahead."""
@@ -311,7 +313,7 @@ class LayerFetch:
     @functools.cached_property
     def groups(self) -> Sequence[Sequence[FetchedParam]]:
         """The parameters of each group."""
-        return [self._source.of(layers) for layers in self._layers]
+        return [self.source.of(layers) for layers in self._layers]
 
     @functools.cached_property
     def keys(self) -> frozenset[str]:
@@ -347,20 +349,22 @@ class LayerFetch:
         self._entered.remove(group)
         self._free(group)
 
-    def reset(self) -> None:
-        """Free the parameters of all groups after an interrupted step."""
+    def reset(self, meter: Meter) -> None:
+        """Free the parameters of all groups after an interrupted step. meter: of later messages."""
         for finish in self._pending.values():
-            finish()
+            with contextlib.suppress(RunError, WaitInterruptedError, CancelledError):  # from replicas that have ended
+                finish()
+        self._meter = meter
         for group in [*self._pending, *self._entered]:
             self._free(group)
         self._pending.clear()
         self._entered.clear()
-        self._source.drop()
+        self.source.drop()
 
     def _free(self, group: int) -> None:
         for param in self.groups[group]:
             param.uses -= 1
-        self._source.release([param for param in self.groups[group] if not param.uses])
+        self.source.release([param for param in self.groups[group] if not param.uses])
 
     @contextlib.contextmanager
     def unmetered(self) -> Iterator[None]:
@@ -373,14 +377,14 @@ class LayerFetch:
 
     def close(self) -> None:
         """End the threads that fetch, and let go of where the parameters lie."""
-        self._source.close()
+        self.source.close()
 
     def _start(self, group: int) -> None:
         """Start to fetch the parameters of a group that have no values, unless it is started."""
         if group in self._pending:
             return
         missing = [param for param in self.groups[group] if not param.uses]
-        self._source.allocate(missing)
-        self._pending[group] = self._source.start(missing, self._meter)
+        self.source.allocate(missing)
+        self._pending[group] = self.source.start(missing, self._meter)
         for param in self.groups[group]:
             param.uses += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from acsgd.errors import RunError
 from acsgd.optim.base import Optimizer
 from acsgd.shards.weights import MIN_ROW, Weight, WeightState
 
@@ -92,8 +93,7 @@ class Ownership:
     """Number of replicas."""
     parts: tuple[Part, ...] | None = None
     """Parts of the weights of this rank that are divided, in the order of their rows; the same on all replicas of a
-    stage. None = no rank's are; empty = those of other ranks may be.
-    Snapshots and the plans of elastic runs know whole weights only."""
+    stage. None = no rank's are; empty = those of other ranks may be."""
     gathered: frozenset[str] = frozenset()
     """Parameters, trained or frozen, that are whole while a layer uses them alone: else each replica has its parts."""
     domains: Sequence[Sequence[int]] = ()
@@ -108,6 +108,17 @@ class Ownership:
     def position(self) -> int:
         """Position of this replica among the owners."""
         return self.owners.index(self.replica)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The part of the state of its layers that this replica has, and the number of parts; (0, 1) = all of it."""
+        return (0, 1) if self.parts is None else (self.position, len(self.owners))
+
+    @property
+    def holders(self) -> list[Sequence[int]]:
+        """Replicas that hold the same state: of each part, if they divide it."""
+        everyone: list[Sequence[int]] = [range(self.replicas)]
+        return everyone if self.parts is None else [*zip(*(self.domains or everyone), strict=True)]
 
     @functools.cached_property
     def _by_weight(self) -> dict[str, list[Part]]:
@@ -172,6 +183,12 @@ class OwnedWeights:
             if weight.master is not weight.param and self.ownership.parts_of(weight):
                 weight.master.data = weight.master.new_zeros(()).expand(weight.master.shape)
 
+    def among(self, ownership: Ownership) -> OwnedWeights:
+        """Return the same weights among other replicas. This rank must own the same parts there."""
+        moved = OwnedWeights((), ownership)
+        moved._by_key, moved._owned = self._by_key, self._owned
+        return moved
+
     def of(self, weights: Iterable[Weight]) -> list[Weight]:
         """Return what this rank owns of some of its weights."""
         return [owned for weight in weights for owned in self._owned[weight.key]]
@@ -200,42 +217,76 @@ class OwnedWeights:
         return optimizer.state_of(self.of(weights))
 
     def load_state(self, optimizer: Optimizer, weights: Iterable[Weight], state: WeightState) -> None:
-        """Load a copy of the optimizer state of some weights. state: of these weights at least, whole or in parts."""
-        whole = join_parts(state)
-        for owned in self.of(weights):
-            optimizer.load_state_of(owned, _state_of(owned.key, whole))
+        """Load a copy of the optimizer state of some weights. state: see `parts_of`."""
+        own = self.of(weights)
+        parts = parts_of(own, state)
+        for owned in own:
+            of_key = {name: {owned.key: by_key[owned.key]} for name, by_key in parts.items() if owned.key in by_key}
+            optimizer.load_state_of(owned, of_key)
 
 
 def parts_of(owned: Iterable[Weight], state: WeightState) -> WeightState:
-    """Return the state of weights or parts, not copied, given that of whole weights."""
-    parts: WeightState = {}
-    for weight in owned:
-        for name, by_key in _state_of(weight.key, state).items():
-            parts.setdefault(name, {}).update(by_key)
+    """Return the state of weights or parts, those without any left out.
+
+    state: of the same ones, of whole weights, not copied then, or of all parts of these weights, divided in another
+    way. Raises RunError if some of these are missing.
+    """
+    by_weight, parts = {name: _by_weight(by_key) for name, by_key in state.items()}, WeightState()
+    for each in owned:
+        weight, start, stop = _split_key(each.key)
+        for name, found in by_weight.items():
+            if (pieces := found.get(weight)) is None:
+                continue
+            same = next((tensor for key, tensor in pieces if key == each.key), None)
+            rows = _rows_of(each.key, _join(pieces)) if same is None else same
+            if rows.dim() and stop is not None and len(rows) != stop - start:
+                raise RunError(f"the state of {weight} is incomplete: not all of its rows {start} to {stop} are here")
+            parts.setdefault(name, {})[each.key] = rows
     return parts
+
+
+@torch.no_grad()
+def fill_rows(whole: Tensor, parts: Iterable[tuple[str, Tensor]]) -> Tensor:
+    """Copy parts of a weight, by key, into their rows of a tensor of its shape, in place; return that."""
+    for key, tensor in parts:
+        _rows_of(key, whole).copy_(tensor)
+    return whole
 
 
 def join_parts(state: WeightState) -> WeightState:
     """Return the state of whole weights, given that of all of their parts. Scalars are those of the first part."""
-    joined: WeightState = {}
-    for name, by_key in state.items():
-        rows: dict[str, dict[int, Tensor]] = {}
-        for key, tensor in by_key.items():
-            weight, start, _ = _split_key(key)
-            rows.setdefault(weight, {})[start] = tensor
-        joined[name] = {weight: _concatenate([x for _, x in sorted(parts.items())]) for weight, parts in rows.items()}
-    return joined
+    return {
+        name: {weight: _join(pieces) for weight, pieces in _by_weight(by_key).items()} for name, by_key in state.items()
+    }
 
 
-def _concatenate(rows: Sequence[Tensor]) -> Tensor:
-    return torch.cat([*rows]) if len(rows) > 1 and rows[0].dim() else rows[0]
+Pieces = list[tuple[str, Tensor]]
+"""Tensors of a weight or of its parts, by key."""
 
 
-def _state_of(key: str, whole: WeightState) -> WeightState:
-    """Return the state of a weight or part, not copied, given that of whole weights."""
-    weight, _, _ = _split_key(key)
-    tensors = {name: by_key[weight] for name, by_key in whole.items() if weight in by_key}
-    return {name: {key: _rows_of(key, tensor)} for name, tensor in tensors.items()}
+def _by_weight(by_key: Mapping[str, Tensor]) -> dict[str, Pieces]:
+    """Return tensors of weights or parts by the key of the weight."""
+    by_weight: dict[str, Pieces] = {}
+    for key, tensor in by_key.items():
+        by_weight.setdefault(weight_of(key), []).append((key, tensor))
+    return by_weight
+
+
+def _join(pieces: Pieces) -> Tensor:
+    """Return the tensor of a whole weight. Raises RunError if there is a gap between its parts."""
+    by_start = {_split_key(key)[1]: (_split_key(key)[2], key, tensor) for key, tensor in pieces}
+    tensors, end = list[Tensor](), 0
+    for start, (stop, key, tensor) in sorted(by_start.items()):
+        if start != end:
+            raise RunError(f"the state of {weight_of(key)} is incomplete: its rows {end} to {start} are missing")
+        end = stop or 0
+        tensors.append(tensor)
+    return torch.cat(tensors) if len(tensors) > 1 and tensors[0].dim() else tensors[0]
+
+
+def weight_of(key: str) -> str:
+    """Return the key of the weight of which a key names a part, or all."""
+    return _split_key(key)[0]
 
 
 def _rows_of(key: str, tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from acsgd.dp.sync import GradSync
 from acsgd.layers.composed import ComposedModel, Context, Inputs, State
 from acsgd.layers.description import LayerSpec, are_connected
 from acsgd.layers.skeleton import parameter_names
-from acsgd.optim.fetch import LayerFetch
+from acsgd.optim.fetch import LayerFetch, ParamSource
 from acsgd.optim.offload import GradientOffload, add_in_fp32
 from acsgd.pp.chunked_loss import HeadLoss
 from acsgd.pp.passes import ForwardPass, LayerGraph, WeightPart, join_parts, take_gradients
@@ -161,7 +161,12 @@ class Stage:
         if self._offload is not None:
             self._offload.clear()
         if self._fetch is not None:
-            self._fetch.reset()
+            self._fetch.reset(sync.meter)
+
+    @property
+    def param_source(self) -> ParamSource | None:
+        """Where parameters lie that the stage fetches; None if there are none."""
+        return None if self._fetch is None else self._fetch.source
 
     def close(self) -> None:
         """End the threads that fetch parameters, and let go of where these lie."""

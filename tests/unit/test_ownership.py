@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from acsgd.config.options import OptimConfig
+from acsgd.errors import RunError
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.base import Optimizer
 from acsgd.optim.gradient_scale import squared_norm
-from acsgd.optim.ownership import OwnedWeights, Ownership, Part, divide, join_parts
+from acsgd.optim.ownership import OwnedWeights, Ownership, Part, divide, join_parts, parts_of
 from acsgd.shards.weights import MIN_ROW, Weight, WeightState
 
 CONFIG = OptimConfig(lr=0.01, steps=3)
@@ -152,6 +153,24 @@ def test_the_states_of_all_parts_make_that_of_the_whole(parts: tuple[Part, ...] 
     for rank in restored:
         rank.owned.load_state(rank.optimizer, rank.weights, state)
     assert_equal(join_parts(merged([rank.state() for rank in restored])), whole.state())
+
+
+def test_parts_divided_in_another_way_are_joined_and_missing_ones_are_named() -> None:
+    """Also if the rows that are needed are not among those that are missing."""
+    rows = torch.arange(24.0).view(6, 4)
+    thirds = {f"w[{start}:{start + 2}]": rows[start : start + 2] for start in (0, 2, 4)}
+    for owned in (Part("w", 0, 3, 0), Part("w", 3, 6, 1), Part("w", 2, 4, 0), Part("w", 0, None, 0)):
+        weight = owned.of(Weight("w", nn.Parameter(rows), nn.Parameter(rows)))
+        found = parts_of([weight], {"m": thirds, "n": {"other": rows}})
+        assert torch.equal(found["m"][owned.key], owned.rows(rows))
+        assert "n" not in found
+    second = Part("w", 2, 4, 0).of(Weight("w", nn.Parameter(rows), nn.Parameter(rows)))
+    del thirds["w[0:2]"]
+    assert torch.equal(parts_of([second], {"m": thirds})["m"][second.key], rows[2:4]), "the part is there itself"
+    half = Part("w", 3, 6, 1).of(Weight("w", nn.Parameter(rows), nn.Parameter(rows)))
+    for incomplete in (thirds, {"w[0:2]": rows[:2], "w[2:4]": rows[2:4]}):
+        with pytest.raises(RunError, match="the state of w is incomplete"):
+            parts_of([half], {"m": incomplete})
 
 
 def merged(states: Sequence[WeightState]) -> WeightState:

@@ -32,11 +32,15 @@ class DividedParams(ParamSource):
 
     def __init__(self, owned: OwnedWeights, peers: Peers, *, counts: bool = True) -> None:
         super().__init__(owned, owned.ownership.gathered)
-        self._peers = peers
-        self._counts = counts
+        self.connect(peers, counts=counts)
         self._parts: dict[str, Sequence[Part]] = {}
         self._frozen: dict[str, list[Weight]] = {}
         """The parts of frozen parameters that this replica has."""
+
+    def connect(self, peers: Peers, *, counts: bool) -> None:
+        """Fetch from other replicas from now on, of which each has the same parts as one of those before."""
+        self._peers = peers
+        self._counts = counts
 
     def keep(self, param: FetchedParam) -> None:
         weight, ownership = Weight(param.key, param.param, param.param), self.owned.ownership

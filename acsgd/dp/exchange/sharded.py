@@ -205,7 +205,7 @@ class ShardedSync(GradSync):
         return self._across_domains.local_step(step)
 
     def exchanges_after(self, step: int) -> bool:
-        return True
+        return self._across_domains.exchanges_after(step)
 
     def exchange(self, step: int, moments: SecondMoments) -> None:
         self._across_domains.exchange(step, moments)
@@ -224,11 +224,12 @@ class ShardedSync(GradSync):
     def state_dict(self) -> WeightState:
         return self._across_domains.state_dict()
 
+    def take_state(self) -> WeightState:
+        return self._across_domains.take_state()
+
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
-        """Restore from the saved states of all domains, of whole weights. The owners call it together."""
+        """Restore from the saved states of all domains, see `parts_of`. `share_parts` must follow."""
         self._across_domains.load_state_dict([parts_of(self._owned, state) for state in saved])
-        if self._across_domains.global_weights() is not None:
-            self.share_parts()
 
     def _begin_pass(self) -> None:
         self._next = 0

@@ -67,11 +67,16 @@ def build_session(
     """
     model = job.model.build(job.shapes.dtype)
     composed = ComposedModel(model, job.model.description, compiles=job.config.model.compile)
-    divides = job.config.dp.shard != "none"
-    peers = Peers(groups.dp, groups.waits, observers, groups.domains, divides=divides)
+    peers = connect_peers(job, groups, observers)
     stages, owned = build_stages(job, composed, source, peers, deferred)
     optimizer = open_optimizer(job.plugins.optimizer, owned.of(owned.weights), job.config.optim, job.streams)
     return connect_stages(job, groups, peers, stages, owned, optimizer, cache_plan)
+
+
+def connect_peers(job: Job, groups: Groups, observers: Collection[int] = ()) -> Peers:
+    """Return the replicas of this rank's stages. observers: replicas that do not send updates."""
+    divides = job.config.dp.shard != "none"
+    return Peers(groups.dp, groups.waits, observers, groups.domains, divides=divides)
 
 
 def open_transports(job: Job, groups: Groups, transports: Transports) -> tuple[Groups, list[str]]:
@@ -79,7 +84,8 @@ def open_transports(job: Job, groups: Groups, transports: Transports) -> tuple[G
     if job.topology.world_size == 1:
         return groups, []
     mode = job.plugins.mode
-    if transports.nccl["replica"] == "everywhere" and isinstance(mode, AllReduce | PowerSGD):
+    is_one_sum = isinstance(mode, AllReduce | PowerSGD) and not (job.is_elastic and job.config.dp.shard != "none")
+    if transports.nccl["replica"] == "everywhere" and is_one_sum:
         groups = replace(groups, domains=None)  # one sum of all replicas, not one of hosts over gloo
     sums, updates = sums_gradients(mode), exchanges_updates(mode)
     unused: list[Axis] = [] if sums or updates or groups.domains is not None else ["replica"]
@@ -186,7 +192,8 @@ def build_stages(
     deferred: see `build_session`.
     """
     loader = _open_loader(job, composed, source, defers_constants=deferred is not None)
-    check_sharded_mode(job.config, job.plugins, peers.domains)
+    if peers.across_domains is None:
+        check_sharded_mode(job.config, job.plugins, peers.domains)
     owned = OwnedWeights((), job.ownership(RankWeights(job, composed.model).stages.values(), peers.domains))
     params, stages = _open_params(job, owned, peers, source), dict[int, Stage]()
 

@@ -11,17 +11,19 @@ from torch import Tensor
 
 from acsgd.comm.waits import Meter
 from acsgd.config.spec import from_spec
+from acsgd.dp.exchange.layer_gather import DividedParams
 from acsgd.dp.exchange.local_weights import group_weights
 from acsgd.dp.modes import MODES
 from acsgd.dp.modes.allreduce import open_sync
 from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaPlace, carry_over, fold
+from acsgd.errors import RunError
 from acsgd.groups import Groups
-from acsgd.optim.ownership import OwnedWeights, Ownership
+from acsgd.optim.ownership import Ownership
 from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.run.plan.job import Job
 from acsgd.run.session import Session
-from acsgd.run.setup.build import connect_stages
+from acsgd.run.setup.build import connect_peers, connect_stages
 from acsgd.shards.weights import Weight, WeightState, part_of
 
 
@@ -37,13 +39,31 @@ def reconnect(
     The new session takes over weights, optimizer state, activation caches, and the data-parallel mode's state of this
     replica. job: this rank holds the same layers in it; the number of replicas, and which this is, may differ.
     """
-    peers, was = Peers(groups.dp, groups.waits, observers, groups.domains), _place(session.peers)
+    peers, was = connect_peers(job, groups, observers), _place(session.peers)
     cache_plan = keep_caches(cache_plan, session, job)
-    owned = OwnedWeights(session.weights, Ownership(job.topology.replica, job.topology.replicas))
+    owned = session.owned.among(_ownership(session.owned.ownership, job, peers))
     new = connect_stages(job, groups, peers, session.stages, owned, session.optimizer, cache_plan)
     # after the last wait: an interrupt leaves the old session as it is
     restart_syncs(new, was, [stage.sync.take_state() for stage in session.stages.values()])
+    for stage in new.stages.values():
+        if isinstance(stage.param_source, DividedParams):
+            stage.param_source.connect(peers.owners, counts=peers.across_domains is None)
     return new
+
+
+def _ownership(before: Ownership, job: Job, peers: Peers) -> Ownership:
+    """Return the same ownership among other replicas. Raises RunError if this replica owns other parts there."""
+    replica, replicas = job.topology.replica, job.topology.replicas
+    if before.parts is None:
+        return Ownership(replica, replicas)
+    domains = tuple(tuple(domain) for domain in peers.domains if len(domain) > 1)
+    now = replace(before, replica=replica, replicas=replicas, domains=domains)
+    if now.place != before.place:
+        raise RunError(
+            f"rank {job.topology.rank} has part {before.place[0]} of {before.place[1]} of its layers, not part "
+            f"{now.place[0]} of {now.place[1]}: the domains of the replicas are others than planned"
+        )
+    return now
 
 
 def admit_observers(session: Session) -> None:
@@ -57,8 +77,9 @@ def admit_observers(session: Session) -> None:
 def restart_syncs(session: Session, was: ReplicaPlace, states: Sequence[WeightState]) -> None:
     """Open the syncs of the stages again, with the states that this replica had at another place among others."""
     mode, now, owned = session.job.plugins.mode, _place(session.peers), session.owned
+    shard = session.job.config.dp.shard
     for stage, own in zip(session.stages.values(), states, strict=True):
-        stage.restart(mode.open(owned.kept(stage.weights), session.peers))
+        stage.restart(open_sync(mode, owned.kept(stage.weights), owned, session.peers, shard=shard))
         stage.sync.load_state_dict(carry_over(mode.states, own, was=was, now=now))
 
 
@@ -76,8 +97,9 @@ def change_mode(session: Session, mode: str) -> None:
         own, meter = stage.sync.take_state(), stage.sync.meter
         for group in group_weights(weights):
             _fold_states(session, group, own, meter, has_own_state=has_own_state)
-        stage.restart(open_sync(opened, weights, owned, session.peers, shard=job.config.dp.shard))
-        stage.sync.meter = meter
+        sync = open_sync(opened, weights, owned, session.peers, shard=job.config.dp.shard)
+        sync.meter = meter
+        stage.restart(sync)
     config = replace(job.config, dp=replace(job.config.dp, mode=mode))
     session.job = replace(job, config=config, plugins=job.plugins._replace(mode=opened))
 

@@ -224,6 +224,7 @@ def restore(session: Session, checkpoint: Checkpoint) -> Progress:
                 _drop_local_optimizer(states)
             _merge_layer(replicas, [] if former is not None else states)
         stage.sync.load_state_dict(replicas)
+    session.share_parts()
     progress = checkpoint.run.progress
     return replace(progress, loss_scale=LossScale.of(session.job.config, progress.loss_scale))
 
