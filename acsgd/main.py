@@ -107,7 +107,7 @@ def run(
     for note in [*notes, *check_room(job, groups, disks.checkpoints), *open_disks(job, groups, disks)]:
         if launch.rank == 0:
             print_note(note)
-    can_be_elastic = disks.checkpoints.is_shared and config.dp.shard == "none"
+    can_be_elastic = disks.checkpoints.is_shared and (config.dp.shard == "none" or job.divides_in_domains)
     if launch.rank == 0 and not launch.is_one_host and can_be_elastic:
         print_note("hosts may join and leave this run if it is started with torchrun --rdzv-backend acsgd")
     inputs = open_inputs(job, groups, disks)

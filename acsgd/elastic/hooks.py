@@ -11,6 +11,7 @@ from acsgd.elastic.state.joins import JoiningRank, StateSource
 from acsgd.elastic.state.transfer import align_domain
 from acsgd.io.data.batches import AHEAD
 from acsgd.notes import print_note
+from acsgd.optim.ownership import Ownership
 from acsgd.run.report import MICROS, Report, StepField, StepSummary, by_rank, by_replica, in_grid, on_all, on_any
 from acsgd.run.session import Session
 from acsgd.run.setup.continued import admit_observers
@@ -145,9 +146,10 @@ class Pause(StepHook):
 
     fields = (PAUSE,)
 
-    def __init__(self, control: Control, checkpointing: Checkpointing, num_steps: int) -> None:
+    def __init__(self, control: Control, checkpointing: Checkpointing, ownership: Ownership, num_steps: int) -> None:
         self._control = control
         self._checkpointing = checkpointing
+        self._holders = ownership.holders
         self._num_steps = num_steps
 
     def report(self, state: LoopState) -> Report:
@@ -156,17 +158,21 @@ class Pause(StepHook):
 
     def after_step(self, state: LoopState) -> None:
         assert state.summary is not None
-        state.save_is_due |= needs_checkpoint(state.summary)
+        state.save_is_due |= needs_checkpoint(state.summary, self._holders)
 
     def before_next(self, state: LoopState) -> None:
         assert state.summary is not None
         if state.summary[PAUSE] and state.progress.step < self._num_steps and not state.is_stopped:
-            self._checkpointing.finish_save(wait=needs_checkpoint(state.summary))
+            self._checkpointing.finish_save(wait=needs_checkpoint(state.summary, self._holders))
             state.is_paused = True
 
 
-def needs_checkpoint(summary: StepSummary) -> bool:
-    """Return whether the run pauses, and the ranks that leave then are the only ones with the state of some stages."""
+def needs_checkpoint(summary: StepSummary, holders: Sequence[Sequence[int]]) -> bool:
+    """Return whether the run pauses, and the ranks that leave then are the only ones with the state of some stages.
+
+    holders: replicas that hold the same state, see `Ownership.holders`.
+    """
     stops, joins = summary[STOP.reduced(in_grid)], summary[JOINS.reduced(in_grid)]
     leaves = [[stop or joins for stop, joins in zip(*rows, strict=True)] for rows in zip(stops, joins, strict=True)]
-    return summary[PAUSE] and any(all(peers) for peers in zip(*leaves, strict=True))
+    of_stages = [zip(*(leaves[replica] for replica in replicas), strict=True) for replicas in holders]
+    return summary[PAUSE] and any(all(ranks) for stages in of_stages for ranks in stages)

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from acsgd.config.options import Config
+from acsgd.elastic.membership.domains import MIN_REPLICAS
 from acsgd.elastic.membership.messages import Setup, SharedFiles
 from acsgd.io.data.sources.sources import files_of
 from acsgd.pp.schedules.programs import RankPrograms
@@ -36,6 +37,7 @@ def check_elastic(job: Job) -> None:
             "elastic run; use cache=ram"
         )
     _check_given(config)
+    _check_domains(job)
     mode = job.plugins.mode
     if config.elastic.join_moments == "rounded" and (
         mode.exchanges == "gradients" or "frozen_second_moments" in mode.requires
@@ -61,6 +63,47 @@ def check_elastic(job: Job) -> None:
             "elastic.replan changes the number of links, of which some have given codecs: remove elastic.replan, or "
             "pp.forward and pp.backward of single links"
         )
+
+
+def _check_domains(job: Job) -> None:
+    """Raise ValueError if replicas divide state, and those of a host would not hold all of it, or not in all views."""
+    config, of_host = job.config, job.local_world_size // job.config.pp.stages
+    shard, none = f"dp.shard={config.dp.shard}", "or --dp.shard none"
+    if config.dp.shard == "none":
+        return
+    if of_host < MIN_REPLICAS:
+        raise ValueError(
+            f"{shard}: in an elastic run the replicas of a host divide the state, so that a host that is lost takes "
+            f"nothing that another does not have; this host has {of_host}, give it --nproc-per-node "
+            f"{MIN_REPLICAS * config.pp.stages} or more, {none}"
+        )
+    if config.dp.local == "none":
+        raise ValueError(
+            f"{shard}: dp.local=none divides the state among all hosts, and a host that is lost would take a part with "
+            f"it; use --dp.local auto, {none}"
+        )
+    if config.elastic.replan:
+        raise ValueError(
+            f"{shard}: elastic.replan changes the layers of a rank, and with them the parts; remove elastic.replan, "
+            f"{none}"
+        )
+    if config.elastic.max_replicas is not None and config.elastic.max_replicas < MIN_REPLICAS:
+        raise ValueError(
+            f"{shard} divides the state among {MIN_REPLICAS} replicas at least; use --elastic.max_replicas "
+            f"{MIN_REPLICAS}, {none}"
+        )
+    micros = equal_micros(job)
+    if micros and not any(micros % replicas == 0 for replicas in range(MIN_REPLICAS, of_host + 1)):
+        raise ValueError(
+            f"{shard} needs as many micro-batches on each replica, of {micros} in a step (data.batch / pp.micro), and "
+            f"a host has {of_host} replicas; use a data.batch of {config.pp.micro * of_host * -(-micros // of_host)}, "
+            "or --dp.shard optimizer"
+        )
+
+
+def equal_micros(job: Job) -> int:
+    """Return the number of micro-batches of a step if all replicas need the same number of them, else 0."""
+    return job.shapes.num_micros if job.config.dp.sums_passes else 0
 
 
 def _check_given(config: Config) -> None:
@@ -118,6 +161,7 @@ def setup_of(job: Job, inputs: RunInputs) -> Setup:
             tuple(str(Path(name).expanduser().resolve()) for name in files_of(job.config.data)),
             job.config.checkpoint.bytes_per_s,
         ),
+        equal_micros=equal_micros(job),
     )
 
 

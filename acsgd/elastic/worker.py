@@ -84,6 +84,11 @@ from acsgd.run.step.run import TrainingRun, open_run, text_log_of
 from acsgd.shards.load import Constants
 from acsgd.train import run_steps
 
+LOST_PARTS = (
+    "the hosts that are here do not hold all parts of the state (dp.shard): they return to the newest checkpoint"
+)
+"""Printed in a view that starts from disk, though the run has trained."""
+
 
 def run_elastic(config: Config, launch: Launch, context: RunContext, end: Callable[[int], None]) -> None:
     """Take part in an elastic run until it ends.
@@ -97,7 +102,8 @@ def run_elastic(config: Config, launch: Launch, context: RunContext, end: Callab
         check_elastic(job)
         inputs = open_inputs(job)  # every worker may get a rank that reads tokens
         control = stack.enter_context(contextlib.closing(Control(Path(launch.daemon))))
-        worker = ElasticWorker(config, launch, control, job.model)
+        domain = "" if config.dp.shard == "none" else job.domain
+        worker = ElasticWorker(config, launch, control, job.model, domain)
         stack.callback(worker.close)
         context.end_set_up()
         signals.on_signal(lambda: control.send(Leave()))
@@ -117,8 +123,10 @@ def _virtual_host(launch: Launch) -> VirtualHost | None:
 class ElasticWorker:
     """One process of an elastic run. Keeps the weights and the optimizer state of its stages from view to view."""
 
-    def __init__(self, config: Config, launch: Launch, control: Control, model: RunModel) -> None:
+    def __init__(self, config: Config, launch: Launch, control: Control, model: RunModel, domain: str) -> None:
+        """domain: see `WorkerState`."""
         self._config = config
+        self._domain = domain
         self._model = model
         self._launch = launch
         self._control = control
@@ -189,7 +197,8 @@ class ElasticWorker:
         """Return the state of this worker, which has stopped."""
         state = worker_state(self._session, self._state, self._reader, self._store.port)
         snapshots = self._snapshots.reports()
-        return replace(state, snapshots=snapshots, saved_step=self._saved_step, replica_id=self._replica_id)
+        kept = replace(state, snapshots=snapshots, saved_step=self._saved_step, replica_id=self._replica_id)
+        return replace(kept, domain=self._domain)
 
     def _run_view(self, run: Run, signals: StopSignals, context: RunContext) -> bool:
         """Train in a view, until it ends; return whether the run has ended."""
@@ -291,7 +300,8 @@ class ElasticWorker:
             stack.enter_context(text_log_of(job))
             begun = self._begin(job, inputs, groups, view)
             self._reader = inputs.reader
-            metrics = self._open_metrics(begun.start, inputs, groups, disks, notes)
+            from_disk = view.plan.from_disk
+            metrics = self._open_metrics(begun.start, inputs, groups, disks, notes, from_disk=from_disk)
             snapshots = open_snapshots(self._snapshots, begun.start.session, inputs.reader, groups, view)
             if snapshots is not None:
                 stack.callback(snapshots.close)
@@ -332,6 +342,8 @@ class ElasticWorker:
             several_hosts=True,
             host=self._host,
             domain=job.domain,
+            divides=job.config.dp.shard != "none",
+            may_be_one=True,
         )
 
     def _open_inputs(self, job: Job, groups: Groups, disks: RunDisks) -> RunInputs:
@@ -343,13 +355,20 @@ class ElasticWorker:
         return inputs
 
     def _open_metrics(
-        self, begin: Start, inputs: RunInputs, groups: Groups, disks: RunDisks, notes: Sequence[str]
+        self,
+        begin: Start,
+        inputs: RunInputs,
+        groups: Groups,
+        disks: RunDisks,
+        notes: Sequence[str],
+        *,
+        from_disk: bool,
     ) -> Metrics:
         """Return the metrics of a view, with its notes and those that are given. All ranks call it together."""
         job = begin.session.job
         metrics = self._metrics.of(job, self._state, disks.log)
         of_metrics = share_metrics(job, groups, disks.log, metrics.file)
-        for note in [*self._notes(job, inputs, begin), *notes, *of_metrics]:
+        for note in [*self._notes(job, inputs, begin, from_disk=from_disk), *notes, *of_metrics]:
             metrics.note(note)
         return metrics
 
@@ -369,7 +388,7 @@ class ElasticWorker:
         num_steps, begun_at = self._session.job.config.optim.num_steps, self._state.progress.step
         hooks: list[StepHook] = [
             BackgroundJoin(self._session, self._transfers, begun_at),
-            Pause(self._control, checkpointing, num_steps),
+            Pause(self._control, checkpointing, self._session.owned.ownership, num_steps),
         ]
         if self._progress is not None:
             hooks.append(self._progress)
@@ -434,10 +453,11 @@ class ElasticWorker:
         begin = Start(self._session, progress, newest.path if newest else None, [], source)
         return ViewStart(begin, received_bytes)
 
-    def _notes(self, job: Job, inputs: RunInputs, begin: Start) -> list[str]:
+    def _notes(self, job: Job, inputs: RunInputs, begin: Start, *, from_disk: bool) -> list[str]:
         """Return what rank 0 prints at the start of a view; what does not change, in the first alone."""
         if self._view:
-            return [*describe_domains(begin.session), *begin.notes]
+            lost = [LOST_PARTS] if job.config.dp.shard != "none" and from_disk else []
+            return [*describe_domains(begin.session), *lost, *begin.notes]
         described = [job.describe(), begin.session.describe(), *inputs.describe(begin.session, begin.progress.step)]
         if job.config.elastic.replan:
             described.append("if the number of stages changes (elastic.replan), training stops until layers have moved")

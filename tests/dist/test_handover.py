@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from lib.corpora import write_records
@@ -130,6 +130,72 @@ def runs(
     return on_ranks(3, train_in_views, path / "store", all_runs)
 
 
+EACH = (0, 1, 2, 3)
+DOMAINS, GROWING = "aabb", "aaaa"
+"""Domains of four processes, of which each ends and joins as a whole; one that grows."""
+
+
+def scripts_of_domains(shard: str, mode: str) -> dict[str, tuple[str, Script]]:
+    """Return the domains of four processes that divide their state in them, and what happens to these."""
+    is_shared = shard != "weights"  # so that a domain ends the step together
+    changing = [
+        ScriptedView(EACH, 3, unsynced=EACH),
+        ScriptedView((2, 3), 5),
+        ScriptedView((3, 2, 1, 0), 6),
+        ScriptedView((0, 1), STEPS),
+    ]
+    growing = [ScriptedView((0, 1), 4, late=(1,), unsynced=(0,)), ScriptedView(EACH, STEPS)]
+    interrupted = [
+        ScriptedView(EACH, 2),
+        ScriptedView((2, 3, 0, 1), 2, is_formed=False),
+        ScriptedView(EACH, 3, late=EACH),
+        ScriptedView(EACH, 3, unsynced=EACH),
+        *([ScriptedView(EACH, 5, late=(1,), unsynced=(0, 2, 3))] if mode == "allreduce" else []),
+        ScriptedView(EACH, STEPS),
+    ]
+    missing = [ScriptedView(EACH, 3, unsynced=(0, 1) if is_shared else (1,)), ScriptedView(EACH, STEPS)]
+    return {
+        "calm": (DOMAINS, [ScriptedView(EACH, STEPS)]),
+        "interrupted": (DOMAINS, interrupted),
+        "some miss the exchange": (DOMAINS, missing),
+        "domains change": (DOMAINS, changing),
+        "a domain grows": (GROWING, growing),
+    }
+
+
+SENDING = "cocktail_grad:topk=.25"
+DIVIDED = {
+    f"{shard}, {mode}": pytest.param(f"{shard}, {mode}", marks=[] if is_quick else pytest.mark.soak)
+    for shard, mode, is_quick in (
+        ("weights", "allreduce", False),
+        ("weights", SENDING, True),
+        ("optimizer", "allreduce", False),
+        ("optimizer", SENDING, False),
+        ("gradients", "diloco:inner=4", False),
+        ("weights", "cocktail:random=.5,topk=.5,moment_correction=false", False),
+    )
+}
+"""Values of dp.shard and dp.mode."""
+
+
+@pytest.fixture(scope="module")
+def divided_runs(
+    tiny_model: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    selected: Callable[[str], set[str]],
+) -> Runs:
+    """All scripts of replicas that divide their state in domains."""
+    path, all_runs = tmp_path_factory.mktemp("domains"), {}
+    config = make_config(tiny_model(n_layer=1), path, steps=STEPS, micro=2)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch=8))
+    for name in (each for each in DIVIDED if each in selected("divided")):
+        shard, _, mode = name.partition(", ")
+        for script, (domains, views) in scripts_of_domains(shard, mode).items():
+            dp = ReplicaConfig(mode, shard=cast(Any, shard), domain=domains)
+            all_runs[f"{name}, {script}"] = dataclasses.replace(config, dp=dp), views
+    return on_ranks(len(EACH), train_in_views, path / "store", all_runs)
+
+
 def over_ordered(script: Script) -> Script:
     return [view._replace(is_ordered=True) for view in script]
 
@@ -147,7 +213,7 @@ def losses_of(runs: Runs, mode: str, script: str) -> Mapping[int, float]:
     assert sorted(losses) == list(range(1, STEPS + 1))
     for step in losses:
         digests = {process.digests[step] for process in processes if step in process.digests}
-        assert len(digests) == 1, (step, digests)
+        assert len(digests) == len({part for part, _ in digests}), (step, digests)
     return losses
 
 
@@ -192,6 +258,21 @@ def test_a_replica_that_joins_takes_part_in_an_exchange_that_is_run_again(runs: 
     losses = losses_of(runs, mode, "one joins in the exchange")
     assert 4 in runs[2][f"{mode}, one joins in the exchange"].digests, "it has the weights after that exchange"
     assert losses[STEPS] < losses[1]
+
+
+@pytest.mark.parametrize("divided", DIVIDED.values())
+def test_domains_whose_replicas_divide_their_state_continue_from_it(divided: str, divided_runs: Runs) -> None:
+    """From their own memory, or that of another domain. Without compression, the losses are those of the calm run."""
+    shard, _, mode = divided.partition(", ")
+    scripts = scripts_of_domains(shard, mode)
+    losses = {script: losses_of(divided_runs, divided, script) for script in scripts}
+    for script, (_, views) in scripts.items():
+        origins = divided_runs[0][f"{divided}, {script}"].origins
+        assert origins == ["disk", *["memory"] * (sum(0 in view.members for view in views) - 1)], script
+    same = ["interrupted", "domains change", "a domain grows"] if mode == "allreduce" else ["interrupted"]
+    for script in same:
+        assert losses[script] == pytest.approx(losses["calm"], rel=RELATIVE), script
+    assert all(of_script[STEPS] < of_script[1] for of_script in losses.values())
 
 
 PARTS = [ADAPTER, pytest.param(FROZEN, marks=pytest.mark.soak)]

@@ -19,6 +19,7 @@ from acsgd.elastic.hooks import JOINS, PAUSE, STOPS, BackgroundJoin, Pause, need
 from acsgd.failures.signals import StopSignals
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.layers.batch import Batch
+from acsgd.optim.ownership import Ownership
 from acsgd.run.lock.lock import RunLock
 from acsgd.run.report import LOSS, StepSummary
 from acsgd.run.session import Session, StepResult
@@ -42,7 +43,8 @@ def pause(rank: int, leaving: Sequence[int]) -> None:
         received.append(signals)
 
         def extra(checkpointing: Checkpointing) -> list[StepHook]:
-            return [BackgroundJoin(begin.session, None, 0), Pause(cast(Control, control), checkpointing, STEPS)]
+            pause = Pause(cast(Control, control), checkpointing, begin.session.owned.ownership, STEPS)
+            return [BackgroundJoin(begin.session, None, 0), pause]
 
         return open_run(begin, inputs, lock, signals, *args, stops=STOPS, extra=extra)
 
@@ -84,7 +86,15 @@ def test_a_checkpoint_is_needed_if_only_those_who_leave_hold_a_stage(
             {LOSS: 0.0, field: float(rank in leaving), other: 0.0, PAUSE: float(pauses and rank == 1)}
             for rank in range(4)
         ]
-        assert needs_checkpoint(StepSummary.of(reports, Topology.of(0, 4, 2))) == expected
+        assert needs_checkpoint(StepSummary.of(reports, Topology.of(0, 4, 2)), [range(2)]) == expected
+
+
+@pytest.mark.parametrize(("leaving", "expected"), [([0, 1], False), ([0, 2], True), ([1, 2], False)])
+def test_a_checkpoint_is_needed_if_only_those_who_leave_hold_a_part(leaving: Sequence[int], expected: bool) -> None:
+    """2 domains x 2 replicas that divide the state: 0 and 2 have the first part."""
+    reports = [{LOSS: 0.0, STOP: float(rank in leaving), JOINS: 0.0, PAUSE: 1.0} for rank in range(4)]
+    holders = Ownership(3, 4, (), domains=((0, 1), (2, 3))).holders
+    assert needs_checkpoint(StepSummary.of(reports, Topology.of(0, 4, 1)), holders) == expected
 
 
 @pytest.mark.soak

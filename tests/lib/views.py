@@ -113,7 +113,8 @@ class Trained(NamedTuple):
     losses: dict[int, float]
     """Loss of each completed step, counted from 1."""
     digests: dict[int, tuple[int, str]]
-    """Stage, and digest of its global weights, after each step."""
+    """Stage, and digest of its global weights, after each step. Where replicas divide the state, number of the part and
+    digest of it."""
     forward_bytes: dict[int, int]
     """Bytes of activations that all ranks sent in each step."""
     streams: dict[int, StreamState | None]
@@ -238,8 +239,16 @@ class _Process:
         caches, reader = plan_activation_caches(job, SAMPLES, run_id="run", fresh=True), open_data(job).reader
         store, waits = dist.PrefixStore(f"view {number}", self._store), InterruptibleWaits()
         domain = (config.dp.domain or "")[self._number : self._number + 1]  # a letter per process
+        divides = config.dp.shard != "none"
         with connect(
-            job.topology, timeout=TIMEOUT, store=store, waits=waits, several_hosts=True, domain=domain
+            job.topology,
+            timeout=TIMEOUT,
+            store=store,
+            waits=waits,
+            several_hosts=True,
+            domain=domain,
+            divides=divides,
+            may_be_one=True,
         ) as groups:
             groups = self._over_ordered(groups) if view.is_ordered else groups
             if plan.from_disk:
@@ -337,13 +346,16 @@ class _Process:
     def _plan(self, number: int, view: ScriptedView) -> Plan:
         """Report, and plan the view from the reports of all members."""
         mine = worker_state(self._session, self._state, self._reader)
-        mine = dataclasses.replace(mine, snapshots=self._snapshots.reports())
+        domain = "" if self._config.dp.shard == "none" else self._name(self._number).partition("/")[0]
+        mine = dataclasses.replace(mine, snapshots=self._snapshots.reports(), domain=domain)
         self._store.set(f"{number}/{self._number}", json.dumps(dataclasses.asdict(mine)))
         states = {
             self._name(member): from_json(WorkerState, json.loads(self._store.get(f"{number}/{member}")))
             for member in view.members
         }
-        return make_plan(states, staying=list(states), cuts=self._cuts, min_replicas=self._config.elastic.min_replicas)
+        low, micros = self._config.elastic.min_replicas, self._config.data.batch // self._config.pp.micro
+        equal_micros = micros if self._config.dp.sums_passes else 0
+        return make_plan(states, staying=list(states), cuts=self._cuts, min_replicas=low, equal_micros=equal_micros)
 
     def _open_snapshots(self, session: Session, groups: Groups, plan: Plan, epoch: int) -> Snapshots | None:
         """Return the snapshots of a run with a fixed interval."""
@@ -401,7 +413,8 @@ class _Process:
             self.losses[state.progress.step] = state.record.loss
             self.forward_bytes[state.progress.step] = state.record.pp_forward_bytes
         if state.progress.step not in self.digests:  # a single replica that continues alone folds residuals into them
-            self.digests[state.progress.step] = session.job.topology.stage_rank, _digest(session)
+            stage, (part, parts) = session.job.topology.stage_rank, session.owned.ownership.place
+            self.digests[state.progress.step] = stage * parts + part, _digest(session)
 
 
 class _Script(StepHook):
@@ -449,7 +462,7 @@ def _delayed(steps: int) -> Iterator[None]:
 def _interrupted(is_late: bool, is_unsynced: bool) -> Iterator[None]:
     def exchange_in_vain(session: Session, step: int) -> None:
         for stage in session.stages.values():
-            stage.sync.exchange(step, session.optimizer.second_moments(stage.weights))
+            stage.sync.exchange(step, session.optimizer.second_moments(session.owned.of(stage.weights)))
         _interrupt()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -467,14 +480,15 @@ def _interrupt(*args: Any, **options: Any) -> None:
 def _digest(session: Session) -> str:
     """Return a digest of the global weights of a rank, and of its optimizer state if replicas have it in common.
 
-    If replicas have nothing in common, of its own weights and optimizer state.
+    If replicas have nothing in common, of its own weights and optimizer state. Of the part that this rank has.
     """
     digest, exchanges = hashlib.sha256(), session.job.plugins.mode.exchanges
     for stage in session.stages.values():
         shared = None if exchanges == "nothing" else stage.sync.global_weights()
-        for weight in stage.weights:
+        own = session.owned.of(stage.weights)
+        for weight in own:
             digest.update((weight.master if shared is None else shared[weight.key]).detach().numpy().tobytes())
-        optimizer = {} if exchanges == "updates" else session.optimizer.state_of(stage.weights)
+        optimizer = {} if exchanges == "updates" else session.optimizer.state_of(own)
         for _, by_key in sorted(optimizer.items()):
             for _, tensor in sorted(by_key.items()):
                 digest.update(tensor.numpy().tobytes())

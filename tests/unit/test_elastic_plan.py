@@ -6,11 +6,12 @@ import dataclasses
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
-from acsgd.elastic.membership.assignment import Transfer, transfers_of
+from acsgd.elastic.membership.assignment import ReplicaLayer, Transfer, transfers_of
 from acsgd.elastic.membership.plan import CopiedLayers, Plan, WorkerState, make_plan
 
 Cut = tuple[tuple[int, ...], ...]
@@ -161,7 +162,7 @@ def test_newcomers_get_state_and_the_sending_is_spread() -> None:
 
 def test_a_rank_that_keeps_a_layer_sends_it_rather_than_one_that_gives_it_up() -> None:
     """That one has others to receive, and frees it."""
-    layer, other = (0, 1), (0, 2)
+    layer, other = ReplicaLayer(0, 1), ReplicaLayer(0, 2)
     held, wanted = [{layer}, {layer}, {other}], [frozenset({other}), frozenset({layer}), frozenset({layer, other})]
     transfers = transfers_of(["a/0", "b/0", "c/0"], held, wanted)
     assert {*transfers} == {Transfer((2,), 2, 0), Transfer((1,), 1, 2)}
@@ -250,7 +251,7 @@ def test_replicas_that_lack_an_exchange_get_the_state_of_one_that_has_it() -> No
 def test_an_exchange_that_no_replica_that_stays_has_completed_is_run_again() -> None:
     for states in (exchanging((8, False), (8, False)), exchanging((7, True), (8, False))):
         plan = make_plan(states, staying=list(states), cuts=[cut_of(1)])
-        assert (plan.step, plan.transfers, plan.unsynced) == (8, (), (0,))
+        assert (plan.step, plan.transfers, plan.unsynced) == (8, (), (0, 1))
         assert plan.behind == tuple(name for name, state in states.items() if state.step == 7)
     ended = exchanging((8, False), (8, True))
     assert make_plan(ended, staying=["h0/0"], cuts=[cut_of(1)]).unsynced == (0,)
@@ -260,7 +261,7 @@ def test_each_stage_has_its_own_exchange() -> None:
     states = exchanging((8, True), (8, False), (8, False), (8, False))
     states = {name: dataclasses.replace(state, layers=(rank % 2,)) for rank, (name, state) in enumerate(states.items())}
     plan = make_plan(states, staying=list(states), cuts=[cut_of(2)])
-    assert plan.unsynced == (1,)
+    assert plan.unsynced == (1, 3)
     assert [(each.source, each.target) for each in plan.transfers] == [(0, 2)]
 
 
@@ -352,3 +353,119 @@ def test_a_lost_layer_comes_from_the_newest_snapshot_that_has_all_layers() -> No
         assert used == max(usable) or len(plan.ranks) < len(workers)
         assert layers_after(plan, held, cut) == [{*each} for each in cut * plan.replicas]
     assert min(kinds["disk"], kinds["snapshot"]) > 100
+
+
+def divided(cut: Cut, sizes: Sequence[int], parts: int, **options: Any) -> dict[str, WorkerState]:
+    """States of domains whose replicas divide the state of their layers; workers beyond these hold none."""
+    states = {}
+    for domain, size in enumerate(sizes):
+        for place in range(size):
+            part, position = divmod(place, len(cut))
+            state = WorkerState(7, cut[position], part, parts, progress={}, summary={}, **options)
+            state = state if part < parts else WorkerState()
+            states[f"h{domain}/{place}"] = dataclasses.replace(state, domain=f"d{domain}")
+    return states
+
+
+def without_state(states: dict[str, WorkerState], domain: str) -> dict[str, WorkerState]:
+    return {name: WorkerState(domain=domain) if state.domain == domain else state for name, state in states.items()}
+
+
+def assert_has_parts(plan: Plan, workers: dict[str, WorkerState], cut: Cut, parts: int) -> None:
+    """Check that domains have equal numbers of replicas, and that each rank has its part after all transfers, or all
+    that there were."""
+    stages, domains = plan.stages, [workers[name].domain for name in plan.ranks]
+    sizes = Counter(domains)
+    of_domain = next(iter(sizes.values())) // stages
+    assert {*sizes.values()} == {of_domain * stages}
+    assert of_domain >= 2
+    assert [domain for domain, _ in itertools.groupby(domains)] == [*dict.fromkeys(domains)]
+    if plan.from_disk:
+        return
+    received = [set[tuple[int, int, int]]() for _ in plan.ranks]
+    for transfer in plan.transfers:
+        source, name = workers[plan.ranks[transfer.source]], plan.ranks[transfer.source]
+        passed = {(layer, source.part, source.parts) for layer in transfer.layers}
+        if name in plan.holders:
+            assert {*transfer.layers} <= {*source.layers}
+            assert source.step == plan.step or name in plan.behind
+        else:
+            passed = {each for each in received[transfer.source] if each[0] in transfer.layers}
+            assert {layer for layer, _, _ in passed} == {*transfer.layers}
+        assert not passed & received[transfer.target], "nothing travels twice"
+        received[transfer.target] |= passed
+    for rank, name in enumerate(plan.ranks):
+        kept = {(layer, workers[name].part, workers[name].parts) for layer in workers[name].layers}
+        has = received[rank] | (kept if name in plan.holders else set())
+        part, layers = rank % (of_domain * stages) // stages, cut[rank % stages]
+        needed = {(layer, part, of_domain) for layer in layers}
+        assert needed <= has or {(layer, each, parts) for layer in layers for each in range(parts)} <= has
+
+
+def test_domains_have_all_parts_of_the_state_or_the_run_returns_to_disk() -> None:
+    choose, origins = random.Random(2), Counter[str]()
+    for _ in range(3000):
+        cut, parts = cut_of(choose.randint(1, 2), choose.randint(1, 2)), choose.choice((2, 2, 3))
+        sizes = [choose.choice((2, 2, 3, 4)) * len(cut) + choose.choice((0, 0, 1)) for _ in range(choose.randint(1, 4))]
+        workers = divided(cut, sizes, parts)
+        for domain in range(len(sizes)):
+            workers = without_state(workers, f"d{domain}") if choose.random() < 0.4 else workers
+        workers = {
+            name: dataclasses.replace(
+                state,
+                step=choose.choice((6, 7, 7, 7)) if state.layers else 0,
+                ready=choose.random() < 0.9,
+                is_synced=choose.random() < 0.8,
+            )
+            for name, state in workers.items()
+        }
+        micros, most = choose.choice((0, 0, 4, 12)), choose.choice((None, None, 4))
+        plan = make_plan(workers, staying=list(workers), cuts=[cut], max_replicas=most, equal_micros=micros)
+        if not plan.ranks:
+            continue
+        assert plan.replicas <= (most or plan.replicas)
+        assert not micros or micros % plan.replicas == 0
+        assert_has_parts(plan, workers, cut, parts)
+        origins[plan.origin] += 1
+    assert min(origins["memory"], origins["disk"]) > 500
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_domain_that_is_lost_takes_nothing_that_another_does_not_have(stages: int) -> None:
+    cut = cut_of(stages)
+    workers = divided(cut, [2 * stages] * 3, 2)
+    left = {name: state for name, state in workers.items() if state.domain != "d0"}
+    plan = make_plan(workers, staying=list(left), cuts=[cut])
+    assert (plan.origin, plan.ranks, plan.transfers) == ("memory", tuple(left), ())
+    again = without_state(workers, "d0")
+    plan = make_plan(again, staying=list(again), cuts=[cut])
+    assert plan.ranks == (*left, *(name for name in again if name not in left))
+    assert Counter(each.source for each in plan.transfers).most_common(1)[0][1] == 1, "the sending is spread"
+    assert_has_parts(plan, again, cut, 2)
+    one = {name: state for name, state in workers.items() if state.domain == "d1"}
+    alone = make_plan(one, staying=list(one), cuts=[cut])
+    assert (alone.origin, alone.transfers, alone.replicas) == ("memory", (), 2)
+
+
+def test_parts_that_nobody_has_come_from_the_checkpoint() -> None:
+    workers = divided(cut_of(1), [3, 3], 3)
+    left = {name: state for name, state in workers.items() if name in ("h0/0", "h0/1", "h1/0", "h1/1")}
+    plan = make_plan(workers, staying=list(left), cuts=[cut_of(1)])
+    assert (plan.origin, plan.replicas) == ("disk", 4)
+
+
+def test_a_domain_of_fewer_replicas_waits_if_its_part_is_in_another() -> None:
+    workers = divided(cut_of(1), [3, 2], 3)
+    plan = make_plan(workers, staying=list(workers), cuts=[cut_of(1)])
+    assert (plan.origin, plan.ranks) == ("memory", ("h0/0", "h0/1", "h0/2"))
+    fresh = {name: WorkerState(domain=state.domain) for name, state in workers.items()}
+    assert make_plan(fresh, staying=list(fresh), cuts=[cut_of(1)]).replicas == 4
+
+
+def test_each_part_has_its_own_exchange() -> None:
+    """That of part 0 is complete on h1 alone, that of part 1 nowhere."""
+    workers = divided(cut_of(1), [2, 2], 2, is_synced=False)
+    workers["h1/0"] = dataclasses.replace(workers["h1/0"], is_synced=True)
+    plan = make_plan(workers, staying=list(workers), cuts=[cut_of(1)])
+    assert [(plan.ranks[each.source], plan.ranks[each.target]) for each in plan.transfers] == [("h1/0", "h0/0")]
+    assert [plan.ranks[rank] for rank in plan.unsynced] == ["h0/1", "h1/1"]

@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,41 @@ def test_copies_of_a_tied_weight_stay_equal_or_the_mode_is_refused(
         check_elastic(job)
         return
     with pytest.raises(ValueError, match=f"dp.mode={mode} keeps state per replica, and .* copies of .*wte.weight"):
+        check_elastic(job)
+
+
+@pytest.mark.parametrize(
+    ("stages", "per_host", "options", "refusal"),
+    [
+        (1, 2, {}, None),
+        (2, 4, {}, None),
+        (1, 2, {"shard": "weights", "micro": 2}, "a host has 2 replicas; use a data.batch of 8"),
+        (1, 3, {"shard": "weights", "micro": 2}, None),
+        (1, 1, {}, "this host has 1, give it --nproc-per-node 2 or more, or --dp.shard none"),
+        (2, 2, {"mode": "cocktail_grad"}, "this host has 1, give it --nproc-per-node 4 or more, or --dp.shard none"),
+        (1, 2, {"local": "none"}, "use --dp.local auto, or --dp.shard none"),
+        (1, 2, {"elastic": {"replan": True}}, "remove elastic.replan, or --dp.shard none"),
+        (1, 2, {"elastic": {"max_replicas": 1}}, "use --elastic.max_replicas 2, or --dp.shard none"),
+    ],
+)
+def test_replicas_of_a_host_divide_state_or_the_run_is_refused(
+    stages: int,
+    per_host: int,
+    options: dict[str, Any],
+    refusal: str | None,
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    config = make_config(tiny_model(), tmp_path, stages=stages, micro=options.get("micro", 1))
+    dp = ReplicaConfig(
+        options.get("mode", "allreduce"), shard=options.get("shard", "optimizer"), local=options.get("local", "auto")
+    )
+    config = dataclasses.replace(config, dp=dp, elastic=ElasticConfig(**options.get("elastic", {})))
+    job = prepare(config, Launch(0, 0, stages, per_host, daemon="socket"))
+    if refusal is None:
+        check_elastic(job)
+        return
+    with pytest.raises(ValueError, match=refusal):
         check_elastic(job)
 
 

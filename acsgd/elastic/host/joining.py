@@ -53,6 +53,7 @@ def open_membership(me: Host, options: DaemonOptions, setup: Setup, disk: DiskRe
             cuts=setup.cuts,
             min_replicas=setup.min_replicas,
             max_replicas=setup.max_replicas,
+            equal_micros=setup.equal_micros,
         ),
         setup=setup.parts,
         newest=disk.newest(),

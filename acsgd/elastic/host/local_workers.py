@@ -166,7 +166,7 @@ class LocalWorkers:
         """Note that what the workers hold is out of date, since the run continued without them."""
         for worker in self._workers.values():
             if worker.state is not None:
-                worker.state = WorkerState(store_port=worker.state.store_port)
+                worker.state = WorkerState(store_port=worker.state.store_port, domain=worker.state.domain)
 
     def run(self, view: View, host_id: str, started_at: float | None = None) -> bool:
         """Let all workers train in a view; return whether it has them, and not others that have ended since.

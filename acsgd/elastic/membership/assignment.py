@@ -5,22 +5,37 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from acsgd.io.files.fields import Natural
 
 StoredCut = tuple[tuple[Natural, ...], ...]
 """The layers of each position of a pipeline, by their indices in the model. Each layer has one position."""
-ReplicaLayer = tuple[int, int]
-"""A layer with the id of the replica whose weights it has, see `WorkerState.replica_id`."""
+
+
+class ReplicaLayer(NamedTuple):
+    """The state of a layer, or a part of it where replicas divide it."""
+
+    replica_id: int
+    """Whose weights it has, see `WorkerState.replica_id`."""
+    layer: int
+    part: int = 0
+    parts: int = 1
+    """See `WorkerState.part`."""
+
+
 Held = Mapping[str, frozenset[ReplicaLayer]]
 """The layers of which each worker can keep or send the state; a worker without any may be missing."""
 Wanted = Sequence[frozenset[ReplicaLayer]]
-"""The layers of each rank."""
+"""The layers of each rank, or parts of them."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A transfer of the state of some layers from the memory of one rank to that of another."""
+    """A transfer of the state of some layers from the memory of one rank to that of another.
+
+    Where replicas divide the state, it is the part that the source holds.
+    """
 
     layers: tuple[Natural, ...]
     source: Natural
@@ -32,8 +47,8 @@ def complete_replicas(workers: Sequence[str], held: Held, cut: StoredCut) -> lis
     layers = {layer for position in cut for layer in position}
     found: dict[int, set[int]] = {}
     for name in workers:
-        for replica_id, layer in sorted(held.get(name, ())):
-            found.setdefault(replica_id, set()).add(layer)
+        for each in sorted(held.get(name, ())):
+            found.setdefault(each.replica_id, set()).add(each.layer)
     return [replica_id for replica_id, has in found.items() if has >= layers]
 
 
@@ -72,13 +87,13 @@ def transfers_of(ranks: Sequence[str], held: Wanted, wanted: Wanted) -> tuple[Tr
         if not held[target]:
             relay = first.setdefault((ranks[target].partition("/")[0], layers), target)
             if relay != target:
-                layers_of[relay, target] = sorted(layer for _, layer in layers)
+                layers_of[relay, target] = sorted({each.layer for each in layers})
                 continue
         for layer in sorted(set(layers) - held[target]):
             sources = (rank for rank in range(len(wanted)) if layer in held[rank])
             source = min(sources, key=lambda rank: (layer not in wanted[rank], load[rank], rank))
             load[source] += 1
-            layers_of.setdefault((source, target), []).append(layer[1])
+            layers_of.setdefault((source, target), []).append(layer.layer)
     return tuple(Transfer(tuple(layers), source, target) for (source, target), layers in layers_of.items())
 
 

@@ -21,7 +21,7 @@ from acsgd.io.files.fields import Natural, from_json
 
 MAX_BYTES = 1 << 20
 """Maximum length of a message, bytes."""
-PROTOCOL = 11
+PROTOCOL = 12
 """Version of the protocol between daemons: a new one whenever messages change."""
 
 
@@ -300,6 +300,8 @@ class Setup:
     parts: dict[str, str]
     """What must be equal on all hosts, as a short text for each: options, model, data, versions."""
     files: SharedFiles = SharedFiles()
+    equal_micros: Natural = 0
+    """See `possible_domains`."""
 
 
 @dataclass(frozen=True)

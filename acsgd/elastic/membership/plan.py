@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from acsgd.elastic.membership.assignment import (
     Held,
     ReplicaLayer,
     StoredCut,
     Transfer,
+    Wanted,
     assign,
     complete_replicas,
     holders_of,
     lacks_layers,
     transfers_of,
 )
+from acsgd.elastic.membership.domains import Domains, assign_domains, parts_of_ranks, possible_domains
 from acsgd.io.files.fields import Natural
 
 
@@ -43,6 +45,11 @@ class WorkerState:
     """Number of steps applied to the state it holds."""
     layers: tuple[Natural, ...] = ()
     """Layers whose state it holds; none = it holds no state."""
+    part: Natural = 0
+    parts: Natural = 1
+    """Which part of their state it holds, and the number of parts: the replicas that divide it."""
+    domain: str = ""
+    """Its domain if the replicas of a domain divide the state of their layers; else empty."""
     ready: bool = False
     """Whether its gradients of the next step are reduced, and it has sent its report of that step."""
     progress: dict[str, Any] | None = None
@@ -93,8 +100,7 @@ class Plan:
     behind: tuple[str, ...] = ()
     """Holders that have not applied step `step` yet. Their gradients are complete, so they apply it by `summary`."""
     unsynced: tuple[int, ...] = ()
-    """Pipeline positions with layers that lack the exchange that follows step `step` on all replicas. The replicas of
-    these positions run it first."""
+    """Ranks with layers that lack the exchange that follows step `step` on all replicas. They run it first."""
     progress: dict[str, Any] | None = None
     """Progress of the run after `step` steps; None if `from_disk`."""
     summary: dict[str, Any] | None = None
@@ -133,12 +139,14 @@ def make_plan(
     cuts: Sequence[StoredCut],
     min_replicas: int = 1,
     max_replicas: int | None = None,
+    equal_micros: int = 0,
 ) -> Plan:
     """Plan the next view from the states of the workers that have stopped.
 
     workers: by name; staying: those of the hosts of the view, most senior first. Others leave: their states decide
     the step, and nothing else. cuts: those that pipelines may have, preferred first; the first one of which there are
     workers for `min_replicas` is used. If there is none, all workers are spares, which keep what they hold.
+    equal_micros: see `possible_domains`, of which one trains if replicas divide the state.
 
     Every rank of a stopped view has reported a step before any rank applies it (docs/architecture/step.md). So holders
     of state are at most one step apart, and those behind can apply it alone. If replicas exchange weights after the
@@ -148,18 +156,34 @@ def make_plan(
     ahead = max(holders.values(), key=lambda state: (state.step, state.is_open), default=WorkerState())
     held = _held(holders, staying, ahead)
     cut = next((cut for cut in cuts if len(staying) // len(cut) >= min_replicas), cuts[0])
-    replicas = min(len(staying) // len(cut), max_replicas or len(staying))
-    wanted = cut * (replicas if replicas >= min_replicas else 0)
-    plan = _plan_of(workers, staying, cut, wanted, held)
+    most = max_replicas or len(staying)
+    if any(workers[name].domain for name in staying):
+        domains = possible_domains(
+            {name: workers[name].domain for name in staying},
+            held,
+            len(cut),
+            min_replicas=min_replicas,
+            max_replicas=most,
+            equal_micros=equal_micros,
+        )
+        places = _places_in_domains(domains, cut, held)
+        plan = _plan_of(workers, staying, cut, places, held)
+    else:
+        replicas = min(len(staying) // len(cut), most)
+        wanted = cut * (replicas if replicas >= min_replicas else 0)
+        places = _places(staying, cut, wanted, held)
+        plan = _plan_of(workers, staying, cut, places, held)
+        if plan.from_disk:
+            return _plan_of_snapshot(workers, staying, cut, wanted) or plan
     if plan.from_disk:
-        return _plan_of_snapshot(workers, staying, cut, wanted) or plan
+        return plan
     behind = tuple(name for name in plan.holders if holders[name].step < ahead.step)
-    unsynced = {layer for name in plan.holders if not _is_synced(holders[name], ahead) for _, layer in held[name]}
+    unsynced = {each for name in plan.holders if not _is_synced(holders[name], ahead) for each in held[name]}
     return replace(
         plan,
         step=ahead.step,
         behind=behind,
-        unsynced=tuple(position for position, layers in enumerate(cut) if unsynced.intersection(layers)),
+        unsynced=tuple(rank for rank, layers in enumerate(places.wanted) if unsynced.intersection(layers)),
         progress=ahead.progress,
         summary=ahead.summary,
         is_open=ahead.is_open or bool(behind),
@@ -173,7 +197,10 @@ def _held(holders: Mapping[str, WorkerState], staying: Sequence[str], ahead: Wor
     Of a layer that some workers hold with the last exchange and others without, only the former hold it.
     """
     reaching = {name: holders[name] for name in staying if name in holders and _reaches(holders[name], ahead)}
-    layers = {name: frozenset((state.replica_id, layer) for layer in state.layers) for name, state in reaching.items()}
+    layers = {
+        name: frozenset(ReplicaLayer(state.replica_id, layer, state.part, state.parts) for layer in state.layers)
+        for name, state in reaching.items()
+    }
     synced = frozenset[ReplicaLayer]().union(
         *(layers[name] for name, state in reaching.items() if _is_synced(state, ahead))
     )
@@ -182,20 +209,46 @@ def _held(holders: Mapping[str, WorkerState], staying: Sequence[str], ahead: Wor
     }
 
 
-def _plan_of(
-    workers: Mapping[str, WorkerState], staying: Sequence[str], cut: StoredCut, wanted: StoredCut, held: Held
-) -> Plan:
-    """Return the plan for state that workers hold, without its step; from disk if they do not hold all layers.
+class _Places(NamedTuple):
+    """The ranks of a view; none if there are too few workers."""
 
-    wanted: the layers of each rank, none if there are too few workers.
-    """
-    complete, replicas = complete_replicas(staying, held, cut), len(wanted) // len(cut)
-    new, sources = _new_ids(workers, replicas), complete or [0]
+    ranks: tuple[str, ...]
+    """Worker of each rank."""
+    wanted: Wanted
+    """The layers of each rank, or parts of them."""
+
+
+def _places(staying: Sequence[str], cut: StoredCut, wanted: StoredCut, held: Held) -> _Places:
+    """Return the ranks of replicas that hold all state of their layers. wanted: the layers of each rank."""
+    sources = complete_replicas(staying, held, cut) or [0]
     of_ranks = [
-        frozenset((sources[rank // len(cut) % len(sources)], layer) for layer in layers)
+        frozenset(ReplicaLayer(sources[rank // len(cut) % len(sources)], layer) for layer in layers)
         for rank, layers in enumerate(wanted)
     ]
-    ranks = assign(staying, held, of_ranks)
+    return _Places(assign(staying, held, of_ranks), of_ranks)
+
+
+def _places_in_domains(domains: Sequence[Domains], cut: StoredCut, held: Held) -> _Places:
+    """Return the ranks of replicas that divide the state of their layers: of the first domains that hold all of it.
+
+    domains: those that may train, preferred first.
+    """
+    found = list[_Places]()
+    for each in domains:
+        wanted = parts_of_ranks(each, cut, held)
+        found.append(_Places(assign_domains(each, held, wanted), wanted))
+        if not lacks_layers(found[-1].ranks, held, wanted):
+            return found[-1]
+    return found[0] if found else _Places((), [])
+
+
+def _plan_of(
+    workers: Mapping[str, WorkerState], staying: Sequence[str], cut: StoredCut, places: _Places, held: Held
+) -> Plan:
+    """Return the plan for state that workers hold, without its step; from disk if they do not hold all layers."""
+    ranks, of_ranks = places
+    complete, replicas = complete_replicas(staying, held, cut), len(ranks) // len(cut)
+    new = _new_ids(workers, replicas)
     spares = tuple(name for name in staying if name not in ranks)
     plan = Plan(len(cut), ranks, spares, workers[ranks[0]].store_port if ranks else 0, replica_ids=new)
     if lacks_layers(ranks, held, of_ranks):
@@ -223,8 +276,8 @@ def _plan_of_snapshot(
     saved_step = max((state.saved_step for state in workers.values()), default=0)
     for epoch, step in sorted({taken for own in copies.values() for taken in own}, reverse=True):
         held = {name: own[epoch, step] for name, own in copies.items() if (epoch, step) in own}
-        layers = {name: frozenset((0, layer) for layer in each.layers) for name, each in held.items()}
-        plan = _plan_of(workers, staying, cut, wanted, layers)
+        layers = {name: frozenset(ReplicaLayer(0, layer) for layer in each.layers) for name, each in held.items()}
+        plan = _plan_of(workers, staying, cut, _places(staying, cut, wanted, layers), layers)
         if not plan.from_disk and step >= saved_step:
             known = max(held.values(), key=lambda each: len(each.streams))
             ids = _new_ids(workers, plan.replicas)  # all get the same weights, the mean of the replicas

@@ -49,9 +49,12 @@ def worker_state(
         return WorkerState(store_port=store_port)
     step = state.progress.step
     streams = reader.stream_states(step) if reader is not None else ()
+    part, parts = session.owned.ownership.place
     return WorkerState(
         step=step,
         layers=tuple(sorted(layer.spec.index for layer in session.layers)),
+        part=part,
+        parts=parts,
         ready=state.has_reported,
         is_synced=state.is_synced or not session.exchanges_after(step - 1),
         exchanges=session.exchanges_after(step),
@@ -108,7 +111,7 @@ def hand_over(
     session if the plan returns to one. observers: replicas that do not send updates. Raises
     RunError if one of these ranks fails.
     """
-    rank, received = job.topology.rank, LayersInMemory(constants)
+    rank, received = job.topology.rank, LayersInMemory(constants, job.model if _divides(job) else None)
     incoming = [transfer for transfer in plan.transfers if transfer.target == rank]
     is_same = session is not None and not incoming and session.job.layout.spans == job.layout.spans
     is_source = any(transfer.source == rank for transfer in plan.transfers)
@@ -119,7 +122,9 @@ def hand_over(
     received_bytes = _run_transfers(plan, groups, held, received)
     if session is not None and is_same:
         return HandedOver(_continue_in(session, job, groups, cache_plan, observers), received_bytes)
-    if held is not None:
+    if isinstance(held, HeldLayers) and _parts_change(held.parts, groups):
+        held.keep(job.layout.layers, received, is_common=True)  # together with the other parts, which it receives
+    elif held is not None:
         incoming_layers = {layer for transfer in incoming for layer in transfer.layers}
         held.keep([layer for layer in job.layout.layers if layer not in incoming_layers], received)
     if session is not None:
@@ -131,6 +136,18 @@ def hand_over(
     if session is not None:  # after the last wait: an interrupt leaves it as it is
         session.close_stages()
     return HandedOver(new, received_bytes)
+
+
+def _divides(job: Job) -> bool:
+    """Return whether replicas divide the state of their layers."""
+    return job.config.dp.shard != "none"
+
+
+def _parts_change(parts: int, groups: Groups) -> bool:
+    """Return whether replicas divide the state into another number of parts than before."""
+    return (
+        parts > 1 and groups.domains is not None and any(len(each) != parts for each in groups.domains.domains.values())
+    )
 
 
 def _run_transfers(plan: Plan, groups: Groups, held: HeldLayers | Snapshot | None, received: LayersInMemory) -> int:
@@ -243,13 +260,15 @@ def end_transfers(
 
 
 def run_missing_exchange(session: Session, state: LoopState, plan: Plan) -> None:
-    """Run the exchange that follows the last step, if no rank of this pipeline position has completed it.
+    """Run the exchange that follows the last step, if no rank with the same state has completed it.
 
-    All ranks of a position call it together.
+    Then each replica has what it needs of the parts of others. All ranks of a pipeline position call it together.
     """
-    if session.job.topology.stage_rank in plan.unsynced:
+    if session.job.topology.rank in plan.unsynced:
         state.is_synced = False
         session.sync_after_step(plan.step - 1)
+    else:
+        session.share_parts()
     state.is_synced = True
 
 

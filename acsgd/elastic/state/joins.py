@@ -235,9 +235,10 @@ def plan_joins(
     """Decide whether ranks join in the background: if it takes longer than elastic.join_budget otherwise.
 
     All ranks call it together. session: of this rank in the view before, if it holds state; constants: of the model;
-    host: address of this host. Opens the ports to which ranks that join connect. Raises RunError if a rank fails.
+    host: address of this host. Opens the ports to which ranks that join connect. None does if replicas divide the
+    state, since all of them compute in each step then. Raises RunError if a rank fails.
     """
-    if not (holders := _possible_sources(plan)):
+    if job.config.dp.shard != "none" or not (holders := _possible_sources(plan)):
         return BackgroundJoins({}, {}, {}, {}, {})
     members = _members(plan, holders)
     sources = {rank: holder if members[rank][0] == rank else members[rank][0] for rank, holder in holders.items()}

@@ -252,9 +252,12 @@ class Snapshots(StepHook):
 def open_snapshots(
     store: SnapshotStore, session: Session, reader: BatchReader, groups: Groups, view: View
 ) -> Snapshots | None:
-    """Return the snapshots of a rank; None if elastic.snapshot is 0 or all ranks of the view are on one host."""
+    """Return the snapshots of a rank.
+
+    None if elastic.snapshot is 0, if all ranks of the view are on one host, or if replicas divide the state.
+    """
     chosen, ranks = session.job.config.elastic.snapshot, view.plan.ranks
-    if chosen == "0" or not next_hosts(ranks):
+    if chosen == "0" or not next_hosts(ranks) or session.job.config.dp.shard != "none":
         return None
     interval = None if chosen == "auto" else int(chosen)
     return Snapshots(store, session, reader, groups, ranks, epoch=view.epoch, interval=interval)

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from acsgd.dp.resize import ReplicaPlace, carry_over
 from acsgd.groups import Groups
+from acsgd.optim.ownership import fill_rows, weight_of
+from acsgd.run.plan.model import RunModel
 from acsgd.run.session import Session
 from acsgd.run.setup.continued import restart_syncs
 from acsgd.shards.layer_tensors import LayerTensors
@@ -42,12 +44,18 @@ WEIGHT, OPTIMIZER, MODE, SEPARATOR = "weight", "optimizer", "mode", "\n"
 class LayersInMemory:
     """Trained state of the layers that a rank needs: what it keeps, and what it has received. A `WeightSource`.
 
-    constants: source of all other tensors; None if they are loaded already.
+    Parts of weights have keys of their own, see `Part`. constants: source of all other tensors; None if they are loaded
+    already. model: for the shapes of weights of which parts are missing, since other replicas own them; these are NaN
+    until these share them. None if all weights are here.
     """
 
-    def __init__(self, constants: Constants | None = None) -> None:
+    def __init__(self, constants: Constants | None = None, model: RunModel | None = None) -> None:
         self._constants = constants
+        built = model.build(torch.float32) if model else None
+        self._shapes = {} if built is None else {key: param.shape for key, param in built.named_parameters()}
         self._weights: dict[str, Tensor] = {}
+        self._parts: dict[str, list[str]] = {}
+        """Keys of the parts of each weight that are here."""
         self._optimizer: WeightState = {}
         self._mode: WeightState = {}
         self._messages: list[Mapping[str, Tensor]] = []
@@ -59,13 +67,29 @@ class LayersInMemory:
             kind, *parts = name.split(SEPARATOR)
             if kind == WEIGHT:
                 self._weights[parts[0]] = tensor
+                self._parts.setdefault(weight_of(parts[0]), []).append(parts[0])
             else:
                 state = self._optimizer if kind == OPTIMIZER else self._mode
                 state.setdefault(parts[0], {})[parts[1]] = tensor
 
+    def add_missing(self, tensors: Mapping[str, Tensor]) -> None:
+        """Add the tensors of one message that are not here yet."""
+        known = {name for message in self._messages for name in message}
+        self.add({name: tensor for name, tensor in tensors.items() if name not in known})
+
     def tensors(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
-        held = {key: self._weights[key] for key in stored.weights if key in self._weights}  # another may have a table
+        held = {key: self._weight(key) for key in stored.weights if self._has(key)}  # another may have a table
         return held | self.constants(layer, stored)
+
+    def _has(self, key: str) -> bool:
+        return key in self._weights or key in self._shapes
+
+    def _weight(self, key: str) -> Tensor:
+        """Return a whole weight."""
+        if key not in self._shapes or key in self._weights:
+            return self._weights[key]
+        whole = torch.full(self._shapes[key], torch.nan)
+        return fill_rows(whole, [(part, self._weights[part]) for part in self._parts.get(key, ())])
 
     def constants(self, layer: str, stored: LayerTensors, *, check: bool = True) -> dict[str, Tensor]:
         assert self._constants is not None
@@ -74,7 +98,7 @@ class LayersInMemory:
     def tensor(self, layer: str, key: str) -> Tensor:
         assert self._constants is not None
         constant = self._constants.find(layer, key)
-        return self._weights[key] if constant is None else constant
+        return self._weight(key) if constant is None else constant
 
     def stored(self, layer: str, key: str) -> OpenTensor:
         assert self._constants is not None
@@ -109,7 +133,10 @@ class LayersInMemory:
         session.owned.load_state(session.optimizer, session.weights, self._optimizer)
         table, now = session.job.plugins.mode.states, ReplicaPlace(session.peers.replica, session.peers.size)
         for stage in session.stages.values():
-            own = part_of(self._mode, {weight.key for weight in stage.weights})
+            weights = {weight.key for weight in stage.weights}
+            own = part_of(
+                self._mode, {key for keys in self._mode.values() for key in keys if weight_of(key) in weights}
+            )
             stage.sync.load_state_dict(carry_over(table, own, was=was, now=now, is_same_stage=False))
 
 
@@ -123,6 +150,8 @@ class HeldLayers:
     def __init__(self, session: Session, replicas: int) -> None:
         self._replicas = replicas
         self._session = session
+        self.parts = session.owned.ownership.place[1]
+        """Number of parts into which replicas divide the state of each layer, of which these are one."""
         self._layers = {layer.spec.index: layer for layer in session.layers}
         states = [stage.sync.take_state() for stage in session.stages.values()]
         names = {name for state in states for name in state}
@@ -130,15 +159,25 @@ class HeldLayers:
 
     def send(self, layers: Sequence[int], groups: Groups, to: int) -> None:
         """Send the state of some layers to a rank of the next view, one message per layer."""
-        table, is_same = self._session.job.plugins.mode.states, self._replicas == self._session.peers.size
-        common = [state.name for state in table if state.is_common and (is_same or state.merge != "reset")]
-        mode = {name: by_key for name, by_key in self._mode.items() if name in common}
+        mode = self._common
         send_tensors(groups, to, [layer_tensors_of(self._session, self._layers[layer], {}, mode) for layer in layers])
 
-    def keep(self, layers: Collection[int], memory: LayersInMemory) -> None:
-        """Add the state of some layers, not copied, with that of this replica alone."""
+    def keep(self, layers: Collection[int], memory: LayersInMemory, *, is_common: bool = False) -> None:
+        """Add the state of some layers, not copied, but for what is there already.
+
+        is_common: without that of this replica alone. Layers that this rank does not hold are left out then.
+        """
+        mode = self._common if is_common else self._mode
         for layer in layers:
-            memory.add(layer_tensors_of(self._session, self._layers[layer], {}, self._mode))
+            if layer in self._layers or not is_common:
+                memory.add_missing(layer_tensors_of(self._session, self._layers[layer], {}, mode))
+
+    @property
+    def _common(self) -> WeightState:
+        """The state of the mode that its replicas have in common."""
+        table, is_same = self._session.job.plugins.mode.states, self._replicas == self._session.peers.size
+        common = [state.name for state in table if state.is_common and (is_same or state.merge != "reset")]
+        return {name: by_key for name, by_key in self._mode.items() if name in common}
 
 
 def layer_tensors_of(
@@ -147,12 +186,13 @@ def layer_tensors_of(
     """Return the trained state of a layer, not copied: fp32 weights, optimizer state, and state of the mode.
 
     Weights are all that the layer uses, also those that are stored with an earlier layer: global ones where they are
-    given, else the master weights.
+    given, else the master weights. Of weights that replicas divide, the parts that this rank owns.
     """
-    own = [weight for weight in session.weights if weight.key in layer.spec.parameters]
+    used = [weight for weight in session.weights if weight.key in layer.spec.parameters]
+    own = session.owned.of(used)
     weights = {weight.key: global_weights.get(weight.key, weight.master).detach() for weight in own}
     tensors = {f"{WEIGHT}{SEPARATOR}{key}": tensor for key, tensor in weights.items()}
-    optimizer = session.owned.state_of(session.optimizer, own)
+    optimizer = session.owned.state_of(session.optimizer, used)
     for kind, state in ((OPTIMIZER, optimizer), (MODE, part_of(mode, weights.keys()))):
         for name, by_key in state.items():
             tensors |= {f"{kind}{SEPARATOR}{name}{SEPARATOR}{key}": tensor for key, tensor in by_key.items()}
@@ -190,7 +230,7 @@ def align_domain(session: Session, key: str = "", *, is_whole: bool = True) -> N
     before; empty if it has not kept its own. is_whole: whether it has kept that of all its layers.
     """
     job, groups, peers, table = session.job, session.groups, session.peers, session.job.plugins.mode.states
-    if not job.domain:
+    if not job.domain or job.config.dp.shard != "none":  # members that divide their state have different parts
         return
     ranks, me = peers.group.ranks, groups.world.rank()
     text = json.dumps([key, is_whole])

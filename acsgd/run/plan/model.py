@@ -111,6 +111,8 @@ def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: 
 def _most_owners(config: Config, launch: Launch) -> int:
     """Return the largest number of replicas that may divide the weights: where hosts are domains, those of one."""
     replicas, of_host = max(1, launch.world_size // config.pp.stages), launch.local_world_size // config.pp.stages
+    if launch.daemon:  # the world is not known yet
+        return max(1, of_host)
     in_hosts = config.dp.local == "auto" and config.dp.domain is None and 1 < of_host < replicas
     return of_host if in_hosts and launch.local_world_size % config.pp.stages == 0 else replicas
 

@@ -209,8 +209,8 @@ def open_grid(config: Config, launch: Launch) -> RankGrid:
     micro_ids = _deal(config, topology)
     check_computes(config, topology.stages * plugins.schedule.chunks, most_micros(config, topology.replicas))
     splits_backward = RankPrograms(plugins.schedule, topology.stages, topology.stage_rank).splits_backward
-    check_shard(config, plugins, topology.replicas, is_elastic=bool(launch.daemon), splits_backward=splits_backward)
-    if config.dp.domain is None and topology.replicas > 1:
+    check_shard(config, plugins, topology.replicas, splits_backward=splits_backward)
+    if config.dp.domain is None and topology.replicas > 1 and not launch.daemon:  # whose views have such domains
         check_sharded_mode(config, plugins, domains_of_hosts(topology, launch.local_world_size))
     if splits_backward:
         check_split(config)

@@ -157,9 +157,7 @@ def check_deal(config: Config, plugins: Plugins) -> None:
         )
 
 
-def check_shard(
-    config: Config, plugins: Plugins, replicas: int, *, is_elastic: bool, splits_backward: bool = False
-) -> None:
+def check_shard(config: Config, plugins: Plugins, replicas: int, *, splits_backward: bool = False) -> None:
     """Raise ValueError if dp.shard does not work with other options. splits_backward: whether the schedule does."""
     shard, num_micros = config.dp.shard, config.data.batch // config.pp.micro
     if shard == "none":
@@ -169,11 +167,6 @@ def check_shard(
         raise ValueError(
             f"dp.mode={config.dp.mode} {what}, and dp.shard={shard} leaves each replica a part of them; use --dp.shard "
             "none, or --dp.mode allreduce"
-        )
-    if is_elastic:
-        raise ValueError(
-            f"dp.shard={shard}: in an elastic run each replica holds all state of its layers, from which the others "
-            "continue when a host is lost; use --dp.shard none, or start the run without --rdzv-backend acsgd"
         )
     is_whole = plugins.schedule.chunks == 1 and not splits_backward
     if config.dp.sums_passes and replicas > 1 and not is_whole:

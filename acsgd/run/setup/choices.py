@@ -350,6 +350,14 @@ CHOICES = (
         "wait for a worker that hangs end themselves; give a larger --run.timeout, or a smaller --elastic.hang",
     ),
     without_effect("elastic.replan", lambda job: job.is_elastic and job.topology.stages == 1, "there is one stage"),
+    *(
+        without_effect(
+            f"elastic.{name}",
+            lambda job: job.is_elastic and job.config.dp.shard != "none",
+            "dp.shard={config.dp.shard}",
+        )
+        for name in ("snapshot", "join_budget", "join_rate", "join_moments")
+    ),
 )
 
 
