@@ -61,6 +61,8 @@ class DomainGroups:
         shown = ([name.partition(MACHINE)[0] for name in names] for names in self.domains)
         named = zip(map(" + ".join, map(dict.fromkeys, shown)), self.domains.values(), strict=True)
         where = ", ".join(f"{' '.join(map(str, replicas))} in {name}" for name, replicas in named)
+        if len(self.domains) == 1:
+            return f"replicas {where}; they sum their gradients exactly, as those of a domain (dp.local=auto)"
         sizes = {len(replicas) for replicas in self.domains.values()}
         alike = "" if len(sizes) == 1 else "; domains count alike, whatever their number of replicas"
         return (

@@ -57,12 +57,13 @@ class Hosts:
         secret: str | None = None,
         conf: str = "",
         disk: str = "",
+        flags: Sequence[str] = (),
     ) -> ForkedTorchrun:
         """Start a host.
 
         restarts: how often torchrun starts its workers again; clock_s: by how much its clock is ahead; agent, worker:
         run first in the process of torchrun and in those of the workers; conf: torchrun's --rdzv-conf; disk: name of
-        the host whose own disk it gets, by default an empty one.
+        the host whose own disk it gets, by default an empty one; flags: of this host.
         """
         (directory := self._directory / name).mkdir()
         if disk:
@@ -72,7 +73,7 @@ class Hosts:
         arguments += ["--rdzv-backend", "acsgd", "--rdzv-endpoint", ",".join(self.endpoints), "--rdzv-id", "test"]
         arguments += ["--rdzv-conf", conf] if conf else []
         run_dir = "run" if self._has_own_disks else str(self.run_dir)
-        arguments += [TRAIN, str(self._run_file), "--log.dir", run_dir, *self._flags]
+        arguments += [TRAIN, str(self._run_file), "--log.dir", run_dir, *self._flags, *flags]
         if clock_s:
             agent, worker = partial(_shift_clock, clock_s, agent), partial(_shift_clock, clock_s, worker)
         environment = ENVIRONMENT | ({SECRET: secret} if secret is not None else {})

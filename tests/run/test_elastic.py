@@ -18,7 +18,7 @@ import torch
 from acsgd.config.run_file import parse
 from acsgd.shards.disk import ShardDirectory
 from tests.lib.corpora import write_records
-from tests.lib.forked_torchrun import Setup
+from tests.lib.forked_torchrun import ForkedTorchrun, Setup
 from tests.lib.forks import finish
 from tests.lib.hosts import LIMIT_S, Hosts
 from tests.lib.injection import All, FullDisk, OverOrderedTransport, Pace
@@ -131,6 +131,47 @@ def test_a_run_of_which_hosts_end_join_and_leave_is_the_calm_run(
         recoveries = [event["recovery_s"] for event in hosts.events()[1:]]
         assert len(recoveries) >= 3
         assert_same_losses(hosts, run_file)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("shard", "mode"), [("weights", "allreduce"), ("optimizer", "allreduce"), ("weights", "cocktail_grad:topk=.25")]
+)
+def test_hosts_that_hold_all_parts_of_the_state_end_join_and_leave(
+    shard: str, mode: str, run_file: Path, tmp_path: Path
+) -> None:
+    """Two processes each, of which one ends: then its host has lost a part, which it gets from the other host."""
+    with ExitStack() as stack:
+        replicas = ("--elastic.min_replicas", "4", "--elastic.max_replicas", "4", "--checkpoint.every", "20")
+        hosts = Hosts(tmp_path, run_file, stack, 2, ("--dp.shard", shard, "--dp.mode", mode, *replicas))
+
+        def start(name: str) -> ForkedTorchrun:
+            return hosts.start(name, min_hosts=3, worker=PACE, flags=("--dp.domain", name[0]))
+
+        a, b, c = map(start, "abc")
+        hosts.wait_for_step(b, 3)
+        a.kill()
+        hosts.wait_for_step(b, len(hosts.steps()) + 3)
+        assert len(hosts.hosts_that("left")) == 1, "the run has not noticed"
+        pids = c.workers
+        os.kill(b.workers[1], signal.SIGKILL)  # c waits for b, then sends its state
+        hosts.wait_for_step(c, len(hosts.steps()) + 3)
+        b.signal(signal.SIGINT)  # b leaves; c waits again
+        b.wait(LIMIT_S)
+        assert c.workers == pids, "c was not disturbed"
+        a = start("a2")
+        assert a.wait(LIMIT_S) == 0
+        assert c.wait(LIMIT_S) == 0
+        assert not a.errors + b.errors + c.errors
+        first, *others = hosts.events()
+        assert first["from"] == "disk"
+        assert len(others) >= 3
+        assert {(event["from"], event["replicas"]) for event in others} == {("memory", 4)}
+        if mode == "allreduce":
+            assert_same_losses(hosts, run_file)
+        steps = hosts.steps()
+        assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+        assert steps[-1]["loss"] < steps[0]["loss"]
 
 
 def test_hosts_with_disks_of_their_own_join_end_for_ever_and_start_again_without_one_of_them(

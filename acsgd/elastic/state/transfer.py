@@ -51,8 +51,7 @@ class LayersInMemory:
 
     def __init__(self, constants: Constants | None = None, model: RunModel | None = None) -> None:
         self._constants = constants
-        built = model.build(torch.float32) if model else None
-        self._shapes = {} if built is None else {key: param.shape for key, param in built.named_parameters()}
+        self._model = model.build(torch.float32) if model else None
         self._weights: dict[str, Tensor] = {}
         self._parts: dict[str, list[str]] = {}
         """Keys of the parts of each weight that are here."""
@@ -82,13 +81,13 @@ class LayersInMemory:
         return held | self.constants(layer, stored)
 
     def _has(self, key: str) -> bool:
-        return key in self._weights or key in self._shapes
+        return key in self._weights or self._model is not None
 
     def _weight(self, key: str) -> Tensor:
         """Return a whole weight."""
-        if key not in self._shapes or key in self._weights:
+        if self._model is None or key in self._weights:
             return self._weights[key]
-        whole = torch.full(self._shapes[key], torch.nan)
+        whole = torch.full(self._model.get_parameter(key).shape, torch.nan)
         return fill_rows(whole, [(part, self._weights[part]) for part in self._parts.get(key, ())])
 
     def constants(self, layer: str, stored: LayerTensors, *, check: bool = True) -> dict[str, Tensor]:
