@@ -107,13 +107,6 @@ class Worker:
             self._messages.put(message)
 
 
-def free_addresses(count: int) -> list[str]:
-    """Return free addresses of this host."""
-    with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [f"127.0.0.1:{server.getsockname()[1]}" for server in servers]
-
-
 @contextlib.contextmanager
 def host(
     addresses: list[str],

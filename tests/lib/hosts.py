@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ from typing import Any
 
 from tests.lib.forked_torchrun import ForkedTorchrun, Host, Setup, forked_torchrun, nothing
 from tests.lib.launched import TRAIN
+from tests.lib.ports import free_addresses
 
 LIMIT_S = 150.0
 SECRET = "ACSGD_SECRET"
@@ -42,7 +42,7 @@ class Hosts:
         self._has_own_disks = has_own_disks
         self.run_dir = directory / "run"
         """That which is read, also if each host has its own."""
-        self.endpoints = list(endpoints) or _free_addresses(2)
+        self.endpoints = list(endpoints) or free_addresses(2)
 
     def start(
         self,
@@ -115,12 +115,6 @@ class Hosts:
     def wait_for_replicas(self, host: ForkedTorchrun, replicas: int) -> None:
         """Wait until the run has trained with a number of replicas."""
         host.wait_until(lambda: any(event["replicas"] == replicas for event in self.events()), LIMIT_S)
-
-
-def _free_addresses(number: int) -> list[str]:
-    with ExitStack() as ports:
-        servers = [ports.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
-        return [f"127.0.0.1:{server.getsockname()[1]}" for server in servers]
 
 
 def _shift_clock(seconds: float, then: Setup) -> None:

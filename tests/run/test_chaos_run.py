@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 from lib.launched import ROOT, TRAIN, Run, running
+from lib.ports import free_addresses
 
 TinyModel = Callable[..., Path]
 LIMIT_S = 150.0
@@ -23,8 +23,7 @@ LIMIT_S = 150.0
 @pytest.fixture
 def hosts(tiny_model: TinyModel, tmp_path: Path) -> Iterator[list[Run]]:
     """Two hosts of one elastic run that trains until it is ended, with a worker each."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+    (endpoint,) = free_addresses(1)
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2:2", "--nproc-per-node", "1"]
     command += ["--max-restarts", "1", "--monitor-interval", "0.1"]
     command += ["--rdzv-backend", "acsgd", "--rdzv-endpoint", endpoint, "--rdzv-id", "test", TRAIN]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +15,7 @@ from tests.lib.commands import started
 from tests.lib.forked_torchrun import ForkedTorchrun, Host, forked_torchrun
 from tests.lib.hosts import ENVIRONMENT, LIMIT_S
 from tests.lib.injection import Pace
+from tests.lib.ports import free_port
 
 
 def test_a_host_joins_by_an_invitation(
@@ -45,8 +45,7 @@ def test_a_host_joins_by_an_invitation(
         dir = "run"
         """
     )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
 
     def start(name: str, *words: object) -> ForkedTorchrun:
         """Type a command on a host, and start what it becomes."""

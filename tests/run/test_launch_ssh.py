@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import psutil
 import pytest
 
 from tests.lib.launched import ROOT, Run, running
+from tests.lib.ports import free_port
 from tests.run.test_torchrun import run_file
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
@@ -33,8 +33,7 @@ pytestmark = [
 @pytest.fixture
 def ssh(tmp_path: Path) -> Iterator[str]:
     """The command that connects to an sshd with a key of its own, which knows the hosts alpha and beta."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     for name in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
     if os.getuid() == 0:

@@ -20,6 +20,7 @@ import pytest
 
 from tests.lib.launched import ROOT
 from tests.lib.patience import wait_until
+from tests.lib.ports import free_port
 from tests.run.test_torchrun import run_file
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -33,12 +34,6 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"needs slurm-wlm and munge: no {', '.join(MISSING)}"),
     pytest.mark.skipif(os.getuid() != 0, reason="needs root: slurmd runs jobs of all users"),
 ]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Slurm:

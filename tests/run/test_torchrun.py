@@ -26,6 +26,7 @@ from tests.lib.forks import finish
 from tests.lib.injection import Pace
 from tests.lib.launched import TRAIN
 from tests.lib.patience import stretched
+from tests.lib.ports import free_port
 
 TinyModel = Callable[..., Path]
 STEPS = 6
@@ -227,8 +228,3 @@ def torchrun(directory: Path, *arguments: object, worker: Setup = nothing) -> It
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with forked_torchrun(Host([*map(str, arguments)], environment, directory, worker=worker)) as run:
         yield run
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from lib.patience import wait_until
+from lib.ports import free_port
 
 from acsgd import host_memory
 from acsgd.commands.doctor import forecast as forecasts
@@ -331,8 +332,7 @@ def test_a_host_that_does_not_answer_is_named(
     port = doctor.port
     with contextlib.ExitStack() as stack:
         if fault == "refused":
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                port = free.getsockname()[1]
+            port = free_port()
         elif fault in ("silent", "program"):
             server = stack.enter_context(_silent() if fault == "silent" else socket.create_server(("127.0.0.1", 0)))
             port = server.getsockname()[1]

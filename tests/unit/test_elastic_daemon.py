@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from lib.daemons import COMPLETE, TIMING, Worker, complete_tasks, free_addresses, host
+from lib.daemons import COMPLETE, TIMING, Worker, complete_tasks, host
 from lib.patience import stretched
+from lib.ports import free_addresses
 
 from acsgd.elastic.host.daemon import Daemon
 from acsgd.elastic.host.joining import DaemonOptions, open_membership

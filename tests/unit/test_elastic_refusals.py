@@ -11,8 +11,9 @@ from pathlib import Path
 from queue import Empty
 
 import pytest
-from lib.daemons import COMPLETE, Worker, complete_tasks, free_addresses, host
+from lib.daemons import COMPLETE, Worker, complete_tasks, host
 from lib.patience import wait_until
+from lib.ports import free_addresses
 
 from acsgd.elastic.host import daemon, transport
 from acsgd.elastic.membership.messages import PROTOCOL, End, Host, HostHeartbeat, seal

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from lib.daemons import Worker, free_addresses
+from lib.daemons import Worker
+from lib.ports import free_addresses, free_port
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -135,10 +136,10 @@ def test_a_port_that_is_taken_meanwhile_is_left_to_the_other(environment: pytest
 
 def test_a_host_of_ipv6_is_its_endpoint_and_its_daemon_answers(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
     try:
-        with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
-            port = server.getsockname()[1]
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError as error:
         pytest.skip(f"no IPv6: {error}")
+    port = free_port("::1")
     endpoints = parse_endpoints(f"[::1]:{port}")
     assert find_address(endpoints, None) == f"[::1]:{port}"
     host = handler(endpoints[0])

@@ -9,8 +9,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from lib.daemons import free_addresses
 from lib.patience import NO_LIMIT_S
+from lib.ports import free_port
 
 from acsgd.comm.waits import DIRECT, InterruptibleWaits
 from acsgd.elastic import view_resources as stores
@@ -26,10 +26,9 @@ def _no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_no_limit")
 def test_the_store_of_a_process_that_has_ended_is_not_waited_for() -> None:
-    (address,) = free_addresses(1)
-    host, _, port = address.partition(":")
-    with pytest.raises(RunError, match=address) as caught:
-        connect_store(host, int(port), DIRECT)
+    port = free_port()
+    with pytest.raises(RunError, match=f"127.0.0.1:{port}") as caught:
+        connect_store("127.0.0.1", port, DIRECT)
     assert caught.value.awaited == (0,), "the run continues in another view"
 
 
@@ -44,11 +43,8 @@ def test_a_store_that_listens_is_connected_unless_another_view_follows() -> None
 
 
 def test_a_store_is_found_at_any_address_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, (closed,) = open_store(), free_addresses(1)
-    both = [
-        (socket.AF_INET, ("127.0.0.1", int(closed.rpartition(":")[2]))),
-        (socket.AF_INET, ("127.0.0.1", store.port)),
-    ]
+    store, closed = open_store(), free_port()
+    both = [(socket.AF_INET, ("127.0.0.1", port)) for port in (closed, store.port)]
     monkeypatch.setattr(stores, "resolve", lambda host, port: both)
     assert connect_store("localhost", store.port, DIRECT).port == store.port
 

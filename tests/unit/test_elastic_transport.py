@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from lib.patience import stretched
+from lib.ports import free_addresses
 
 from acsgd.comm.addresses import listen
 from acsgd.elastic.host import transport
@@ -51,8 +52,7 @@ async def _send_many(address: str, has_broken: threading.Event) -> None:
 
 def test_a_host_whose_port_refuses_connections_has_ended_once_that_is_known() -> None:
     """In a mesh, a port may not be open here yet."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
+    (address,) = free_addresses(1)
     refused, known = list[tuple[str | None, ...]](), iter([False, False, True])
 
     def on_refused(*found: str | None) -> None:

@@ -17,6 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 from lib import commands, daemons
+from lib.ports import free_addresses
 from lib.saved import SMALL, small_run, train_alone
 
 from acsgd.comm.waits import InterruptibleWaits
@@ -70,7 +71,7 @@ def parts(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[
 @pytest.fixture
 def invitation(parts: list[Path], tmp_path: Path) -> Iterator[Path]:
     """A file with the invitation of a run with these hosts, which are running; it names only the first one."""
-    addresses = daemons.free_addresses(2)
+    addresses = free_addresses(2)
     with contextlib.ExitStack() as stack:
         workers = []
         for number, part in enumerate(parts):
@@ -405,7 +406,7 @@ def inputs(tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "first/shards").mkdir(parents=True)
     from_hf(tiny_model("gpt2", **SMALL), tmp_path / "first/shards")
     (tmp_path / "first/notes.jsonl").write_text('{"text": "one"}\n' * 1000)
-    addresses = daemons.free_addresses(1)
+    addresses = free_addresses(1)
     with daemons.host(addresses, 0, tmp_path, secret="secret") as path:
         shared = SharedFiles(
             str(tmp_path / "first/checkpoints"),

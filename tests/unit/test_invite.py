@@ -13,6 +13,7 @@ from acsgd.commands.invitation import VERSION, Invitation
 from acsgd.config.run_file import parse
 from tests.lib import commands
 from tests.lib.commands import started
+from tests.lib.ports import free_port
 
 RUN_FILE = """
 [model]
@@ -64,8 +65,7 @@ def test_an_invitation_that_is_not_whole_is_refused() -> None:
 def test_host_and_join_start_torchrun_alike_and_show_no_secret(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     options = ("--nproc", 2, "--port", port, "--address", "127.0.0.1")
     words = started("host", "run.toml", *options)
     [file] = (run_dir / "home/.acsgd").glob("*.secret")
@@ -102,8 +102,7 @@ def test_a_secret_that_was_replaced_stays_until_another_invitation_comes(run_dir
     assert (private / "run-1.secret").read_text() == "replaced\n"
     started("join", dataclasses.replace(INVITATION, secret="newer").encode())
     assert (private / "run-1.secret").read_text() == "newer"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     started("host", "run.toml", "--address", "127.0.0.1", "--port", port)
     [file] = private.glob("x-*.secret")
     file.write_text("replaced\n")
@@ -115,8 +114,7 @@ def test_only_the_host_itself_gets_elastic_force(run_dir: Path, monkeypatch: pyt
     invited: list[Invitation] = []
     monkeypatch.setattr(Invitation, "encode", lambda self: invited.append(self) or "")
     (run_dir / "run.toml").write_text(f"{RUN_FILE}[elastic]\nforce = true\n")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     words = started("host", "run.toml", "--port", port, "--address", "127.0.0.1")
     assert parse([words[-1]]).elastic.force
     assert [invitation.options for invitation in invited] == [
@@ -125,8 +123,7 @@ def test_only_the_host_itself_gets_elastic_force(run_dir: Path, monkeypatch: pyt
 
 
 def test_a_host_behind_a_mapped_port_invites_into_a_mesh(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     words = started("host", "run.toml", "--address", "127.0.0.1", "--port", port, "--announce", "198.51.100.7:41")
     assert words[words.index("--rdzv-endpoint") + 1] == "198.51.100.7:41"
     run = words[words.index("--rdzv-id") + 1]
