@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from lib.patience import TEST_S, stretched
+from lib.processes import DIRECTORY, start_shared_server
 from lib.stores import STORES, open_store, s3_server
 
 from acsgd.failures.signals import STOP_SIGNALS
@@ -45,6 +46,19 @@ SLOW = _listed("slow.txt")
 SOAK = _listed("soak.txt")
 UNKNOWN = pytest.StashKey[list[str]]()
 """Names of the lists that no collected test has."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist starts its workers
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Choose the directory that all tests share and, for workers of pytest-xdist, start the server of their processes.
+
+    It imports while they collect, in an environment that no test has changed.
+    """
+    options = session.config.option
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        os.environ[DIRECTORY] = str(session.config._tmp_path_factory.getbasetemp() / "shared")
+    if getattr(options, "numprocesses", None) and "not processes" not in options.markexpr:
+        start_shared_server()
 
 
 def pytest_collection(session: pytest.Session) -> None:
@@ -126,12 +140,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _shared_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _shared_caches() -> None:
     """Let all tests share layers of models and tokens of demo texts, also those of other workers of pytest-xdist."""
-    from lib.shared import DIRECTORY, share_caches
+    from lib.shared import share_caches
 
-    base = tmp_path_factory.getbasetemp()
-    os.environ[DIRECTORY] = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared")
     share_caches()
 
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
@@ -21,6 +24,31 @@ WAIT_S = patience.NO_LIMIT_S
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(PRELOAD)
+DIRECTORY = "ACSGD_TEST_SHARED"
+"""Environment variable with the directory of what all tests share, also those of other processes: see lib/shared.py."""
+SERVER = "ACSGD_TEST_SERVER"
+"""Environment variable with the address of the server that other processes of these tests share."""
+
+
+def start_shared_server() -> None:
+    """Start the server, and let all processes that this one starts from now on use it. It ends with this process.
+
+    Each server imports for as long as ten seconds. Not from Python 3.14 on, where a server forks only for the process
+    that has started it: each process has its own, then.
+    """
+    if sys.version_info < (3, 14):
+        forkserver.ensure_running()
+        os.environ[SERVER] = forkserver._forkserver._forkserver_address
+
+
+def _use_shared_server(address: str) -> None:
+    server: Any = forkserver._forkserver
+    server._forkserver_address, server._forkserver_alive_fd = address, os.open(os.devnull, os.O_RDONLY)
+    server.ensure_running = resource_tracker.ensure_running  # the server is no child of this process
+
+
+if SERVER in os.environ:
+    _use_shared_server(os.environ[SERVER])
 
 
 @contextlib.contextmanager

@@ -29,9 +29,8 @@ from acsgd.run.plan.layers_cache import LayersCache
 from acsgd.run.setup import rows
 from acsgd.shards import config as configs
 from acsgd.tasks import find_task
+from tests.lib.processes import DIRECTORY
 
-DIRECTORY = "ACSGD_TEST_SHARED"
-"""Environment variable with the directory of the caches, for the server that processes are forked from."""
 LAYERS, TOKENS, EXAMINED = "layers", "tokens", "examined"
 """Caches in the directory."""
 
