@@ -6,7 +6,8 @@ n = length of a message, bytes. Codecs are pure functions: no rank, no state, no
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -73,6 +74,26 @@ class Codec(Protocol):
         ...
 
 
+class Vector(Protocol):
+    """A vector [n], fp32, that is read in slices: a tensor, or one that is computed where it is read."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: slice, /) -> Tensor: ...
+
+
+@runtime_checkable
+class BlockDecoder(Protocol):
+    """A codec that decodes in blocks, each of which stays in the CPU cache while it is used."""
+
+    def decoded_blocks(self, fields: tuple[Tensor, ...], shape: tuple[int, ...]) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the elements that `decode` returns, in C order: their range, and fp32 [n], which may be overwritten."""
+        ...
+
+
 def holds_nan(fields: tuple[Tensor, ...]) -> Tensor:
     """Return whether fields of a codec without `encodes_nan` are those of a tensor with NaN or infinity, bool.
 
@@ -82,9 +103,10 @@ def holds_nan(fields: tuple[Tensor, ...]) -> Tensor:
     return torch.stack(marks).any()
 
 
-def check_finite(fields: tuple[Tensor, ...], x: Tensor) -> None:
+def check_finite(fields: tuple[Tensor, ...], x: Tensor | Vector) -> None:
     """Raise NotFiniteError if fields of `x` mark it, see `holds_nan`. The host waits for the device."""
     if holds_nan(fields):
+        x = x if isinstance(x, Tensor) else x[:]
         place = torch.unravel_index(x.abs().argmax(), x.shape)  # that of NaN, else infinity
         index = tuple(int(i) for i in place)
         raise NotFiniteError(f"cannot encode {x[index].item()} at index {index} of a tensor of shape {tuple(x.shape)}")

@@ -6,7 +6,7 @@ huge tensors without NaN, has useful levels at 1 bit, and offers stochastic roun
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
@@ -18,7 +18,7 @@ from acsgd.codecs.base import Field, Wire, check_finite, rounding_bound, saturat
 from acsgd.codecs.bits import pack_bits, packed_bytes, stream_slice, unpack_bits
 from acsgd.codecs.cache_update import add_saturated
 from acsgd.codecs.kernels import UniformQuantization, kernels_for
-from acsgd.codecs.layout import Dims, ScaleLayout, check_dims, decode_blocks, encode_blocks, layout_of
+from acsgd.codecs.layout import CodedStream, Dims, ScaleLayout, check_dims, encode_blocks, layout_of
 from acsgd.codecs.scales import (
     MIN_SCALE,
     Statistic,
@@ -98,12 +98,22 @@ class FixPoint:
     def decode(self, fields: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the decoded tensor, finite. Computed exactly in fp32, so it is the same on every device."""
         stream, *rest = fields
-        layout = self._layout(shape)
-        quantization = self._quantization(layout, *rest)
-        if kernels := kernels_for(layout, stream.device, dtype):
+        quantization = self._quantization(self._layout(shape), *rest)
+        if kernels := kernels_for(quantization.layout, stream.device, dtype):
             return kernels.decode(stream, quantization, dtype).view(shape)
-        values_of = partial(self._values, shift=quantization.shift)
-        return decode_blocks(stream, layout, self.bits, quantization.steps, dtype, values_of).view(shape)
+        return self._stream(stream, quantization).decode(dtype).view(shape)
+
+    def decoded_blocks(self, fields: tuple[Tensor, ...], shape: tuple[int, ...]) -> Iterator[tuple[slice, Tensor]]:
+        stream, *rest = fields
+        quantization = self._quantization(self._layout(shape), *rest)
+        if kernels := kernels_for(quantization.layout, stream.device, torch.float32):
+            yield slice(0, quantization.layout.numel), kernels.decode(stream, quantization, torch.float32)
+        else:
+            yield from self._stream(stream, quantization).blocks()
+
+    def _stream(self, stream: Tensor, quantization: UniformQuantization) -> CodedStream:
+        values_of = partial(self._values_of_stream, shift=quantization.shift)
+        return CodedStream(stream, quantization.layout, self.bits, quantization.steps, values_of)
 
     def error_bound(self, x: Tensor) -> Tensor:
         """One quantization step (1.5 with centroids), and what the encoded scale clips."""
@@ -224,6 +234,9 @@ class FixPoint:
         weights = weights * (level != 0)
         excess = (level.abs() - exact.abs()).mul_(weights).sum() / weights.sum().clamp(min=MIN_SCALE)
         return excess.clamp(0, 0.5).half().view(1)
+
+    def _values_of_stream(self, stream: Tensor, count: int, shift: Tensor | None) -> Tensor:
+        return self._values(unpack_bits(stream, self.bits, count), shift)
 
     def _values(self, codes: Tensor, shift: Tensor | None) -> Tensor:
         """Return the values of codes, steps."""

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from acsgd.codecs.base import Field, Wire, rounding_bound
 from acsgd.codecs.bits import packed_bytes
-from acsgd.codecs.layout import ScaleLayout, decode_blocks, encode_blocks
-from acsgd.codecs.lloyd import HALF_BINS, bin_codes, bin_of, code_values, fit_levels
+from acsgd.codecs.layout import CodedStream, ScaleLayout, ValuesOf, encode_blocks
+from acsgd.codecs.lloyd import HALF_BINS, bin_codes, bin_of, fit_levels, level_lookup
 from acsgd.codecs.scales import as_divisors, measure
 
 BIN_RANGE = 8.0
@@ -92,8 +92,9 @@ class Hadamard:
         rows = torch.empty(count, self.group, dtype=dtype, device=scale_codes.device)
         parts = zip(self._parts(count), self._split(scale_codes), streams, strict=True)
         for (part, bits), groups, stream in parts:
-            values_of = partial(_values, bits=bits)
-            decoded = decode_blocks(stream, part, bits, scales[groups], dtype, values_of)
+            levels_of = level_lookup(_normal_values(bits, stream.device), bits)
+            values_of = partial(_values, levels_of=levels_of, group=self.group)
+            decoded = CodedStream(stream, part, bits, scales[groups], values_of).decode(dtype)
             rows.index_copy_(0, groups, decoded.view(-1, self.group))
         return rows.view(-1)[: math.prod(shape)].view(shape)
 
@@ -154,8 +155,8 @@ def _codes(rows: Tensor, scales: Tensor, bits: int) -> Tensor:
     return _normal_codes(bits, rows.device).index_select(0, bins.view(-1))
 
 
-def _values(codes: Tensor, bits: int) -> Tensor:
-    return code_values(codes, _normal_values(bits, codes.device)) @ _rotation(codes.shape[1], codes.device).T
+def _values(stream: Tensor, count: int, levels_of: ValuesOf, group: int) -> Tensor:
+    return (levels_of(stream, count).view(-1, group) @ _rotation(group, stream.device).T).view(-1)
 
 
 @lru_cache

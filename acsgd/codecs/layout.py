@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from acsgd.codecs.base import saturate_
-from acsgd.codecs.bits import block_size, pack_bits, packed_bytes, stream_slice, unpack_bits
+from acsgd.codecs.bits import block_size, pack_bits, packed_bytes, stream_slice
 
 Dims = Literal["channel", "token", "tensor", "group"]
+ValuesOf = Callable[[Tensor, int], Tensor]
+"""Values of the codes of a block: (their bit stream, number n of codes) -> fp32 [n], which may be overwritten."""
 
 SAMPLE = 1 << 16
 """Minimum number of elements that a statistic is estimated from; all of them in smaller tensors."""
@@ -108,23 +110,26 @@ def encode_blocks(
     return stream
 
 
-def decode_blocks(
-    stream: Tensor,
-    layout: ScaleLayout,
-    bits: int,
-    scales: Tensor,
-    dtype: torch.dtype,
-    values_of: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Return the tensor [numel] of a bit stream: values_of(codes [rows, width]) -> fp32, times the scales.
+class CodedStream(NamedTuple):
+    """Bit stream of a tensor [numel], and how to decode it."""
 
-    Numbers outside of the range of fp16 saturate.
-    """
-    y = torch.empty(layout.numel, dtype=dtype, device=stream.device)
-    for block in layout.blocks(y.device):
-        count = block.stop - block.start
-        codes = unpack_bits(stream_slice(stream, block.start, count, bits), bits, count)
-        y[block] = saturate_(
-            values_of(layout.rows(codes)).mul_(layout.scales_of(scales, block)).view(-1)[:count], dtype
-        )
-    return y
+    stream: Tensor
+    layout: ScaleLayout
+    bits: int
+    scales: Tensor
+    values_of: ValuesOf
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the elements, values times scales, in blocks: their range, and fp32 [n], which may be overwritten."""
+        for block in self.layout.blocks(self.stream.device):
+            count = block.stop - block.start
+            coded = stream_slice(self.stream, block.start, count, self.bits)
+            values = self.layout.rows(self.values_of(coded, count)).mul_(self.layout.scales_of(self.scales, block))
+            yield block, values.view(-1)[:count]
+
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        """Return the tensor [numel]. Numbers outside of the range of fp16 saturate."""
+        y = torch.empty(self.layout.numel, dtype=dtype, device=self.stream.device)
+        for block, values in self.blocks():
+            y[block] = saturate_(values, dtype)
+        return y

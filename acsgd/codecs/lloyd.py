@@ -5,6 +5,7 @@ Source: Lloyd, "Least squares quantization in PCM" (1982), applied to a histogra
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -14,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from acsgd.codecs.base import Field, Wire, rounding_bound
-from acsgd.codecs.bits import packed_bytes
+from acsgd.codecs.bits import packed_bytes, unpack_bits
 from acsgd.codecs.fixpoint import ROUND_OFFSET
-from acsgd.codecs.layout import Dims, ScaleLayout, check_dims, decode_blocks, encode_blocks, layout_of
+from acsgd.codecs.layout import CodedStream, Dims, ScaleLayout, ValuesOf, check_dims, encode_blocks, layout_of
 from acsgd.codecs.scales import MIN_SCALE, as_divisors, decode_scales, encode_scales, measure, scale_fields
 
 HALF_BINS = 2048
@@ -28,6 +29,8 @@ SMOOTHING = 65
 """Width of the moving average of the histogram that the initial levels are derived from, bins."""
 ITERATIONS = 10
 """Lloyd iterations. 40 reduce the error by at most another 2 %."""
+_LEVELS_OF_BYTE = {2: torch.complex128, 4: torch.int64}
+"""Dtypes as large as the fp32 levels of a byte, by bits per code."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +83,16 @@ class Lloyd:
 
     def decode(self, fields: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the decoded tensor, finite. Computed with one fp32 product per element: the same on every device."""
+        return self._stream(fields, shape).decode(dtype).view(shape)
+
+    def decoded_blocks(self, fields: tuple[Tensor, ...], shape: tuple[int, ...]) -> Iterator[tuple[slice, Tensor]]:
+        return self._stream(fields, shape).blocks()
+
+    def _stream(self, fields: tuple[Tensor, ...], shape: tuple[int, ...]) -> CodedStream:
         stream, half, exponent, levels = fields
         finite = levels.float().nan_to_num_(0.0).clamp_(-1.0, 1.0)
-        scales, values_of = decode_scales(half, exponent), partial(code_values, levels=finite)
         layout = layout_of(shape, self.dims, self.group)
-        return decode_blocks(stream, layout, self.bits, scales, dtype, values_of).view(shape)
+        return CodedStream(stream, layout, self.bits, decode_scales(half, exponent), level_lookup(finite, self.bits))
 
     def error_bound(self, x: Tensor) -> Tensor:
         """The distance to the nearest fitted level, and one histogram bin."""
@@ -163,9 +171,24 @@ def bin_codes(levels: Tensor) -> Tensor:
     return functional.pad(codes, (0, INDICES - BINS))
 
 
-def code_values(codes: Tensor, levels: Tensor) -> Tensor:
-    """Return the level of each code, fp32, in the shape of `codes`."""
-    return levels.index_select(0, codes.view(-1).int()).view(codes.shape)
+def level_lookup(levels: Tensor, bits: int) -> ValuesOf:
+    """Return a function that returns the levels of a block's codes. levels: fp32[2**bits].
+
+    Where a byte holds whole codes, it is looked up by byte: half as many look-ups or fewer, and no codes are separated.
+    """
+    if bits not in _LEVELS_OF_BYTE:
+        return partial(_levels_of_codes, bits=bits, levels=levels)
+    every_byte = torch.arange(256, device=levels.device).to(torch.uint8)
+    codes = unpack_bits(every_byte, bits, 256 * 8 // bits)
+    return partial(_levels_of_bytes, table=levels.index_select(0, codes.int()).view(_LEVELS_OF_BYTE[bits]))
+
+
+def _levels_of_codes(stream: Tensor, count: int, bits: int, levels: Tensor) -> Tensor:
+    return levels.index_select(0, unpack_bits(stream, bits, count).int())
+
+
+def _levels_of_bytes(stream: Tensor, count: int, table: Tensor) -> Tensor:
+    return table.index_select(0, stream.int()).view(torch.float32)[:count]
 
 
 def _codes(rows: Tensor, divisors: Tensor, table: Tensor) -> Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from acsgd.codecs.base import Codec, Wire, check_finite, pack, unpack, wire_bytes
+from acsgd.codecs.base import BlockDecoder, Codec, Wire, check_finite, pack, unpack, wire_bytes
 from acsgd.codecs.lossless import compress_, decompress
 
 
@@ -25,6 +26,10 @@ class MessageCodec(Protocol):
 
     def decode(self, message: Tensor, n: int) -> Tensor:
         """Return the decoded vector, fp32 [n], on the message's device. Raises ValueError for a corrupt message."""
+        ...
+
+    def decoded_blocks(self, message: Tensor, n: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the elements that `decode` returns: their range, and their values, fp32, for reading only."""
         ...
 
     def error_bound(self, x: Tensor) -> Tensor:
@@ -51,12 +56,22 @@ class PackedCodec:
 
     def decode(self, message: Tensor, n: int) -> Tensor:
         """Raises ValueError for a corrupt message."""
+        return self.codec.decode(self._fields(message, n), (n,), torch.float32)
+
+    def decoded_blocks(self, message: Tensor, n: int) -> Iterator[tuple[slice, Tensor]]:
+        """Raises ValueError for a corrupt message."""
+        if isinstance(self.codec, BlockDecoder):
+            yield from self.codec.decoded_blocks(self._fields(message, n), (n,))
+        else:
+            yield slice(0, n), self.decode(message, n)
+
+    def _fields(self, message: Tensor, n: int) -> tuple[Tensor, ...]:
         nbytes = self.max_bytes(n)
         if self.codec.entropy_coding:
             message = decompressed(message, nbytes, self.codec.wire((n,)))
         if len(message) != nbytes:
             raise ValueError(f"corrupt message of {n} elements: {len(message)} bytes instead of {nbytes}")
-        return self.codec.decode(unpack(message, self.codec.wire((n,))), (n,), torch.float32)
+        return unpack(message, self.codec.wire((n,)))
 
     def error_bound(self, x: Tensor) -> Tensor:
         return self.codec.error_bound(x)

@@ -15,6 +15,7 @@ from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.layout import SAMPLE
 from acsgd.codecs.lloyd import Lloyd
 from acsgd.codecs.topk import TopK
+from acsgd.dp.exchange.vectors import SparseVector, UpdateSum
 
 WORST = 1.0423
 """Largest ratio of the bits of positions to their entropy (test_positions.py)."""
@@ -205,10 +206,19 @@ def test_equal_vectors_give_equal_bytes() -> None:
 
 @pytest.mark.parametrize("codec", [TopK(0.2), TopK(0.3, chunk=7), TopK(0.3, chunk=100)], ids=str)
 def test_messages_do_not_depend_on_the_block_size(codec: TopK, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = gaussian(SAMPLE + 1001)
+    n = SAMPLE + 1001
+    local, shared, residual = (gaussian(n, seed) for seed in range(3))
+    x = (local - shared).add_(residual)
     whole = codec.encode(x)
-    monkeypatch.setattr(bits_module, "BLOCK", 1 << 13)
-    assert torch.equal(codec.encode(x), whole)
+    for block in (1 << 18, 1 << 13):
+        monkeypatch.setattr(bits_module, "BLOCK", block)
+        assert torch.equal(codec.encode(x), whole)
+        update = UpdateSum(local, shared, residual.clone())  # computed block by block
+        message, positions = codec.encode_kept(update)
+        assert torch.equal(message, whole)
+        update.sent = SparseVector(n, positions, codec.decode_values(message, n))
+        update.store_residual()
+        assert torch.equal(update.residual, x - codec.decode(whole, n))
 
 
 def test_messages_may_start_at_any_address() -> None:

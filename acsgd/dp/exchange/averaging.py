@@ -6,7 +6,9 @@ R replicas; n = elements of a vector, on any device, fp32; messages are uint8 in
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from acsgd.codecs.base import NotFiniteError
 from acsgd.codecs.message import MessageCodec
 from acsgd.codecs.topk import TopK
 from acsgd.comm.waits import Meter
+from acsgd.dp.exchange.vectors import SparseVector, UpdateSum, add_to, dense
 from acsgd.dp.peers import Peers
 from acsgd.errors import RunError
 from acsgd.streams import load_onto
@@ -29,14 +32,14 @@ def split_evenly(flat: Tensor, count: int) -> list[Tensor]:
 class ShardedMean(NamedTuple):
     """Result of `sharded_mean`."""
 
-    mean: Tensor
-    """[n], decoded means of all parts, fp32; equal on all replicas."""
+    mean: Tensor | SparseVector
+    """[n], decoded means of all parts; equal on all replicas."""
     server_residual: Tensor
     """Residual of the mean of the part that this replica owns, fp32."""
 
 
 def sharded_mean(
-    parts: Sequence[Tensor], server_residual: Tensor | None, codec: MessageCodec, peers: Peers, meter: Meter
+    parts: Sequence[Tensor | UpdateSum], server_residual: Tensor | None, codec: MessageCodec, peers: Peers, meter: Meter
 ) -> ShardedMean:
     """Average vectors in R parts: replica j receives part j of all, averages them and sends the mean to all.
 
@@ -44,8 +47,8 @@ def sharded_mean(
     for any R. Call it in the thread of `peers`.
 
     Args:
-        parts: R parts [n_j], fp32; changed in place to their residuals, the values minus what was sent. An observer
-            sends none.
+        parts: R parts [n_j], fp32; changed in place to their residuals, the values minus what was sent, or with TopK
+            sums, in which what was sent is noted. An observer sends none.
         server_residual: [n_r], what compression has omitted from earlier means of the part r that this replica owns;
             added to the mean. None = no error feedback for the mean.
 
@@ -56,29 +59,30 @@ def sharded_mean(
     lengths = {peer: codec.max_bytes(len(parts[peer])) for peer in others}
     if peers.is_observer:
         peers.exchange({}, {}, meter)
-        answers, mean = peers.exchange({}, lengths, meter), torch.zeros_like(mine)
-        return ShardedMean(_decode_parts(codec, answers, parts, {}), mean)
+        answers = peers.exchange({}, lengths, meter)
+        decoded = [_decode(codec, answers[owner], part, owner) for owner, part in enumerate(parts)]
+        return ShardedMean(_concatenated(decoded, mine.device), torch.zeros(len(mine), device=mine.device))
     sent = [_encode(codec, part, peers.replica) for part in parts]
     outgoing = {peer: sent[peer].message.to(peers.device) for peer in others}
     received = peers.exchange(outgoing, dict.fromkeys(others, codec.max_bytes(len(mine))), meter)
-    mean = torch.zeros_like(mine)
-    for peer in range(peers.size):  # the same order on every owner
-        if peer == peers.replica:
-            decoded = _decode_sent(codec, sent[peer], mine, peer)
-            _add(mine, decoded, -1)
-        else:
-            decoded = _decode(codec, received[peer], mean, peer)
-        _add(mean, decoded)
-    mean.div_(peers.size)
-    if server_residual is not None:
-        mean += server_residual
+    decoded = [
+        _decode(codec, received[peer], mine, peer)
+        if peer in received
+        else _subtracted(_decode_sent(codec, sent[peer], mine, peer), mine)
+        for peer in range(peers.size)
+    ]
+    mean = _mean_of(decoded, mine, server_residual)
     answer = _encode(codec, mean, peers.replica)
     answers = peers.exchange(dict.fromkeys(peers.receivers, answer.message.to(peers.device)), lengths, meter)
-    decoded = _decode_sent(codec, answer, mean, peers.replica)
-    means = _decode_parts(codec, answers, parts, {peers.replica: decoded})
-    _add(mean, decoded, -1)
+    decoded = [
+        _decode(codec, answers[owner], part, owner)
+        if owner in answers
+        else _subtracted(_decode_sent(codec, answer, mean, owner), mean)
+        for owner, part in enumerate(parts)
+    ]
+    means = _concatenated(decoded, mine.device)
     for peer in others:
-        _add(parts[peer], _decode_sent(codec, sent[peer], parts[peer], peers.replica), -1)
+        _read(_subtracted(_decode_sent(codec, sent[peer], parts[peer], peers.replica), parts[peer]))
     return ShardedMean(means, mean)
 
 
@@ -93,52 +97,102 @@ def gathered_mean(x: Tensor, codec: MessageCodec, peers: Peers, meter: Meter) ->
     if sent is not None:
         outgoing = dict.fromkeys(peers.receivers, sent.message.to(peers.device))
     received = peers.exchange(outgoing, lengths, meter)
-    mean = torch.zeros_like(x)
-    for peer in range(peers.size):
-        if sent is not None and peer == peers.replica:
-            decoded = _decode_sent(codec, sent, x, peer)
-            _add(x, decoded, -1)
-        else:
-            decoded = _decode(codec, received[peer], mean, peer)
-        _add(mean, decoded)
-    return mean.div_(peers.size)
+    decoded = [
+        _decode(codec, received[peer], x, peer)
+        if sent is None or peer in received
+        else _subtracted(_decode_sent(codec, sent, x, peer), x)
+        for peer in range(peers.size)
+    ]
+    return _mean_of(decoded, x, None)
 
 
-class _Kept(NamedTuple):
-    """Decoded elements of a vector whose other elements are 0."""
+class _Blocks(NamedTuple):
+    """A decoded message [n], in blocks that are decoded as they are read."""
 
-    positions: Tensor
-    values: Tensor
+    n: int
+    blocks: Iterator[tuple[slice, Tensor]]
 
+    def subtracting_from(self, x: Tensor) -> _Blocks:
+        """Return these blocks, each of which is subtracted from a vector [n], in place, as it is read."""
 
-def _decode_parts(
-    codec: MessageCodec,
-    answers: Mapping[int, Tensor],
-    parts: Sequence[Tensor],
-    known: Mapping[int, _Kept | Tensor],
-) -> Tensor:
-    """Decode the messages of the owners of all parts; return the whole vector [n]. known: what is decoded already."""
-    whole = parts[0].new_zeros(sum(map(len, parts)))
-    for owner, target in enumerate(whole.split([len(part) for part in parts])):
-        _add(target, known[owner] if owner in known else _decode(codec, answers[owner], target, owner))
-    return whole
+        def subtract() -> Iterator[tuple[slice, Tensor]]:
+            for block, values in self.blocks:
+                x[block].sub_(values)
+                yield block, values
+
+        return _Blocks(self.n, subtract())
 
 
-def _add(x: Tensor, decoded: _Kept | Tensor, alpha: int = 1) -> None:
-    """Add a decoded message times `alpha` to a vector [n], in place."""
-    if isinstance(decoded, _Kept):
-        positions, values = decoded
-        x.index_copy_(0, positions, x.index_select(0, positions).add_(values, alpha=alpha))
+_Decoded = SparseVector | _Blocks
+
+
+def _subtracted(decoded: _Decoded, x: Tensor | UpdateSum) -> _Decoded:
+    """Subtract a decoded message from a vector [n], in place, in blocks as they are read; return the message."""
+    if isinstance(x, UpdateSum):
+        assert isinstance(decoded, SparseVector)
+        x.sent = decoded
+    elif isinstance(decoded, SparseVector):
+        add_to(x, decoded, -1)
     else:
-        x.add_(decoded, alpha=alpha)
+        return decoded.subtracting_from(x)
+    return decoded
 
 
-def _decode(codec: MessageCodec, message: Tensor, like: Tensor, peer: int) -> _Kept | Tensor:
+def _read(decoded: _Decoded) -> None:
+    """Read all blocks."""
+    if isinstance(decoded, _Blocks):
+        deque(decoded.blocks, maxlen=0)
+
+
+def _mean_of(decoded: Sequence[_Decoded], like: Tensor | UpdateSum, residual: Tensor | None) -> Tensor:
+    """Return the mean of decoded messages [n], in their order, plus a residual. like: a vector [n]."""
+    vectors = [each for each in decoded if isinstance(each, SparseVector)]
+    if vectors:
+        mean = torch.zeros(len(like), device=like.device) if residual is None else residual.clone()
+        for each in vectors:
+            add_to(mean, each, 1 / len(vectors))
+        return mean
+    mean = torch.empty(len(like), device=like.device)
+    for blocks in zip(*(each.blocks for each in decoded if isinstance(each, _Blocks)), strict=True):
+        block = blocks[0][0]
+        total = mean[block].copy_(blocks[0][1])
+        for _, values in blocks[1:]:
+            total.add_(values)
+        total.div_(len(blocks))
+        if residual is not None:
+            total.add_(residual[block])
+    return mean
+
+
+def _concatenated(decoded: Sequence[_Decoded], device: torch.device) -> Tensor | SparseVector:
+    """Return one vector [n] of the decoded messages of all parts; sparse if that takes less memory."""
+    n, ends = sum(each.n for each in decoded), [*itertools.accumulate((each.n for each in decoded), initial=0)]
+    vectors = [each for each in decoded if isinstance(each, SparseVector)]
+    if vectors:
+        positions = torch.cat([each.positions + start for each, start in zip(vectors, ends, strict=False)])
+        whole = SparseVector(n, positions, torch.cat([each.values for each in vectors]))
+        return whole if positions.nbytes + whole.values.nbytes < whole.values.itemsize * n else dense(whole)
+    tensor = torch.empty(n, device=device)
+    for each, target in zip(decoded, tensor.split([each.n for each in decoded]), strict=True):
+        assert isinstance(each, _Blocks)
+        for block, values in each.blocks:
+            target[block] = values
+    return tensor
+
+
+def _decode(codec: MessageCodec, message: Tensor, like: Tensor | UpdateSum, peer: int) -> _Decoded:
     """Decode the message of a replica to the length and device of `like`. Raises RunError if it is invalid."""
     if not isinstance(codec, TopK):
-        return decode_message(codec, message, like, peer)
+        return _Blocks(len(like), _decoded_blocks(codec, message, like, peer))
     with _errors_of(peer):
-        return _Kept(*codec.decode_kept(load_onto(like.device, message), len(like)))
+        return SparseVector(len(like), *codec.decode_kept(load_onto(like.device, message), len(like)))
+
+
+def _decoded_blocks(
+    codec: MessageCodec, message: Tensor, like: Tensor | UpdateSum, peer: int
+) -> Iterator[tuple[slice, Tensor]]:
+    with _errors_of(peer):
+        yield from codec.decoded_blocks(load_onto(like.device, message), len(like))
 
 
 def decode_message(codec: MessageCodec, message: Tensor, like: Tensor, peer: int) -> Tensor:
@@ -164,18 +218,19 @@ class _Sent(NamedTuple):
     """Those of the elements that TopK keeps."""
 
 
-def _encode(codec: MessageCodec, x: Tensor, replica: int) -> _Sent:
+def _encode(codec: MessageCodec, x: Tensor | UpdateSum, replica: int) -> _Sent:
     try:
         if isinstance(codec, TopK):
             return _Sent(*codec.encode_kept(x))
+        assert isinstance(x, Tensor)
         return _Sent(codec.encode(x), None)
     except NotFiniteError as error:
         raise RunError(f"replica {replica}: update is not finite ({error}); resume from a checkpoint") from error
 
 
-def _decode_sent(codec: MessageCodec, sent: _Sent, like: Tensor, replica: int) -> _Kept | Tensor:
+def _decode_sent(codec: MessageCodec, sent: _Sent, like: Tensor | UpdateSum, replica: int) -> _Decoded:
     """Decode a message of this replica, as others do; the positions in it are known."""
     if not isinstance(codec, TopK):
-        return decode_message(codec, sent.message, like, replica)
+        return _decode(codec, sent.message, like, replica)
     assert sent.positions is not None
-    return _Kept(sent.positions, codec.decode_values(sent.message, len(like)))
+    return SparseVector(len(like), sent.positions, codec.decode_values(sent.message, len(like)))

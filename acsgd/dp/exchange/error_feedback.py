@@ -6,14 +6,17 @@ Sources: Karimireddy et al. 2019, arXiv:1901.09847; for both directions, Tang et
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from acsgd.codecs.message import MessageCodec
+from acsgd.codecs.topk import TopK
 from acsgd.comm.waits import Meter
 from acsgd.dp.exchange.averaging import gathered_mean, sharded_mean, split_evenly
+from acsgd.dp.exchange.vectors import SparseVector, UpdateSum, dense
 from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState
 
@@ -26,10 +29,10 @@ SERVER_RESIDUAL = ReplicaState("server_residual", merge="sum", single="add_to_we
 class Exchanged(NamedTuple):
     """Result of an exchange, and the residuals after it."""
 
-    mean: Tensor
+    mean: Tensor | SparseVector
     """[n], the decoded mean, equal on all replicas."""
-    residual: Tensor
-    """[n]"""
+    residual: Tensor | Sequence[UpdateSum]
+    """[n], or the parts of it that are yet to be stored."""
     server_residual: Tensor
     """[n_r]"""
 
@@ -62,7 +65,7 @@ class ErrorFeedback:
         """
         exchanged = self.exchange_sharded(self.residual, codec, meter)
         self.apply(exchanged)
-        return exchanged.mean
+        return dense(exchanged.mean)
 
     @torch.no_grad()
     def exchange_sharded(self, x: Tensor, codec: MessageCodec, meter: Meter) -> Exchanged:
@@ -74,6 +77,19 @@ class ErrorFeedback:
         return Exchanged(result.mean, x, result.server_residual)
 
     @torch.no_grad()
+    def exchange_update(self, local: Tensor, shared: Tensor, codec: MessageCodec, meter: Meter) -> Exchanged:
+        """Send the update local - shared, [n] each, and the residual; both directions are compressed.
+
+        The three must not change until the result is applied. Call it in the thread of the peers. Raises RunError.
+        """
+        if not isinstance(codec, TopK):
+            return self.exchange_sharded((local - shared).add_(self.residual), codec, meter)
+        parts = zip(*(split_evenly(x, self._peers.size) for x in (local, shared, self.residual)), strict=True)
+        sums = [UpdateSum(*each) for each in parts]
+        result = sharded_mean(sums, self.server_residual, codec, self._peers, meter)
+        return Exchanged(result.mean, sums, result.server_residual)
+
+    @torch.no_grad()
     def exchange_gathered(self, x: Tensor, codec: MessageCodec, meter: Meter) -> Exchanged:
         """All-gather compressed vectors [n], each of which includes the residual and becomes the new one.
 
@@ -81,9 +97,14 @@ class ErrorFeedback:
         """
         return Exchanged(gathered_mean(x, codec, self._peers, meter), x, self.server_residual)
 
+    @torch.no_grad()
     def apply(self, exchanged: Exchanged) -> None:
         """Replace the residuals by those after an exchange."""
-        self.residual = exchanged.residual
+        if isinstance(exchanged.residual, Tensor):
+            self.residual = exchanged.residual
+        else:
+            for part in exchanged.residual:
+                part.store_residual()
         self.server_residual = exchanged.server_residual
 
 

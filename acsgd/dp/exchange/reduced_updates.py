@@ -67,8 +67,7 @@ class ReducedUpdateSync(LocalWeightsSync):
         self.received = []
         if step >= self.exact_steps:
             for buffer, feedback in zip(self.buffers, self._feedback, strict=True):
-                x = (buffer.local - buffer.shared).add_(feedback.residual)
-                exchange = partial(feedback.exchange_sharded, x, self._codec, self.meter)
+                exchange = partial(feedback.exchange_update, buffer.local, buffer.shared, self._codec, self.meter)
                 self.received.append(self.peers.submit(exchange).result(self.meter))
         super().exchange(step, moments)
 

@@ -22,6 +22,7 @@ from acsgd.codecs.log_levels import LogLevels
 from acsgd.comm.waits import Meter
 from acsgd.dp.exchange.averaging import sharded_mean, split_evenly
 from acsgd.dp.exchange.buckets import FlatLayout
+from acsgd.dp.exchange.vectors import dense
 from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState, restore
 from acsgd.optim.base import SecondMoments
@@ -119,7 +120,7 @@ class SecondMomentCorrection:
         levels = LogLevels()
         projected = levels.decode(levels.encode(projected), len(projected))  # so that its square is exact in a message
         statistics = torch.cat([(present - mean).clamp_min_(0) / self._shares, projected.square(), projected])
-        mean = sharded_mean(split_evenly(statistics, self._peers.size), None, levels, self._peers, meter).mean
+        mean = dense(sharded_mean(split_evenly(statistics, self._peers.size), None, levels, self._peers, meter).mean)
         added, squares, projected = mean.split(len(present))
         return Measurement(added, squares, projected)
 

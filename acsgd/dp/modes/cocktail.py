@@ -17,6 +17,7 @@ from acsgd.dp.exchange.averaging import ShardedMean, sharded_mean, split_evenly
 from acsgd.dp.exchange.error_feedback import SERVER_RESIDUAL, ErrorFeedback
 from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync, WeightBuffer
 from acsgd.dp.exchange.second_moments import moment_states
+from acsgd.dp.exchange.vectors import dense
 from acsgd.dp.peers import AsyncResult, Peers
 from acsgd.dp.resize import ReplicaState
 from acsgd.dp.sync import Exchanges, GradSync, SingleReplicaSync
@@ -217,7 +218,7 @@ class CocktailSync(LocalWeightsSync):
             split_evenly(buffer.shared, replicas),
             exchange.sampled,
             exchange.residuals,
-            result.mean.split([*map(len, exchange.residuals)]),
+            dense(result.mean).split([*map(len, exchange.residuals)]),
             strict=True,
         ):
             moved = torch.add(shared[index], mean, alpha=self._mode.outer_lr)

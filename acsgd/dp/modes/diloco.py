@@ -22,6 +22,7 @@ from acsgd.config.ranges import Range
 from acsgd.dp.exchange.averaging import ShardedMean, sharded_mean, split_evenly
 from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync, WeightBuffer
 from acsgd.dp.exchange.second_moments import moment_states
+from acsgd.dp.exchange.vectors import dense
 from acsgd.dp.peers import AsyncResult, Peers
 from acsgd.dp.resize import ReplicaState
 from acsgd.dp.sync import Exchanges, GradSync, SingleReplicaSync
@@ -173,7 +174,7 @@ class DiLoCoSync(LocalWeightsSync):
         mode = self._mode
         for buffer, momentum, result in zip(self.buffers, self._momentum, results, strict=True):
             m, shared, local = (self._fragment(flat, last) for flat in (momentum, buffer.shared, buffer.local))
-            update = result.mean
+            update = dense(result.mean)
             m.mul_(mode.momentum).add_(update)
             shared.sub_(update.add_(m, alpha=mode.momentum), alpha=mode.outer_lr)
             local.lerp_(shared, 1 - mode.mix)
