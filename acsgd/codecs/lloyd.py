@@ -119,7 +119,7 @@ def fit_levels(histogram: Tensor, count: int) -> Tensor:
     position = torch.arange(BINS, dtype=torch.float64, device=histogram.device)
     mass = functional.pad(histogram.cumsum(0), (1, 0))
     moment = functional.pad((histogram * position).cumsum(0), (1, 0))
-    edges = _initial_edges(histogram, count)
+    edges = _initial_edges(mass, count)
     for _ in range(ITERATIONS):
         inside, middle = mass[edges].diff(), (edges[1:] + edges[:-1] - 1) / 2
         levels = torch.where(inside > 0, moment[edges].diff() / inside, middle)
@@ -127,11 +127,15 @@ def fit_levels(histogram: Tensor, count: int) -> Tensor:
     return levels / HALF_BINS - 1
 
 
-def _initial_edges(histogram: Tensor, count: int) -> Tensor:
-    """Return count + 1 ascending bins, from 0 to BINS; level i has the bins from edges[i] to edges[i + 1]."""
-    smooth = functional.avg_pool1d(histogram.view(1, 1, -1), SMOOTHING, 1, SMOOTHING // 2).flatten()
+def _initial_edges(mass: Tensor, count: int) -> Tensor:
+    """Return count + 1 ascending bins, from 0 to BINS; level i has the bins from edges[i] to edges[i + 1].
+
+    mass: cumulative sums of the histogram, [BINS + 1].
+    """
+    padded = torch.cat([mass.new_zeros(SMOOTHING // 2), mass, mass[-1:].expand(SMOOTHING // 2)])
+    smooth = (padded[SMOOTHING:] - padded[:-SMOOTHING]).clamp_(min=0)
     density = smooth.pow(1 / 3).cumsum(0)
-    quantiles = torch.arange(1, count, dtype=torch.float64, device=histogram.device) / count
+    quantiles = torch.arange(1, count, dtype=torch.float64, device=mass.device) / count
     edges = torch.searchsorted(density, quantiles * density[-1])
     return functional.pad(functional.pad(edges, (1, 0)), (0, 1), value=BINS)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -40,9 +39,6 @@ class LogLevels:
         levels = torch.arange(127).div(STEPS_PER_OCTAVE).exp2().mul_(self.LOWEST)
         values = torch.cat([torch.zeros(1), torch.stack([levels, -levels], 1).view(-1), torch.zeros(1)])
         return values[codes.long()].to(message.device)
-
-    def decoded_blocks(self, message: Tensor, n: int) -> Iterator[tuple[slice, Tensor]]:
-        yield slice(0, n), self.decode(message, n)
 
     def error_bound(self, x: Tensor) -> Tensor:
         magnitude = x.double().abs()

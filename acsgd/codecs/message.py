@@ -28,10 +28,6 @@ class MessageCodec(Protocol):
         """Return the decoded vector, fp32 [n], on the message's device. Raises ValueError for a corrupt message."""
         ...
 
-    def decoded_blocks(self, message: Tensor, n: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the elements that `decode` returns: their range, and their values, fp32, for reading only."""
-        ...
-
     def error_bound(self, x: Tensor) -> Tensor:
         """Return an upper bound of |decode(encode(x)) - x| for each element of a finite vector, fp64 [n]."""
         ...
@@ -58,8 +54,20 @@ class PackedCodec:
         """Raises ValueError for a corrupt message."""
         return self.codec.decode(self._fields(message, n), (n,), torch.float32)
 
+    @property
+    def decodes_in_blocks(self) -> bool:
+        """Whether `decoded_blocks` needs no memory for the whole vector."""
+        return isinstance(self.codec, BlockDecoder) and not self.codec.entropy_coding
+
+    def check(self, message: Tensor, n: int) -> None:
+        """Raise ValueError unless `decode` can decode a message to a vector [n]."""
+        self._fields(message, n)
+
     def decoded_blocks(self, message: Tensor, n: int) -> Iterator[tuple[slice, Tensor]]:
-        """Raises ValueError for a corrupt message."""
+        """Yield the elements that `decode` returns: their range, and their values, fp32, for reading only.
+
+        Raises ValueError for a corrupt message.
+        """
         if isinstance(self.codec, BlockDecoder):
             yield from self.codec.decoded_blocks(self._fields(message, n), (n,))
         else:

@@ -8,7 +8,6 @@ n = elements of the vector; k = elements kept, which depends only on n, `fractio
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy
@@ -28,6 +27,9 @@ from acsgd.codecs.positions import (
     remainder_bytes,
     rice_parameter,
 )
+
+THRESHOLD_SAMPLE = 1 << 14
+"""Minimum number of elements that a threshold is estimated from. Few: each is in another cache line."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,6 @@ class TopK:
     def _values(self, fields: tuple[Tensor, ...], n: int) -> Tensor:
         return self._value_codec(n).decode(fields, (self.kept(n),), torch.float32)
 
-    def decoded_blocks(self, message: Tensor, n: int) -> Iterator[tuple[slice, Tensor]]:
-        yield slice(0, n), self.decode(message, n)
-
     def error_bound(self, x: Tensor) -> Tensor:
         """The bound of the value codec for kept elements, the magnitude for the others."""
         (positions, values), bound = self._largest(x), x.double().abs()
@@ -194,7 +193,7 @@ def _candidates(x: Vector, count: int) -> tuple[Tensor, Tensor]:
     """Return the ascending positions and values of magnitudes that are not below a threshold, which a sample estimates
     to be over `count`.
     """
-    sample = _magnitudes(x[:: len(x) // SAMPLE | 1])
+    sample = _magnitudes(x[:: len(x) // THRESHOLD_SAMPLE | 1])
     expected = count * len(sample) / len(x)
     threshold = _nth_largest(sample, min(len(sample), int(expected + 4 * math.sqrt(expected)) + 1))
     size, found = block_size(x.device), []

@@ -99,14 +99,18 @@ class AdamWOptimizer(TorchOptimizer):
                     continue
                 # counts stay on the device, so that nothing waits for it, in fp64, since fp32 rounds 1 - .999
                 count = state["step"].double()
-                first = (1 - beta2) * (1 - beta2**count) / (1 - beta2 ** (step + 1)) / replicas**2
+                bias = 1 - beta2**count
+                first = (1 - beta2) * bias / (1 - beta2 ** (step + 1)) / replicas**2
                 correction = 1 - beta1 ** (step + 1)
                 tensors = master.detach(), master.grad, state["exp_avg"], state["exp_avg_sq"]
-                blocks = zip(*(x.view(-1).split(block_size(x.device)) for x in tensors), strict=True)
-                for weight, grad, average, second in blocks:  # a block stays in the CPU cache
+                size = max(1, block_size(master.device) // len(tensors))
+                scratch = master.new_empty(min(size, master.numel()))
+                blocks = zip(*(x.view(-1).split(size) for x in tensors), strict=True)
+                for weight, grad, average, second in blocks:  # a block of all of them stays in the CPU cache
+                    root = scratch[: len(weight)]
                     average.lerp_(grad, 1 - beta1)
-                    torch.maximum(second, grad.square().mul_(first), out=second)
-                    root = denominator(second, beta2, count, self._config.eps)
+                    torch.maximum(second, torch.square(grad, out=root).mul_(first), out=second)
+                    torch.div(second, bias, out=root).sqrt_().add_(self._config.eps)
                     weight.mul_(1 - rate * group["weight_decay"])
                     weight.addcdiv_(average, root.mul_(correction), value=-rate)
 

@@ -14,7 +14,7 @@ from acsgd.codecs.base import ALIGNMENT, NotFiniteError, wire_bytes
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.layout import SAMPLE
 from acsgd.codecs.lloyd import Lloyd
-from acsgd.codecs.topk import TopK
+from acsgd.codecs.topk import THRESHOLD_SAMPLE, TopK
 from acsgd.dp.exchange.vectors import SparseVector, UpdateSum
 
 WORST = 1.0423
@@ -127,7 +127,7 @@ def check_long_vector(fraction: float) -> None:
     n = 4 * SAMPLE
     x = gaussian(n)
     sampled = torch.zeros(n, dtype=torch.bool)
-    sampled[:: n // SAMPLE | 1] = True
+    sampled[:: n // THRESHOLD_SAMPLE | 1] = True
     for each in (x, torch.where(sampled, 10 * x, x), torch.where(sampled, 0.1 * x, x), x.sort().values):
         each = each + each.sign() * torch.rand(n, generator=torch.Generator().manual_seed(3)) * 1e-5
         codec = TopK(fraction, bits=1)

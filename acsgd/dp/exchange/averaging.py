@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from acsgd.codecs.base import NotFiniteError
-from acsgd.codecs.message import MessageCodec
+from acsgd.codecs.message import MessageCodec, PackedCodec
 from acsgd.codecs.topk import TopK
 from acsgd.comm.waits import Meter
-from acsgd.dp.exchange.vectors import SparseVector, UpdateSum, add_to, dense
+from acsgd.dp.exchange.vectors import CodedVector, CodedVectors, SparseVector, UpdateSum, Vector, add_to, dense
 from acsgd.dp.peers import Peers
 from acsgd.errors import RunError
 from acsgd.streams import load_onto
@@ -32,7 +31,7 @@ def split_evenly(flat: Tensor, count: int) -> list[Tensor]:
 class ShardedMean(NamedTuple):
     """Result of `sharded_mean`."""
 
-    mean: Tensor | SparseVector
+    mean: Vector
     """[n], decoded means of all parts; equal on all replicas."""
     server_residual: Tensor
     """Residual of the mean of the part that this replica owns, fp32."""
@@ -60,30 +59,22 @@ def sharded_mean(
     if peers.is_observer:
         peers.exchange({}, {}, meter)
         answers = peers.exchange({}, lengths, meter)
-        decoded = [_decode(codec, answers[owner], part, owner) for owner, part in enumerate(parts)]
-        return ShardedMean(_concatenated(decoded, mine.device), torch.zeros(len(mine), device=mine.device))
+        means = [_decode(codec, answers[owner], part, owner) for owner, part in enumerate(parts)]
+        return ShardedMean(_concatenated(means), torch.zeros(len(mine), device=mine.device))
     sent = [_encode(codec, part, peers.replica) for part in parts]
     outgoing = {peer: sent[peer].message.to(peers.device) for peer in others}
     received = peers.exchange(outgoing, dict.fromkeys(others, codec.max_bytes(len(mine))), meter)
-    decoded = [
-        _decode(codec, received[peer], mine, peer)
-        if peer in received
-        else _subtracted(_decode_sent(codec, sent[peer], mine, peer), mine)
-        for peer in range(peers.size)
-    ]
-    mean = _mean_of(decoded, mine, server_residual)
+    decoded = {peer: _decode(codec, message, mine, peer) for peer, message in received.items()}
+    decoded[peers.replica] = _decode_sent(codec, sent[peers.replica], mine, peers.replica)
+    mean = _mean_of(decoded, mine, peers.replica, server_residual)
     answer = _encode(codec, mean, peers.replica)
     answers = peers.exchange(dict.fromkeys(peers.receivers, answer.message.to(peers.device)), lengths, meter)
-    decoded = [
-        _decode(codec, answers[owner], part, owner)
-        if owner in answers
-        else _subtracted(_decode_sent(codec, answer, mean, owner), mean)
-        for owner, part in enumerate(parts)
-    ]
-    means = _concatenated(decoded, mine.device)
+    decoded = {owner: _decode(codec, message, parts[owner], owner) for owner, message in answers.items()}
+    decoded[peers.replica] = _decode_sent(codec, answer, mean, peers.replica)
+    add_to(mean, decoded[peers.replica], -1)
     for peer in others:
-        _read(_subtracted(_decode_sent(codec, sent[peer], parts[peer], peers.replica), parts[peer]))
-    return ShardedMean(means, mean)
+        _subtract(parts[peer], _decode_sent(codec, sent[peer], parts[peer], peers.replica))
+    return ShardedMean(_concatenated([decoded[owner] for owner in range(peers.size)]), mean)
 
 
 def gathered_mean(x: Tensor, codec: MessageCodec, peers: Peers, meter: Meter) -> Tensor:
@@ -97,102 +88,87 @@ def gathered_mean(x: Tensor, codec: MessageCodec, peers: Peers, meter: Meter) ->
     if sent is not None:
         outgoing = dict.fromkeys(peers.receivers, sent.message.to(peers.device))
     received = peers.exchange(outgoing, lengths, meter)
-    decoded = [
-        _decode(codec, received[peer], x, peer)
-        if sent is None or peer in received
-        else _subtracted(_decode_sent(codec, sent, x, peer), x)
-        for peer in range(peers.size)
-    ]
-    return _mean_of(decoded, x, None)
+    decoded = {peer: _decode(codec, message, x, peer) for peer, message in received.items()}
+    if sent is None:
+        return _mean_of(decoded, x, None, None)
+    decoded[peers.replica] = _decode_sent(codec, sent, x, peers.replica)
+    return _mean_of(decoded, x, peers.replica, None)
 
 
-class _Blocks(NamedTuple):
-    """A decoded message [n], in blocks that are decoded as they are read."""
-
-    n: int
-    blocks: Iterator[tuple[slice, Tensor]]
-
-    def subtracting_from(self, x: Tensor) -> _Blocks:
-        """Return these blocks, each of which is subtracted from a vector [n], in place, as it is read."""
-
-        def subtract() -> Iterator[tuple[slice, Tensor]]:
-            for block, values in self.blocks:
-                x[block].sub_(values)
-                yield block, values
-
-        return _Blocks(self.n, subtract())
+_Decoded = Tensor | SparseVector | CodedVector
 
 
-_Decoded = SparseVector | _Blocks
-
-
-def _subtracted(decoded: _Decoded, x: Tensor | UpdateSum) -> _Decoded:
-    """Subtract a decoded message from a vector [n], in place, in blocks as they are read; return the message."""
-    if isinstance(x, UpdateSum):
-        assert isinstance(decoded, SparseVector)
-        x.sent = decoded
-    elif isinstance(decoded, SparseVector):
+def _subtract(x: Tensor | UpdateSum, decoded: _Decoded) -> None:
+    """Subtract the decoded message of a vector [n] from it, in place; in a sum, note it."""
+    if isinstance(x, Tensor):
         add_to(x, decoded, -1)
     else:
-        return decoded.subtracting_from(x)
-    return decoded
+        assert isinstance(decoded, SparseVector)
+        x.sent = decoded
 
 
-def _read(decoded: _Decoded) -> None:
-    """Read all blocks."""
-    if isinstance(decoded, _Blocks):
-        deque(decoded.blocks, maxlen=0)
+def _mean_of(
+    decoded: Mapping[int, _Decoded], x: Tensor | UpdateSum, own: int | None, residual: Tensor | None
+) -> Tensor:
+    """Return the mean of decoded messages [n] plus a residual.
 
-
-def _mean_of(decoded: Sequence[_Decoded], like: Tensor | UpdateSum, residual: Tensor | None) -> Tensor:
-    """Return the mean of decoded messages [n], in their order, plus a residual. like: a vector [n]."""
-    vectors = [each for each in decoded if isinstance(each, SparseVector)]
-    if vectors:
-        mean = torch.zeros(len(like), device=like.device) if residual is None else residual.clone()
-        for each in vectors:
-            add_to(mean, each, 1 / len(vectors))
+    decoded: by replica, in the order of which they are added. own: replica whose message encodes x [n]; this message is
+    subtracted from it, in place.
+    """
+    ordered = [decoded[peer] for peer in sorted(decoded)]
+    if isinstance(ordered[0], SparseVector):
+        mean = torch.zeros(len(x), device=x.device) if residual is None else residual.clone()
+        for each in ordered:
+            add_to(mean, each, 1 / len(ordered))
+        if own is not None:
+            _subtract(x, decoded[own])
         return mean
-    mean = torch.empty(len(like), device=like.device)
-    for blocks in zip(*(each.blocks for each in decoded if isinstance(each, _Blocks)), strict=True):
-        block = blocks[0][0]
-        total = mean[block].copy_(blocks[0][1])
+    assert isinstance(x, Tensor)
+    mean = torch.empty_like(x)
+    for blocks in zip(*map(_blocks, ordered), strict=True):
+        block, total = blocks[0][0], mean[blocks[0][0]].copy_(blocks[0][1])
         for _, values in blocks[1:]:
             total.add_(values)
         total.div_(len(blocks))
         if residual is not None:
             total.add_(residual[block])
+        if own is not None:
+            x[block].sub_(blocks[sorted(decoded).index(own)][1])
     return mean
 
 
-def _concatenated(decoded: Sequence[_Decoded], device: torch.device) -> Tensor | SparseVector:
-    """Return one vector [n] of the decoded messages of all parts; sparse if that takes less memory."""
-    n, ends = sum(each.n for each in decoded), [*itertools.accumulate((each.n for each in decoded), initial=0)]
-    vectors = [each for each in decoded if isinstance(each, SparseVector)]
-    if vectors:
-        positions = torch.cat([each.positions + start for each, start in zip(vectors, ends, strict=False)])
-        whole = SparseVector(n, positions, torch.cat([each.values for each in vectors]))
-        return whole if positions.nbytes + whole.values.nbytes < whole.values.itemsize * n else dense(whole)
-    tensor = torch.empty(n, device=device)
-    for each, target in zip(decoded, tensor.split([each.n for each in decoded]), strict=True):
-        assert isinstance(each, _Blocks)
-        for block, values in each.blocks:
-            target[block] = values
-    return tensor
+def _blocks(decoded: _Decoded) -> Iterator[tuple[slice, Tensor]]:
+    if isinstance(decoded, CodedVector):
+        yield from decoded.blocks()
+    else:
+        assert isinstance(decoded, Tensor)
+        yield slice(0, len(decoded)), decoded
+
+
+def _concatenated(decoded: Sequence[_Decoded]) -> Vector:
+    """Return one vector [n] of the decoded messages of all parts, in the form that takes the least memory."""
+    coded = [each for each in decoded if isinstance(each, CodedVector)]
+    sparse = [each for each in decoded if isinstance(each, SparseVector)]
+    if coded:
+        return CodedVectors(coded)
+    if not sparse:
+        return torch.cat([each for each in decoded if isinstance(each, Tensor)])
+    starts = itertools.accumulate((each.n for each in sparse[:-1]), initial=0)
+    positions = torch.cat([each.positions + start for each, start in zip(sparse, starts, strict=True)])
+    whole = SparseVector(sum(each.n for each in sparse), positions, torch.cat([each.values for each in sparse]))
+    return whole if positions.nbytes + whole.values.nbytes < whole.values.itemsize * whole.n else dense(whole)
 
 
 def _decode(codec: MessageCodec, message: Tensor, like: Tensor | UpdateSum, peer: int) -> _Decoded:
     """Decode the message of a replica to the length and device of `like`. Raises RunError if it is invalid."""
-    if not isinstance(codec, TopK):
-        return _Blocks(len(like), _decoded_blocks(codec, message, like, peer))
+    message = load_onto(like.device, message)
     with _errors_of(peer):
-        return SparseVector(len(like), *codec.decode_kept(load_onto(like.device, message), len(like)))
-
-
-def _decoded_blocks(
-    codec: MessageCodec, message: Tensor, like: Tensor | UpdateSum, peer: int
-) -> Iterator[tuple[slice, Tensor]]:
-    with _errors_of(peer):
-        yield from codec.decoded_blocks(load_onto(like.device, message), len(like))
+        if isinstance(codec, TopK):
+            return SparseVector(len(like), *codec.decode_kept(message, len(like)))
+        if isinstance(codec, PackedCodec) and codec.decodes_in_blocks:
+            codec.check(message, len(like))
+            return CodedVector(len(like), codec, message)
+        return codec.decode(message, len(like))
 
 
 def decode_message(codec: MessageCodec, message: Tensor, like: Tensor, peer: int) -> Tensor:

@@ -16,7 +16,7 @@ from acsgd.codecs.message import MessageCodec
 from acsgd.codecs.topk import TopK
 from acsgd.comm.waits import Meter
 from acsgd.dp.exchange.averaging import gathered_mean, sharded_mean, split_evenly
-from acsgd.dp.exchange.vectors import SparseVector, UpdateSum, dense
+from acsgd.dp.exchange.vectors import UpdateSum, Vector, dense
 from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState
 
@@ -29,7 +29,7 @@ SERVER_RESIDUAL = ReplicaState("server_residual", merge="sum", single="add_to_we
 class Exchanged(NamedTuple):
     """Result of an exchange, and the residuals after it."""
 
-    mean: Tensor | SparseVector
+    mean: Vector
     """[n], the decoded mean, equal on all replicas."""
     residual: Tensor | Sequence[UpdateSum]
     """[n], or the parts of it that are yet to be stored."""

@@ -16,7 +16,7 @@ from acsgd.dp.exchange.averaging import split_evenly
 from acsgd.dp.exchange.buckets import AllReduceSync, BucketSync, DomainSync, FlatLayout, make_buckets
 from acsgd.dp.exchange.error_feedback import pad_part
 from acsgd.dp.exchange.second_moments import Measurement, SecondMomentCorrection
-from acsgd.dp.exchange.vectors import SparseVector, add_to
+from acsgd.dp.exchange.vectors import Vector, add_to
 from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState, check_names, restore
 from acsgd.dp.sync import GradSync
@@ -43,7 +43,7 @@ class WeightBuffer:
         self._rounded = [weight for weight in weights if weight.master is not weight.param]
 
     @torch.no_grad()
-    def load_shared(self, update: Tensor | SparseVector, scale: float = 1.0) -> None:
+    def load_shared(self, update: Vector, scale: float = 1.0) -> None:
         """Add `scale` times an update [n] to the global weights, and load them into the local ones."""
         add_to(self.shared, update, scale)
         self.local.copy_(self.shared)

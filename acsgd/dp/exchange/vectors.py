@@ -6,12 +6,14 @@ would need memory that takes longer to get from the system than to fill.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from acsgd.codecs.bits import block_size
+from acsgd.codecs.message import PackedCodec
 
 
 class SparseVector(NamedTuple):
@@ -24,18 +26,53 @@ class SparseVector(NamedTuple):
     """fp32 [k]."""
 
 
-def add_to(x: Tensor, added: Tensor | SparseVector, alpha: float = 1) -> None:
+class CodedVector(NamedTuple):
+    """A vector [n] as a message, which is decoded in blocks where it is read."""
+
+    n: int
+    codec: PackedCodec
+    message: Tensor
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield ranges of elements, and their values, fp32, for reading only."""
+        return self.codec.decoded_blocks(self.message, self.n)
+
+
+class CodedVectors(NamedTuple):
+    """A vector [n] as messages of its parts."""
+
+    parts: Sequence[CodedVector]
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield ranges of elements, and their values, fp32, for reading only."""
+        start = 0
+        for part in self.parts:
+            for block, values in part.blocks():
+                yield slice(start + block.start, start + block.stop), values
+            start += part.n
+
+
+Vector = Tensor | SparseVector | CodedVectors
+
+
+def add_to(x: Tensor, added: Vector | CodedVector, alpha: float = 1) -> None:
     """Add `alpha` times a vector [n] to another one, in place."""
     if isinstance(added, SparseVector):
-        _, positions, values = added
-        x.index_copy_(0, positions, x.index_select(0, positions).add_(values, alpha=alpha))
-    else:
+        x.index_add_(0, added.positions, added.values, alpha=alpha)
+    elif isinstance(added, Tensor):
         x.add_(added, alpha=alpha)
+    else:
+        for block, values in added.blocks():
+            x[block].add_(values, alpha=alpha)
 
 
-def dense(x: Tensor | SparseVector) -> Tensor:
+def dense(x: Vector) -> Tensor:
     """Return a vector [n] as a tensor."""
-    return x if isinstance(x, Tensor) else x.values.new_zeros(x.n).index_copy_(0, x.positions, x.values)
+    if isinstance(x, SparseVector):
+        return x.values.new_zeros(x.n).index_copy_(0, x.positions, x.values)
+    if isinstance(x, CodedVectors):
+        return torch.cat([part.codec.decode(part.message, part.n) for part in x.parts])
+    return x
 
 
 class UpdateSum:
