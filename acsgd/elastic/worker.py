@@ -123,7 +123,7 @@ def _virtual_host(launch: Launch) -> VirtualHost | None:
 class ElasticWorker:
     """One process of an elastic run. Keeps the weights and the optimizer state of its stages from view to view."""
 
-    def __init__(self, config: Config, launch: Launch, control: Control, model: RunModel, domain: str) -> None:
+    def __init__(self, config: Config, launch: Launch, control: Control, model: RunModel, domain: str = "") -> None:
         """domain: see `WorkerState`."""
         self._config = config
         self._domain = domain

@@ -361,7 +361,7 @@ def divided(cut: Cut, sizes: Sequence[int], parts: int, **options: Any) -> dict[
     for domain, size in enumerate(sizes):
         for place in range(size):
             part, position = divmod(place, len(cut))
-            state = WorkerState(7, cut[position], part, parts, progress={}, summary={}, **options)
+            state = WorkerState(7, cut[position], part=part, parts=parts, progress={}, summary={}, **options)
             state = state if part < parts else WorkerState()
             states[f"h{domain}/{place}"] = dataclasses.replace(state, domain=f"d{domain}")
     return states

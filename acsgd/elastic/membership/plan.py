@@ -45,11 +45,6 @@ class WorkerState:
     """Number of steps applied to the state it holds."""
     layers: tuple[Natural, ...] = ()
     """Layers whose state it holds; none = it holds no state."""
-    part: Natural = 0
-    parts: Natural = 1
-    """Which part of their state it holds, and the number of parts: the replicas that divide it."""
-    domain: str = ""
-    """Its domain if the replicas of a domain divide the state of their layers; else empty."""
     ready: bool = False
     """Whether its gradients of the next step are reduced, and it has sent its report of that step."""
     progress: dict[str, Any] | None = None
@@ -72,6 +67,11 @@ class WorkerState:
     replica_id: Natural = 0
     """Identifies the replica whose weights it holds, if replicas exchange nothing, so that weights of different ones
     never form one model; else 0."""
+    part: Natural = 0
+    parts: Natural = 1
+    """Which part of the state of its layers it holds, and the number of parts: the replicas that divide it."""
+    domain: str = ""
+    """Its domain if the replicas of a domain divide the state of their layers; else empty."""
 
 
 @dataclass(frozen=True)
