@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 BLOCK = 1 << 18
@@ -39,6 +40,8 @@ def pack_bits(codes: Tensor, bits: int, out: Tensor | None = None) -> Tensor:
     """Pack codes, uint8[n], each below 2**bits, into a stream, uint8[packed_bytes(n, bits)]: `out`, or a new tensor."""
     if out is None:
         out = codes.new_empty(packed_bytes(len(codes), bits))
+    if bits == 1 and _has_numpy(codes):
+        return out.copy_(torch.from_numpy(numpy.packbits(codes.numpy())))
     size = block_size(codes.device)
     for start in range(0, len(codes), size):
         block = codes[start : start + size]
@@ -50,6 +53,8 @@ def unpack_bits(stream: Tensor, bits: int, count: int) -> Tensor:
     """Unpack a stream, uint8[packed_bytes(count, bits)], into codes, uint8[count]. At 8 bits these are the stream."""
     if bits == 8:
         return stream
+    if bits == 1 and _has_numpy(stream):
+        return torch.from_numpy(numpy.unpackbits(stream.numpy(), count=count))
     codes = stream.new_empty(-(-count // 8) * 8)
     size = block_size(stream.device)
     for start in range(0, count, size):
@@ -66,6 +71,11 @@ def positions_of_ones(flags: Tensor) -> Tensor:
     if flags.device.type != "cpu":
         return flags.nonzero().view(-1)
     return torch.from_numpy(numpy.flatnonzero(flags.view(torch.bool).numpy()))
+
+
+def _has_numpy(x: Tensor) -> bool:
+    """Whether NumPy can read a tensor: it packs single bits 20 times as fast as torch."""
+    return x.device.type == "cpu" and not isinstance(x, FakeTensor)
 
 
 def _pack_block(codes: Tensor, bits: int, out: Tensor) -> None:

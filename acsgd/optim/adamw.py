@@ -92,7 +92,7 @@ class AdamWOptimizer(TorchOptimizer):
         would have to exceed `replicas` times the root of the sum of all earlier squares.
         """
         for group in self._optimizer.param_groups:
-            beta1, beta2 = group["betas"]
+            (beta1, beta2), decay = group["betas"], group["weight_decay"]
             for master in group["params"]:
                 state = self._optimizer.state[master]
                 if master.grad is None or not state:
@@ -102,17 +102,17 @@ class AdamWOptimizer(TorchOptimizer):
                 bias = 1 - beta2**count
                 first = (1 - beta2) * bias / (1 - beta2 ** (step + 1)) / replicas**2
                 correction = 1 - beta1 ** (step + 1)
+                scale, eps = correction / bias.sqrt(), self._config.eps * correction
                 tensors = master.detach(), master.grad, state["exp_avg"], state["exp_avg_sq"]
-                size = max(1, block_size(master.device) // len(tensors))
-                scratch = master.new_empty(min(size, master.numel()))
-                blocks = zip(*(x.view(-1).split(size) for x in tensors), strict=True)
-                for weight, grad, average, second in blocks:  # a block of all of them stays in the CPU cache
-                    root = scratch[: len(weight)]
+                blocks = zip(*(x.view(-1).split(block_size(x.device)) for x in tensors), strict=True)
+                for weight, grad, average, second in blocks:  # a block stays in the CPU cache
                     average.lerp_(grad, 1 - beta1)
-                    torch.maximum(second, torch.square(grad, out=root).mul_(first), out=second)
-                    torch.div(second, bias, out=root).sqrt_().add_(self._config.eps)
-                    weight.mul_(1 - rate * group["weight_decay"])
-                    weight.addcdiv_(average, root.mul_(correction), value=-rate)
+                    root = grad.square().mul_(first)
+                    torch.maximum(second, root, out=second)
+                    torch.sqrt(second, out=root).mul_(scale).add_(eps)
+                    if decay:
+                        weight.mul_(1 - rate * decay)
+                    weight.addcdiv_(average, root, value=-rate)
 
     def second_moments(self, weights: Sequence[Weight]) -> SecondMoments:
         """Return the second moments of some weights, not copied."""
