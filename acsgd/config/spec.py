@@ -8,6 +8,7 @@ An option whose text may have commas is named by `FREE_TEXT: ClassVar[str]`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import typing
 from collections.abc import Iterable, Mapping
@@ -38,8 +39,7 @@ def from_spec(spec: str, table: Mapping[str, type], *, key: str) -> Any:
     if name not in table:
         raise ValueError(f'{key}="{spec}": unknown name "{name}"{suggest(name, table, key)}')
     plugin = table[name]
-    types = typing.get_type_hints(plugin)
-    fields = {field.name: types[field.name] for field in dataclasses.fields(plugin)}
+    fields = _fields_of(plugin)
     values: dict[str, Any] = {}
     for part in _parts(rest, getattr(plugin, "FREE_TEXT", None), fields):
         option, equals, text = (piece.strip() for piece in part.partition("="))
@@ -60,6 +60,13 @@ def from_spec(spec: str, table: Mapping[str, type], *, key: str) -> Any:
     for wrong in out_of_range(parsed):
         raise ValueError(f'{key}="{spec}": {wrong}')
     return parsed
+
+
+@functools.cache
+def _fields_of(plugin: type) -> Mapping[str, Any]:
+    """Return the type of each field of a dataclass, by name."""
+    types = typing.get_type_hints(plugin)
+    return {field.name: types[field.name] for field in dataclasses.fields(plugin)}
 
 
 def assignments(text: str) -> list[tuple[str, str]] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import time
@@ -40,8 +41,7 @@ class Rung(NamedTuple):
     @property
     def codec(self) -> Codec | Delta:
         """The codec itself."""
-        codec: Codec | Delta = from_spec(self.spec, SPECS, key="codec")
-        return codec
+        return _parse(self.spec)
 
     @property
     def is_delta(self) -> bool:
@@ -59,6 +59,12 @@ class Rung(NamedTuple):
             return self.bits / 8 * math.prod(spec.shape)
         codec = self.codec.codec if isinstance(self.codec, Delta) else self.codec
         return wire_bytes(codec.wire(spec.shape, spec.dtype))
+
+
+@functools.cache
+def _parse(spec: str) -> Codec | Delta:
+    codec: Codec | Delta = from_spec(spec, SPECS, key="codec")
+    return codec
 
 
 NONE = Rung("none", 0.0)
