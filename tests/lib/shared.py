@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -64,19 +65,27 @@ def _once(function: Callable[..., Any], result_type: Any) -> Callable[..., Any]:
 
     def once(*args: Any) -> Any:
         name = hashlib.sha256(repr((function.__qualname__, *map(_identity, args))).encode()).hexdigest()[:32]
-        path = Path(os.environ[DIRECTORY]) / EXAMINED / f"{name}.json"
-        if name not in known and path.exists():
-            known[name] = from_json(result_type, json.loads(path.read_text())) if result_type else None
         if name not in known:
-            known[name] = function(*args)
-            with contextlib.suppress(OSError):  # a test has limited the size of files
-                path.parent.mkdir(parents=True, exist_ok=True)
-                unfinished = path.with_suffix(f".{os.getpid()}")
-                unfinished.write_text(json.dumps(asdict(known[name]) if result_type else None))
-                unfinished.rename(path)
+            path = Path(os.environ[DIRECTORY]) / EXAMINED / f"{name}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.with_suffix(".lock").open("w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # or the ranks of a run would all examine it at the same time
+                known[name] = _kept(path, result_type, functools.partial(function, *args))
         return known[name]
 
     return once
+
+
+def _kept(path: Path, result_type: Any, examine: Callable[[], Any]) -> Any:
+    """Return what is in a file, or else what `examine` returns, and keep that there. result_type: None = nothing."""
+    if path.exists():
+        return from_json(result_type, json.loads(path.read_text())) if result_type else None
+    result = examine()
+    with contextlib.suppress(OSError):  # a test has limited the size of files
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps(asdict(result) if result_type else None))
+        unfinished.rename(path)
+    return result
 
 
 def _identity(argument: Any) -> object:
