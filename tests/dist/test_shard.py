@@ -133,7 +133,7 @@ def test_a_sharded_run_has_the_losses_and_the_files_of_one_that_is_not(
     )
     config = dataclasses.replace(
         config,
-        data=dataclasses.replace(config.data, batch=4 * replicas, eval_fraction=0.02),
+        data=dataclasses.replace(config.data, batch=4 * replicas, eval_fraction=0.001),
         eval=EvalConfig(HALF),
         optim=dataclasses.replace(config.optim, name=optimizer, clip=options.get("clip", math.inf)),
         adapter=AdapterConfig(options.get("adapter")),

@@ -53,7 +53,7 @@ def make_config(
     return with_shared_cache(
         Config(
             model=ModelConfig(str(model), dtype=dtype, recompute=recompute),
-            data=DataConfig(sources="demo", sequence=32, batch=6, seed=3, eval_fraction=0.001, rows=rows),
+            data=DataConfig(sources="demo", sequence=32, batch=6, seed=3, eval_fraction=0.0001, rows=rows),
             optim=OptimConfig(lr=1e-3, steps=STEPS, warmup=3, clip=0.5, weight_decay=0.1, loss_scale=2.0**15),
             pp=PipelineConfig(micro=2),
             checkpoint=CheckpointConfig(every=str(HALF)),
