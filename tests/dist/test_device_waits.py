@@ -158,7 +158,7 @@ SHARDED = {
     f"dp.shard={kind}, {micro}": Row(5 - micro, micro, dp={"shard": kind}) for kind in SHARDS for micro in (3, 1)
 }
 OFFLOADED = {
-    f"{offload}, {dtype}": Row(4, 1, optim={"offload": offload}, dtype=dtype)
+    f"{offload}, {dtype}": Row(4, 3, optim={"offload": offload}, dtype=dtype)
     for dtype in ("fp32", "bf16")
     for offload in ("none", "cpu")
 }
@@ -176,7 +176,7 @@ FETCHED = {
 }
 """Runs with model.offload, which are compared with the same without it."""
 SAVED = {
-    "saved": Row(8, 6, model={"offload_activations": True}),
+    "saved": Row(6, 6, model={"offload_activations": True}),
     "saved, two stages": Row(8, 1, pp=TWO, model={"offload_activations": True}, dtype="bf16"),
     "saved, fetched": Row(8, 6, model={"offload_activations": True, "offload": "cpu", **BLOCKS}),
     "saved, zb": Row(8, 1, pp={**TWO, "schedule": "zb"}, model={"offload_activations": True}),
