@@ -150,8 +150,8 @@ def train_step(
         state.complete(result, is_synced=False)
         with session.phase("exchange between replicas"):
             session.sync_after_step(progress.step)
-    else:
-        session.share_parts()  # what was received before may have changed them
+    state.complete(result, is_synced=True)
+    session.share_parts()  # what was received before may have changed them, also without an update
     state.complete(result, is_synced=True)
     session.send_ahead()
     return result

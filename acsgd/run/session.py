@@ -240,12 +240,18 @@ class Session:
         for stage in self.stages.values():
             stage.sync.exchange(step, self.optimizer.second_moments(self.owned.of(stage.weights)))
         self.sync_alone(step)
-        self.share_parts()
 
     def share_parts(self) -> None:
-        """Share the parts of the weights that replicas own, once they have changed. All replicas call it together."""
-        for stage in self.stages.values():
-            stage.sync.share_parts()
+        """Share the parts of the weights that replicas own, once they have changed. All replicas call it together.
+
+        It changes nothing of what this rank owns. So it can be left out, if it is called again before the weights are
+        used.
+        """
+        if self.owned.ownership.parts is None:
+            return
+        with self.phase("share parts of weights"):
+            for stage in self.stages.values():
+                stage.sync.share_parts()
 
     def sync_alone(self, step: int) -> None:
         """Complete step `step` without other replicas. They may have exchanged something if `exchanges_after`."""

@@ -92,6 +92,8 @@ class ScriptedView(NamedTuple):
     unsynced: Sequence[int] = ()
     """Members that are interrupted in the next step when they have applied it, before they apply its exchange. If none
     of both, the view ends between two steps."""
+    unshared: Sequence[int] = ()
+    """Members that are interrupted in the next step when it is applied with its exchange, before they share parts."""
     is_formed: bool = True
     """Whether it comes to training; else all members are interrupted while they connect their links."""
     returns: Return | None = None
@@ -389,8 +391,8 @@ class _Process:
                 joining._receiver.wait(NO_LIMIT_S)  # without gradients that are recorded, nothing else makes it wait
             while snapshots is not None and snapshots.is_pending:
                 time.sleep(0.005)
-        if view.late or view.unsynced:
-            with _interrupted(self._number in view.late, self._number in view.unsynced):
+        if view.late or view.unsynced or view.unshared:
+            with _interrupted(*(self._number in each for each in (view.late, view.unsynced, view.unshared))):
                 self._begin_step(session, batches.batch(view.until, pace.micros(view.until)), hooks.report(state))
                 self._note_step()
 
@@ -459,7 +461,7 @@ def _delayed(steps: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _interrupted(is_late: bool, is_unsynced: bool) -> Iterator[None]:
+def _interrupted(is_late: bool, is_unsynced: bool, is_unshared: bool) -> Iterator[None]:
     def exchange_in_vain(session: Session, step: int) -> None:
         for stage in session.stages.values():
             stage.sync.exchange(step, session.optimizer.second_moments(session.owned.of(stage.weights)))
@@ -470,6 +472,8 @@ def _interrupted(is_late: bool, is_unsynced: bool) -> Iterator[None]:
             patch.setattr(train, "apply_step", _interrupt)
         if is_unsynced:
             patch.setattr(Session, "sync_after_step", exchange_in_vain)
+        if is_unshared:
+            patch.setattr(Session, "share_parts", _interrupt)
         yield
 
 

@@ -267,9 +267,8 @@ def run_missing_exchange(session: Session, state: LoopState, plan: Plan) -> None
     if session.job.topology.rank in plan.unsynced:
         state.is_synced = False
         session.sync_after_step(plan.step - 1)
-    else:
-        session.share_parts()
     state.is_synced = True
+    session.share_parts()
 
 
 def is_run_over(view: View, state: LoopState, num_steps: int) -> bool:
