@@ -150,7 +150,7 @@ class Tuning:
 
     def outcome(self, variant: Variant, seed: int) -> Outcome:
         """Return the result of a run, from the cache or by running it. Raises RuntimeError if the run fails."""
-        config, processes = self._config(variant, seed), variant.stages * variant.replicas
+        config, processes = self.config(variant, seed), variant.stages * variant.replicas
         made_with = {"config": to_toml(config), "processes": processes, "torch": torch.__version__, "code": self.code}
 
         def build(target: Path) -> None:
@@ -162,7 +162,8 @@ class Tuning:
         kept = json.loads(path.read_text())
         return Outcome(*(kept[name] for name in Outcome._fields))
 
-    def _config(self, variant: Variant, seed: int) -> Config:
+    def config(self, variant: Variant, seed: int) -> Config:
+        """Return the configuration of a run."""
         s = self.setting
         return Config(
             model=ModelConfig(

@@ -10,7 +10,7 @@ differ in batches and new weights. Rows with the prefix "torch:" are Distributed
 Modes are compared by the held-out loss of the final weights and by the bytes that a replica sends. With the first seed
 each mode runs at all --rates, and at up to two further ones while the best is the lowest or the highest; with the other
 seeds only at its best rate and at the best rate of all-reduce. By default the two texts are the halves of the "demo"
-source.
+source, long enough for --steps 25.
 
 Results are cached in --dir: a second start with other rows or more seeds runs only what is missing, or everything if
 the code has changed. The picture needs pip install '.[bench]'.
