@@ -25,7 +25,7 @@ from acsgd.shards.weights import Weight, WeightState, part_of
 
 LOCAL_WEIGHTS = ReplicaState("local_weights", merge="mean", single="replace_weight")
 MAX_ELEMENTS = 1 << 25
-"""Elements of a buffer, unless one weight has more. An exchange needs memory for a few times its buffer, besides its
+"""Elements of a buffer, unless one weight has more. An exchange may need memory for a few times its buffer, besides its
 results; more buffers are more messages, each of which waits for the latency of the link."""
 
 
