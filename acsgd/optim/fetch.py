@@ -234,7 +234,7 @@ class FileParams(ParamSource):
 
     def start(self, params: Sequence[FetchedParam], meter: Meter) -> Callable[[], None]:
         if self._streams.device.type == "cpu":
-            return self._thread.submit(self._read, params, [_HostBuffer(param.values, DONE) for param in params]).result
+            return self._thread.submit(self._read_in_place, params).result
         buffers = [self._buffer(param.values.nbytes) for param in params]
         return partial(self._copy, params, buffers, self._thread.submit(self._read, params, buffers))
 
@@ -260,10 +260,12 @@ class FileParams(ParamSource):
 
     # On a CPU, the thread that reads also takes and gives back the memory, in the order of the calls.
 
+    def _read_in_place(self, params: Sequence[FetchedParam]) -> None:
+        super().allocate(params)
+        self._read(params, [_HostBuffer(param.values, DONE) for param in params])
+
     def allocate(self, params: Sequence[FetchedParam]) -> None:
-        if self._streams.device.type == "cpu":
-            self._thread.submit(super().allocate, params)
-        else:
+        if self._streams.device.type != "cpu":
             super().allocate(params)
 
     def release(self, params: Sequence[FetchedParam]) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
+import os
 
 import torch
 
@@ -38,11 +40,15 @@ class Pages:
     def move_from(self, other: Pages) -> None:
         """Take the pages of another buffer of the same size, which has none then, in place of those of this one.
 
-        Where the system cannot move pages, the other one drops them.
+        Where the system cannot move pages, the other one drops them. Raises MemoryError if it has no memory for that.
         """
         size, target = -(-self.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, self.buffer.data_ptr()
-        if _mremap is None or _mremap(other.buffer.data_ptr(), size, size, _FLAGS, target) != target:
-            other.drop()
+        if _mremap is not None and _mremap(other.buffer.data_ptr(), size, size, _FLAGS, target) == target:
+            return
+        # any other error may come after the system has removed the buffer from the memory of this process
+        if _mremap is not None and ctypes.get_errno() not in _UNSUPPORTED:
+            raise MemoryError(f"{size} bytes cannot be moved: {os.strerror(ctypes.get_errno())}")
+        other.drop()
 
 
 class PagePool:
@@ -81,7 +87,9 @@ class PagePool:
 
 
 _FLAGS = _MOVE | _TO_ADDRESS | _KEEP_RANGE
-_mremap = getattr(ctypes.CDLL(None), "mremap", None)
+_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EPERM)
+"""Errors of systems that do not know these flags, or do not allow the call."""
+_mremap = getattr(ctypes.CDLL(None, use_errno=True), "mremap", None)
 if _mremap is not None:
     _mremap.restype = ctypes.c_void_p
     _mremap.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
