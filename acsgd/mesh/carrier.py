@@ -178,7 +178,11 @@ class Carrier:
         ours, theirs = socket.socketpair()
         for each in (ours, theirs):
             each.setblocking(False)
-        _, local = await asyncio.get_running_loop().connect_accepted_socket(CarriedEnd, theirs)
+        try:
+            _, local = await asyncio.get_running_loop().connect_accepted_socket(CarriedEnd, theirs)
+        except asyncio.CancelledError:
+            connection.transport.abort()
+            raise
         self._join(local, connection)
         return ours
 

@@ -91,7 +91,9 @@ class Forwarder:
         self._peers: dict[str, MeshPeer] = {}
         """By virtual address."""
         self._carrier = Carrier(identity, self._peers, self._serve, self._spawn)
-        self.ports = PortExchange(identity.address, daemon_port, self._peers, self._carrier.carry, on_rejected, on_note)
+        self.port_exchange = PortExchange(
+            identity.address, daemon_port, self._peers, self._carrier.carry, on_rejected, on_note
+        )
         self.rotation = SecretRotation(identity, secret_file, self._peers, self._end_outdated, on_note)
         self._meeting: set[str] = set()
         """Virtual addresses of hosts, named by others, to which a connection is being opened."""
@@ -112,7 +114,7 @@ class Forwarder:
         for task in list(self._tasks):
             task.cancel()
         self.entrance.close()
-        self.ports.close()
+        self.port_exchange.close()
         self._carrier.close()
         for peer in self._peers.values():
             if peer.lines is not None:
@@ -169,7 +171,7 @@ class Forwarder:
         return self._peers.get(member.address)
 
     def _greeting(self) -> Greeting:
-        return Greeting(PROTOCOL, self._announced, self._daemon_port, self.ports.ports)
+        return Greeting(PROTOCOL, self._announced, self._daemon_port, self.port_exchange.ports)
 
     def _greeted(
         self,
@@ -233,7 +235,7 @@ class Forwarder:
 
     def _introduce(self, peer: MeshPeer) -> None:
         """Exchange ports with a host that has been connected, and tell it and the other hosts of each other."""
-        self.ports.meet(peer)
+        self.port_exchange.meet(peer)
         self.rotation.greet(peer)
         for other in self._peers.values():
             if other is not peer and other.lines is not None:
@@ -286,9 +288,9 @@ class Forwarder:
         match from_line(line):
             case Ports() as ports:
                 peer.ports = ports
-                self.ports.mirror(peer)
+                self.port_exchange.mirror(peer)
             case Opened() as opened:
-                self.ports.take(peer, opened)
+                self.port_exchange.take(peer, opened)
             case Acquaintance(address, announced):
                 self._meet(address, announced)
             case Open(number):
@@ -319,7 +321,7 @@ class Forwarder:
         if peer.lines is lines and not self._is_closed:
             peer.lines = None
             peer.connected.clear()
-            self.ports.lose()
+            self.port_exchange.lose()
             self._spawn(self._find_again(peer))
 
     async def _find_again(self, peer: MeshPeer) -> None:
@@ -345,7 +347,7 @@ class Forwarder:
                 log.info("%s: %s", peer.announced, error)
             if refusals == REFUSALS and peer.lines is None:
                 peer.ended, peer.ports = True, Ports(0, ())
-                self.ports.mirror(peer)
+                self.port_exchange.mirror(peer)
                 return
             await asyncio.sleep(REFUSED_S if refusals else REDIAL_S)
 
@@ -358,7 +360,7 @@ class Forwarder:
                     peer.lines.transport.abort()
                 elif peer.lines is None and silence_s > FORGET_S:
                     peer.ports = Ports(0, ())
-                    self.ports.mirror(peer)
+                    self.port_exchange.mirror(peer)
                     del self._peers[peer.member.address]
                 peer.send(Ping())
             if count % round(ACQUAINT_S / PING_S) == 0:
@@ -366,9 +368,9 @@ class Forwarder:
                 for peer, other in itertools.permutations(connected, 2):
                     peer.acquaint(other)
             if count % round(SCAN_S / PING_S) == 0:
-                self.ports.scan()
+                self.port_exchange.scan()
                 for peer in self._peers.values():
-                    self.ports.mirror(peer)  # what had a port here may have ended
+                    self.port_exchange.mirror(peer)  # what had a port here may have ended
             await asyncio.sleep(PING_S)
 
     def _end_outdated(self) -> None:
@@ -380,14 +382,14 @@ class Forwarder:
 
     async def _deliver(self, connection: FirstLine, port: int) -> None:
         """Connect what another host carries to a port of this host. Raises OSError."""
-        if port not in self.ports.ports:
-            self.ports.scan()
-        if port not in self.ports.ports:
+        if port not in self.port_exchange.ports:
+            self.port_exchange.scan()
+        if port not in self.port_exchange.ports:
             raise ConnectionRefusedError(f"nothing listens at port {port}")
         try:
             await self._carrier.deliver(connection, port)
         except OSError:
-            self.ports.scan()
+            self.port_exchange.scan()
             raise
 
     # Tasks.

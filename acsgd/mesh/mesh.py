@@ -122,7 +122,7 @@ class Mesh:
             with contextlib.closing(writer):
                 match await reader.readline():
                     case b"publish\n":
-                        writer.write(" ".join(map(str, await forwarder.ports.publish())).encode())
+                        writer.write(" ".join(map(str, await forwarder.port_exchange.publish())).encode())
                     case b"run\n":
                         writer.write(options.run.encode())
                     case b"rotate\n":

@@ -413,7 +413,7 @@ def test_a_host_that_stops_resets_what_it_has_not_carried_yet(
 
     monkeypatch.setattr(one.mesh.forwarder._carrier, "_open", never)
     with other.listen() as server, connect(server) as connection:
-        wait_until(lambda: any("_carry" in repr(task) for task in one.mesh.forwarder._tasks))
+        wait_until(lambda: any("_carry" in repr(task) for task in list(one.mesh.forwarder._tasks)))
         one.mesh.stop()
         with pytest.raises(ConnectionResetError):
             connection.recv(1)
