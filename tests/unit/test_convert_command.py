@@ -223,7 +223,7 @@ def test_a_full_disk_leaves_nothing(
         source = tmp_path / "shards"
     before = os.listdir(tmp_path)
     if not has_room:
-        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**12))
+        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**12, total=2**13))
         monkeypatch.setattr("acsgd.shards.convert.write_layer", None)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, hard))

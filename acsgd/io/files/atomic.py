@@ -57,7 +57,8 @@ def build_atomically(path: Path, build: Callable[[Path], None], *, resumable: bo
 
 def check_space(directory: Path, nbytes: int, what: str) -> None:
     """Raise OSError if the disk of a directory has no room for a number of bytes. what: they are."""
-    if nbytes > shutil.disk_usage(directory).free:
+    disk = shutil.disk_usage(directory)
+    if nbytes > disk.free and disk.total:  # else it is a file system that does not know its size
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} for {nbytes:,} bytes of {what}", str(directory))
 
 
