@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -30,6 +30,7 @@ from acsgd.codecs.lloyd import Lloyd
 from acsgd.codecs.message import PackedCodec
 from acsgd.codecs.topk import TopK
 from acsgd.config.options import OptimConfig
+from acsgd.config.ranges import Range
 from acsgd.config.spec import from_spec
 from acsgd.dp.exchange.averaging import split_evenly
 from acsgd.dp.exchange.second_moments import by_rows
@@ -67,7 +68,7 @@ class Updates:
 
     topk: float = 0.005
     """Fraction of coordinates sent per exchange, in both directions; 0 = none."""
-    bits: int = 2
+    bits: Annotated[int, Range(2, 8)] = 2
     """Bits per value."""
     importance: float = 0.0
     """Exponent of the second moment by which magnitudes are multiplied to select coordinates. 0 = magnitudes alone."""
@@ -324,11 +325,10 @@ class UpdateTraining:
             self._sent += RING * sent.nbytes / REPLICAS
 
 
-def train(mode: str, replicas: Replicas, until: int) -> Result:
+def train(mode: object, replicas: Replicas, until: int) -> Result:
     """Run a mode to step `until`."""
-    parsed = from_spec(mode, MODES, key="--rows")
-    if isinstance(parsed, Updates):
-        return UpdateTraining(parsed, replicas).train(until)
+    if isinstance(mode, Updates):
+        return UpdateTraining(mode, replicas).train(until)
     return train_exact(replicas, until)
 
 
@@ -353,6 +353,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Run all rows, print and save the results."""
     options, console = parse_arguments(), Console(width=160)
+    modes = {mode: from_spec(mode, MODES, key="--rows") for mode in options.rows}
     torch.set_num_threads(1)
     heads = options.hidden // HEAD
     setting = replace(TASKS["scratch"].setting(options.steps), hidden=options.hidden, heads=heads)
@@ -360,12 +361,12 @@ def main() -> None:
     pretrain, finetune = texts(options.pretrain, options.finetune)
     tuning = Tuning.open(options.dir, setting, pretrain=pretrain, finetune=finetune)
     replicas = Replicas(tuning, options.seed)
-    until, rows = options.until or replicas.optim.num_steps, []
+    until, rows = min(options.until or replicas.optim.num_steps, replicas.optim.num_steps), []
     for rate in options.rates:
         replicas.optim = replace(replicas.optim, lr=setting.lr * rate)
-        for mode in options.rows:
+        for mode, parsed in modes.items():
             started = time.monotonic()
-            result = train(mode, replicas, until)
+            result = train(parsed, replicas, until)
             rows.append({"mode": mode, "rate": rate, **result._asdict()})
             seconds = f"{time.monotonic() - started:.0f} s"
             console.print(f"{mode}, rate x {rate:g}: held-out loss {result.held_out:.4f}, {seconds}", highlight=False)
