@@ -132,9 +132,8 @@ def send(number: signal.Signals, pids: Sequence[int]) -> float:
 def _run_agent(host: Host) -> NoReturn:
     """Be torchrun of a host."""
     os.setsid()
-    ctypes.CDLL(None).prctl(
-        PR_SET_PDEATHSIG, signal.SIGKILL
-    )  # with the server, which ends with the process of the test
+    # with the server, which ends with the process that has started it: that of all tests
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.chdir(host.directory)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(host.directory / name, os.O_WRONLY | os.O_APPEND), number)

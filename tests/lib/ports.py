@@ -46,4 +46,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def free_addresses(count: int) -> list[str]:
     """Return different free addresses of this host."""
-    return [f"127.0.0.1:{free_port()}" for _ in range(count)]
+    ports = set[int]()
+    while len(ports) < count:
+        ports.add(free_port())
+    return [f"127.0.0.1:{port}" for port in ports]

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from lib.launched import ROOT, TRAIN, Run, running
-from lib.ports import free_addresses
+
+from tests.lib.ports import free_addresses
 
 TinyModel = Callable[..., Path]
 LIMIT_S = 150.0

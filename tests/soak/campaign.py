@@ -278,6 +278,7 @@ def case_of(area: str, number: int, seed: int, directory: Path) -> Case:
 
 
 def _context() -> multiprocessing.context.ForkServerContext:
+    """Return what starts processes that have imported PRELOAD; in a process with another server, what that has."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context

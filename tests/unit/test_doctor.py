@@ -20,7 +20,6 @@ import psutil
 import pytest
 import torch
 from lib.patience import wait_until
-from lib.ports import free_port
 
 from acsgd import host_memory
 from acsgd.commands.doctor import forecast as forecasts
@@ -31,6 +30,7 @@ from acsgd.commands.doctor.host import Diagnosis, check_host
 from acsgd.commands.doctor.links import Doctor, MeasuredLink, diagnose, measure
 from acsgd.streams import Streams
 from acsgd.versions import installed_versions
+from tests.lib.ports import free_port
 
 SECRET = b"secret"
 Break = Callable[[pytest.MonkeyPatch, Path], None]

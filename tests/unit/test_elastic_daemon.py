@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from lib.daemons import COMPLETE, TIMING, Worker, complete_tasks, host
 from lib.patience import stretched
-from lib.ports import free_addresses
 
 from acsgd.elastic.host.daemon import Daemon
 from acsgd.elastic.host.joining import DaemonOptions, open_membership
@@ -22,6 +21,7 @@ from acsgd.elastic.host.register import VIEWS, DiskRegister, NoMajorityError, Vi
 from acsgd.elastic.membership.messages import Broken, End, Host, Leave, Setup, View
 from acsgd.elastic.membership.plan import Plan
 from acsgd.elastic.membership.views import Membership
+from tests.lib.ports import free_addresses
 
 pytestmark = COMPLETE
 

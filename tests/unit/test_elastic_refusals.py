@@ -13,10 +13,10 @@ from queue import Empty
 import pytest
 from lib.daemons import COMPLETE, Worker, complete_tasks, host
 from lib.patience import wait_until
-from lib.ports import free_addresses
 
 from acsgd.elastic.host import daemon, transport
 from acsgd.elastic.membership.messages import PROTOCOL, End, Host, HostHeartbeat, seal
+from tests.lib.ports import free_addresses
 
 pytestmark = COMPLETE
 

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import pytest
 from lib.daemons import Worker
-from lib.ports import free_addresses, free_port
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -26,6 +25,7 @@ from acsgd.elastic.host import rendezvous
 from acsgd.failures.report import record_error
 from acsgd.launch import Launch, forbid_restart
 from acsgd.mesh.mesh import publish
+from tests.lib.ports import free_addresses, free_port
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from lib.patience import NO_LIMIT_S
-from lib.ports import free_port
 
 from acsgd.comm.waits import DIRECT, InterruptibleWaits
 from acsgd.elastic import view_resources as stores
 from acsgd.elastic.view_resources import connect_store, open_store
 from acsgd.errors import RunError, WaitInterruptedError
+from tests.lib.ports import free_port
 
 
 @pytest.fixture

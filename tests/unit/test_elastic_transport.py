@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from lib.patience import stretched
-from lib.ports import free_addresses
 
 from acsgd.comm.addresses import listen
 from acsgd.elastic.host import transport
 from acsgd.elastic.host.transport import Connections
 from acsgd.elastic.membership.messages import PROTOCOL, Decided, Host, SharedFiles, View
 from acsgd.elastic.membership.plan import Plan
+from tests.lib.ports import free_addresses
 
 ME = Host("127.0.0.1:1", "me")
 TIMEOUT_S = stretched(30.0)

@@ -17,7 +17,6 @@ import pytest
 import safetensors.torch
 import torch
 from lib import commands, daemons
-from lib.ports import free_addresses
 from lib.saved import SMALL, small_run, train_alone
 
 from acsgd.comm.waits import InterruptibleWaits
@@ -39,6 +38,7 @@ from acsgd.shards.files import tensor_headers
 from acsgd.shards.locate import open_shards
 from acsgd.shards.manifest import MANIFEST, Manifest, StoredFile
 from acsgd.shards.writer import open_weights
+from tests.lib.ports import free_addresses
 
 TinyModel = Callable[..., Path]
 STEP = "step-00000002"
