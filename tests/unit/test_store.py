@@ -105,7 +105,7 @@ def test_groups_connect_at_the_same_time_and_exchange_their_addresses_at_once(mo
 
 @pytest.mark.parametrize("fault", ["no network interface", "ranks [2] have not started, or have ended"])
 def test_a_group_that_cannot_connect_ends_all_with_its_error(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = process_groups._connect_gloo
+    connect, before = process_groups._connect_gloo, {*threading.enumerate()}
 
     def connect_or_fail(store: dist.Store, rank: int, size: int, *args: Any) -> dist.ProcessGroupGloo:
         if size == 1 and "interface" in fault:
@@ -115,7 +115,7 @@ def test_a_group_that_cannot_connect_ends_all_with_its_error(fault: str, monkeyp
     monkeypatch.setattr(process_groups, "_connect_gloo", connect_or_fail)
     with pytest.raises(RuntimeError, match=f"^{re.escape(fault)}$"):
         connect_groups(3, [[0, 1, 2], [0], [1]], TIMEOUT_S if "ranks" in fault else NO_LIMIT_S)
-    wait_until(lambda: all(thread.name != "connect" for thread in threading.enumerate()))
+    wait_until(lambda: all(thread.name != "connect" for thread in {*threading.enumerate()} - before))
 
 
 def test_a_call_returns_raises_or_times_out_and_then_all_calls_fail_at_once() -> None:
