@@ -118,25 +118,27 @@ def test_starting_at_a_later_step_gives_the_same_batches() -> None:
     assert len(late) == 5
 
 
-def read_ahead_threads() -> list[threading.Thread]:
+def read_ahead_threads() -> set[threading.Thread]:
     """Return the threads that read ahead in this process."""
-    return [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
+    return {thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")}
 
 
 def test_closing_stops_the_thread_and_the_iteration() -> None:
+    before = read_ahead_threads()
     with Dataset(reader(range(6)), range(10**9)) as dataset:
         batches = iter(dataset)
         next(batches)
-        assert read_ahead_threads()
-    assert not read_ahead_threads()
+        assert read_ahead_threads() - before
+    assert not read_ahead_threads() - before
     assert list(batches) == []
     with Dataset(reader(range(6)), range(3)):
-        assert not read_ahead_threads()  # the thread starts with the first batch
+        assert not read_ahead_threads() - before  # the thread starts with the first batch
 
 
 def test_the_thread_ends_with_the_data() -> None:
+    before = read_ahead_threads()
     assert len(list(Dataset(reader(range(6)), range(2)))) == 2
-    assert not read_ahead_threads()
+    assert not read_ahead_threads() - before
 
 
 def test_reading_ahead_is_bounded_and_micro_batches_are_those_known_when_a_read_begins() -> None:
@@ -189,7 +191,7 @@ def test_the_memory_for_reading_is_bounded() -> None:
 
 def test_an_error_of_the_thread_is_raised_by_the_iteration() -> None:
     torn = [CORPORA[0], one_document(CORPORA[1].tokens[:7])]
-    reader = BatchReader(windows_of(torn, 5, 2), MIXTURE, range(6))
+    reader, before = BatchReader(windows_of(torn, 5, 2), MIXTURE, range(6)), read_ahead_threads()
     with pytest.raises(ValueError, match="shape"):
         list(Dataset(reader, range(9)))
-    assert not read_ahead_threads()
+    assert not read_ahead_threads() - before
