@@ -142,15 +142,27 @@ class JoinProgress(StepHook):
 
 
 class Pause(StepHook):
-    """Ends the loop after a step for the next view, when the daemon of a host requests it."""
+    """Ends the loop after a step for the next view, when the daemon of a host requests it.
+
+    before: summary with which this view begins, if there is one: the reports of another view, which may have had other
+    ranks.
+    """
 
     fields = (PAUSE,)
 
-    def __init__(self, control: Control, checkpointing: Checkpointing, ownership: Ownership, num_steps: int) -> None:
+    def __init__(
+        self,
+        control: Control,
+        checkpointing: Checkpointing,
+        ownership: Ownership,
+        num_steps: int,
+        before: StepSummary | None = None,
+    ) -> None:
         self._control = control
         self._checkpointing = checkpointing
         self._holders = ownership.holders
         self._num_steps = num_steps
+        self._before = before
 
     def report(self, state: LoopState) -> Report:
         # a save takes longer than others should wait
@@ -158,7 +170,8 @@ class Pause(StepHook):
 
     def after_step(self, state: LoopState) -> None:
         assert state.summary is not None
-        state.save_is_due |= needs_checkpoint(state.summary, self._holders)
+        if state.summary is not self._before:
+            state.save_is_due |= needs_checkpoint(state.summary, self._holders)
 
     def before_next(self, state: LoopState) -> None:
         assert state.summary is not None
@@ -170,9 +183,11 @@ class Pause(StepHook):
 def needs_checkpoint(summary: StepSummary, holders: Sequence[Sequence[int]]) -> bool:
     """Return whether the run pauses, and the ranks that leave then are the only ones with the state of some stages.
 
-    holders: replicas that hold the same state, see `Ownership.holders`.
+    summary: of a step of this view. holders: replicas that hold the same state, see `Ownership.holders`.
     """
+    if not summary[PAUSE]:
+        return False
     stops, joins = summary[STOP.reduced(in_grid)], summary[JOINS.reduced(in_grid)]
     leaves = [[stop or joins for stop, joins in zip(*rows, strict=True)] for rows in zip(stops, joins, strict=True)]
     of_stages = [zip(*(leaves[replica] for replica in replicas), strict=True) for replicas in holders]
-    return summary[PAUSE] and any(all(ranks) for stages in of_stages for ranks in stages)
+    return any(all(ranks) for stages in of_stages for ranks in stages)

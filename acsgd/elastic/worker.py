@@ -385,10 +385,10 @@ class ElasticWorker:
     def _hooks(self, snapshots: Snapshots | None, checkpointing: Checkpointing) -> list[StepHook]:
         """Return the participants of the step boundary that only elastic runs have."""
         assert self._session is not None
-        num_steps, begun_at = self._session.job.config.optim.num_steps, self._state.progress.step
+        num_steps, state = self._session.job.config.optim.num_steps, self._state
         hooks: list[StepHook] = [
-            BackgroundJoin(self._session, self._transfers, begun_at),
-            Pause(self._control, checkpointing, self._session.owned.ownership, num_steps),
+            BackgroundJoin(self._session, self._transfers, begun_at=state.progress.step),
+            Pause(self._control, checkpointing, self._session.owned.ownership, num_steps, before=state.summary),
         ]
         if self._progress is not None:
             hooks.append(self._progress)

@@ -26,7 +26,7 @@ from acsgd.run.session import Session, StepResult
 from acsgd.run.setup.inputs import RunInputs
 from acsgd.run.setup.resume import Start
 from acsgd.run.step.checkpointing import Checkpointing
-from acsgd.run.step.hooks import StepHook
+from acsgd.run.step.hooks import LoopState, StepHook
 from acsgd.run.step.run import STOP, TrainingRun
 from acsgd.topology import Topology
 
@@ -95,6 +95,26 @@ def test_a_checkpoint_is_needed_if_only_those_who_leave_hold_a_part(leaving: Seq
     reports = [{LOSS: 0.0, STOP: float(rank in leaving), JOINS: 0.0, PAUSE: 1.0} for rank in range(4)]
     holders = Ownership(3, 4, (), domains=((0, 1), (2, 3))).holders
     assert needs_checkpoint(StepSummary.of(reports, Topology.of(0, 4, 1)), holders) == expected
+
+
+@pytest.mark.parametrize("pauses", [False, True])
+def test_a_view_begins_with_reports_of_fewer_replicas(pauses: bool) -> None:
+    """A step that 2 replicas have left open is closed by 4; what the 2 have reported is none of the 4's pauses."""
+    old, new = (
+        StepSummary.of([{LOSS: 0.0, STOP: 1.0, JOINS: 0.0, PAUSE: is_asked}] * replicas, Topology.of(0, replicas, 1))
+        for replicas, is_asked in ((2, float(pauses)), (4, 1.0))
+    )
+    state, control = LoopState(Progress(), old, is_open=True), SimpleNamespace(pause_requested=False)
+    checkpointing = cast(Checkpointing, SimpleNamespace(is_saving=False))
+    for ownership in (Ownership(0, 4), Ownership(3, 4, (), domains=((0, 1), (2, 3)))):
+        hook = Pause(cast(Control, control), checkpointing, ownership, STEPS, before=old)
+        state.summary, state.save_is_due = old, False
+        hook.after_step(state)
+        assert not state.save_is_due
+        assert pauses or not needs_checkpoint(old, ownership.holders)
+        state.summary = new
+        hook.after_step(state)
+        assert state.save_is_due
 
 
 @pytest.mark.soak
