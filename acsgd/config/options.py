@@ -425,7 +425,7 @@ class ElasticConfig:
     min_replicas: Annotated[int, Range(1, 10**6)] = 1
     """Number of replicas below which training waits for hosts."""
     max_replicas: Annotated[int | None, Range(1, 10**6)] = None
-    """Number of replicas beyond which workers are spares. None = no limit."""
+    """Number of replicas beyond which workers are spares. At most, and by default, one per micro-batch of a step."""
     below_min: Literal["wait", "end"] = "wait"
     """What a run does that has trained and has fewer replicas: wait for hosts, or end."""
     replan: bool = False

@@ -19,6 +19,7 @@ from acsgd.run.initial_weights import base_checksums, base_directory
 from acsgd.run.plan.job import Job
 from acsgd.run.plan.layout import Cut, divide, layers_by_rank
 from acsgd.run.plan.limits import check_memory
+from acsgd.run.plan.partition import most_replicas
 from acsgd.run.setup.inputs import RunInputs
 from acsgd.versions import digest_of_code
 
@@ -150,7 +151,7 @@ def setup_of(job: Job, inputs: RunInputs) -> Setup:
         cuts=possible_cuts(job),
         run_dir=str(Path(job.config.log.dir).resolve()),
         min_replicas=elastic.min_replicas,
-        max_replicas=elastic.max_replicas,
+        max_replicas=most_replicas(job.config),
         silence_s=elastic.silence,
         hang_s=elastic.hang,
         force=elastic.force,

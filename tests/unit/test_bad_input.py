@@ -155,7 +155,7 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("--model.offload disk", 1, "use --model.offload cpu --optim.offload cpu, or train an adapter, such as"),
         ("--model.offload disk --model.freeze *.h.0.* --model.init scratch", 1, "weights; use --model.offload cpu"),
         ("--model.offload disk --model.freeze *.h.0.* --dp.shard weights", 2, "on each device; remove one"),
-        ("--data.deal speed --dp.shard gradients", 2, "use data.deal=even and a data.batch of 4, or --dp.shard optimi"),
+        ("--data.deal speed --dp.shard gradients", 2, "gives faster ones more; use --data.deal even, or --dp.shard"),
         ("--data.deal speed --pp.forward delta:bits=4", 1, "data.deal=speed: with pp.forward=delta:bits=4 a sequence"),
         ("--data.deal speed --pp.backward delta", 1, "data.deal=speed: with pp.backward=delta a sequence"),
         ("--pp.forward delta --pp.backward delta:cache_bits=8", 2, "cache differently; give both the same cache"),

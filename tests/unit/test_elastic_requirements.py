@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from acsgd.config.options import AdapterConfig, ElasticConfig, ReplicaConfig
 from acsgd.elastic.requirements import check_elastic, possible_cuts, setup_of, with_stages
 from acsgd.launch import Launch
 from acsgd.run.plan.job import prepare
+from acsgd.run.plan.partition import most_replicas
 from acsgd.run.setup.inputs import open_inputs
 
 
@@ -67,6 +69,11 @@ def test_copies_of_a_tied_weight_stay_equal_or_the_mode_is_refused(
         (1, 2, {"local": "none"}, "use --dp.local auto, or --dp.shard none"),
         (1, 2, {"elastic": {"replan": True}}, "remove elastic.replan, or --dp.shard none"),
         (1, 2, {"elastic": {"max_replicas": 1}}, "use --elastic.max_replicas 2, or --dp.shard none"),
+        (1, 2, {"shard": "gradients", "deal": "speed"}, "gives faster ones more; use --data.deal even, or --dp.shard"),
+        (2, 4, {"shard": "gradients", "schedule": "zb"}, "backwards in two parts; use --dp.shard optimizer"),
+        (2, 4, {"shard": "optimizer", "schedule": "zb"}, None),
+        (1, 2, {"shard": "none", "mode": "quantized", "optim": "lion"}, 'optim.name="lion" does not support'),
+        (1, 2, {"shard": "none", "mode": "quantized", "optim": "lion", "elastic": {"max_replicas": 1}}, None),
     ],
 )
 def test_replicas_of_a_host_divide_state_or_the_run_is_refused(
@@ -77,17 +84,26 @@ def test_replicas_of_a_host_divide_state_or_the_run_is_refused(
     tiny_model: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
-    config = make_config(tiny_model(), tmp_path, stages=stages, micro=options.get("micro", 1))
+    """Also what first matters with a second replica: the run starts with one."""
+    config = make_config(
+        tiny_model(),
+        tmp_path,
+        stages=stages,
+        micro=options.get("micro", 1),
+        schedule=options.get("schedule", "1f1b"),
+    )
     dp = ReplicaConfig(
         options.get("mode", "allreduce"), shard=options.get("shard", "optimizer"), local=options.get("local", "auto")
     )
-    config = dataclasses.replace(config, dp=dp, elastic=ElasticConfig(**options.get("elastic", {})))
-    job = prepare(config, Launch(0, 0, stages, per_host, daemon="socket"))
-    if refusal is None:
-        check_elastic(job)
-        return
-    with pytest.raises(ValueError, match=refusal):
-        check_elastic(job)
+    config = dataclasses.replace(
+        config,
+        dp=dp,
+        data=dataclasses.replace(config.data, deal=options.get("deal", "even")),
+        optim=dataclasses.replace(config.optim, name=options.get("optim", "adamw")),
+        elastic=ElasticConfig(**options.get("elastic", {})),
+    )
+    with contextlib.nullcontext() if refusal is None else pytest.raises(ValueError, match=refusal):
+        check_elastic(prepare(config, Launch(0, 0, stages, per_host, daemon="socket")))
 
 
 def test_what_is_measured_at_the_start_is_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
@@ -104,6 +120,7 @@ def test_what_is_measured_at_the_start_is_refused(tiny_model: Callable[..., Path
 def test_more_replicas_than_micro_batches_are_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     config = make_config(tiny_model(), tmp_path, micro=2)
     most = config.data.batch // 2
+    assert most_replicas(config) == most, "elastic.max_replicas is not given"
     for low in (most, most + 1):
         elastic = dataclasses.replace(config.elastic, min_replicas=low)
         job = prepare(dataclasses.replace(config, elastic=elastic), Launch())

@@ -296,7 +296,7 @@ class Setup:
     silence_s: float
     hang_s: float
     force: bool
-    """elastic.min_replicas, max_replicas, silence, hang and force."""
+    """elastic.min_replicas, max_replicas (see `most_replicas`), silence, hang and force."""
     parts: dict[str, str]
     """What must be equal on all hosts, as a short text for each: options, model, data, versions."""
     files: SharedFiles = SharedFiles()

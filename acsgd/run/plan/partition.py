@@ -29,6 +29,7 @@ from acsgd.run.plan.plugins import (
     Plugins,
     check_capabilities,
     check_deal,
+    check_equal_micros,
     check_shard,
     check_sharded_mode,
     parse_plugins,
@@ -202,14 +203,17 @@ class Partition:
 def open_grid(config: Config, launch: Launch) -> RankGrid:
     """Divide ranks and micro-batches. Raises ValueError that names the key and says what to type."""
     topology = topology_of(config, launch)
-    plugins = parse_plugins(config)
-    if topology.replicas > 1:
+    plugins, replicas = parse_plugins(config), topology.replicas
+    if launch.daemon:  # a run that starts with one replica fails at once if it could not have a second one
+        replicas = max(replicas, min(2, most_replicas(config)))
+    if replicas > 1:
         check_capabilities(config, plugins.mode.requires, plugins.optimizer.capabilities)
     check_deal(config, plugins)
     micro_ids = _deal(config, topology)
     check_computes(config, topology.stages * plugins.schedule.chunks, most_micros(config, topology.replicas))
     splits_backward = RankPrograms(plugins.schedule, topology.stages, topology.stage_rank).splits_backward
-    check_shard(config, plugins, topology.replicas, splits_backward=splits_backward)
+    check_shard(config, plugins, splits_backward=splits_backward, is_alone=replicas == 1)
+    check_equal_micros(config, topology.replicas)
     if config.dp.domain is None and topology.replicas > 1 and not launch.daemon:  # whose views have such domains
         check_sharded_mode(config, plugins, domains_of_hosts(topology, launch.local_world_size))
     if splits_backward:
@@ -237,6 +241,12 @@ def topology_of(config: Config, launch: Launch) -> Topology:
         )
     ranks = tuple(host * per_host + local for host in order for local in range(per_host))
     return Topology.of(launch.rank, launch.world_size, config.pp.stages, ranks)
+
+
+def most_replicas(config: Config) -> int:
+    """Return the maximum number of replicas of an elastic run. Each needs a micro-batch."""
+    micros = config.data.batch // config.pp.micro
+    return min(config.elastic.max_replicas or micros, micros)
 
 
 def most_micros(config: Config, replicas: int) -> int:

@@ -157,9 +157,12 @@ def check_deal(config: Config, plugins: Plugins) -> None:
         )
 
 
-def check_shard(config: Config, plugins: Plugins, replicas: int, *, splits_backward: bool = False) -> None:
-    """Raise ValueError if dp.shard does not work with other options. splits_backward: whether the schedule does."""
-    shard, num_micros = config.dp.shard, config.data.batch // config.pp.micro
+def check_shard(config: Config, plugins: Plugins, *, splits_backward: bool, is_alone: bool) -> None:
+    """Raise ValueError if dp.shard does not work with other options.
+
+    splits_backward: whether the schedule does. is_alone: whether there is one replica, and no other can join.
+    """
+    shard = config.dp.shard
     if shard == "none":
         return
     if isinstance(plugins.mode, PowerSGD | Local):
@@ -169,17 +172,29 @@ def check_shard(config: Config, plugins: Plugins, replicas: int, *, splits_backw
             "none, or --dp.mode allreduce"
         )
     is_whole = plugins.schedule.chunks == 1 and not splits_backward
-    if config.dp.sums_passes and replicas > 1 and not is_whole:
+    if not config.dp.sums_passes or is_alone:
+        return
+    if not is_whole:
         raise ValueError(
             f"dp.shard={shard} sums gradients after each backward of the one stage of a rank, and "
             f"pp.schedule={config.pp.schedule} has several, or backwards in two parts; use --dp.shard optimizer, or "
             "--pp.schedule 1f1b"
         )
-    if config.dp.sums_passes and replicas > 1 and (num_micros % replicas or config.data.deal == "speed"):
+    if config.data.deal == "speed":
         raise ValueError(
-            f"dp.shard={shard} sums gradients after each micro-batch, so that all {replicas} replicas need the same "
-            f"number of micro-batches, of {num_micros} in a step (data.batch / pp.micro); use data.deal=even and a "
-            f"data.batch of {config.pp.micro * replicas * -(-num_micros // replicas)}, or --dp.shard optimizer"
+            f"dp.shard={shard} sums gradients after each micro-batch, so that all replicas need the same number of "
+            "them, and data.deal=speed gives faster ones more; use --data.deal even, or --dp.shard optimizer"
+        )
+
+
+def check_equal_micros(config: Config, replicas: int) -> None:
+    """Raise ValueError if replicas divide gradients, and do not get the same number of micro-batches."""
+    num_micros = config.data.batch // config.pp.micro
+    if config.dp.sums_passes and num_micros % replicas:
+        raise ValueError(
+            f"dp.shard={config.dp.shard} sums gradients after each micro-batch, so that all {replicas} replicas need "
+            f"the same number of micro-batches, of {num_micros} in a step (data.batch / pp.micro); use a data.batch of "
+            f"{config.pp.micro * replicas * -(-num_micros // replicas)}, or --dp.shard optimizer"
         )
 
 

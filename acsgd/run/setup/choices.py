@@ -26,6 +26,7 @@ from acsgd.pp.tied.plan import TiedRows
 from acsgd.pp.wire.delta import Delta
 from acsgd.pp.wire.ladder import codecs_of_links
 from acsgd.run.plan.job import Job
+from acsgd.run.plan.partition import most_replicas
 from acsgd.run.plan.transports import exchanges_updates, sums_gradients
 
 
@@ -422,7 +423,7 @@ def _has_dropout(job: Job) -> bool:
 
 def _is_alone(job: Job) -> bool:
     """Return whether there is one replica, and no other can join."""
-    return job.topology.replicas == 1 and not (job.is_elastic and job.config.elastic.max_replicas != 1)
+    return job.topology.replicas == 1 and not (job.is_elastic and most_replicas(job.config) > 1)
 
 
 def _evaluates(data: DataConfig) -> bool:
