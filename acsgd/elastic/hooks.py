@@ -113,10 +113,10 @@ class JoinProgress(StepHook):
         if self._joining is None:
             self._note_state(received_bytes)
 
-    def wait_as_spare(self) -> None:
-        """Note that this rank has no part in a view."""
+    def wait_as_spare(self, reason: str | None = None) -> None:
+        """Note that this rank has no part in a view. reason: why nobody has, if it is given."""
         if not self._is_spare:
-            self._print("waiting as a spare")
+            self._print("waiting as a spare" if reason is None else f"waiting for hosts ({reason})")
         self._is_spare = True
 
     def before_next(self, state: LoopState) -> None:

@@ -38,7 +38,6 @@ def check_elastic(job: Job) -> None:
             "elastic run; use cache=ram"
         )
     _check_given(config)
-    _check_domains(job)
     mode = job.plugins.mode
     if config.elastic.join_moments == "rounded" and (
         mode.exchanges == "gradients" or "frozen_second_moments" in mode.requires
@@ -64,6 +63,7 @@ def check_elastic(job: Job) -> None:
             "elastic.replan changes the number of links, of which some have given codecs: remove elastic.replan, or "
             "pp.forward and pp.backward of single links"
         )
+    _check_domains(job)
 
 
 def _check_domains(job: Job) -> None:
@@ -93,12 +93,31 @@ def _check_domains(job: Job) -> None:
             f"{shard} divides the state among {MIN_REPLICAS} replicas at least; use --elastic.max_replicas "
             f"{MIN_REPLICAS}, {none}"
         )
-    micros = equal_micros(job)
-    if micros and not any(micros % replicas == 0 for replicas in range(MIN_REPLICAS, of_host + 1)):
+    _check_numbers(job, of_host)
+
+
+def _check_numbers(job: Job, most: int) -> None:
+    """Raise ValueError if no number of replicas that hosts of `most` replicas can have is one that may train."""
+    config, low, high = job.config, job.config.elastic.min_replicas, most_replicas(job.config)
+    shard, micros, numbers = f"dp.shard={config.dp.shard}", equal_micros(job), range(MIN_REPLICAS, most + 1)
+
+    def may_train(low: int, high: int) -> bool:
+        totals = {hosts * each for each in numbers for hosts in range(1, high // each + 1)}
+        return any(low <= total and (not micros or micros % total == 0) for total in totals)
+
+    if not may_train(1, job.shapes.num_micros):
         raise ValueError(
-            f"{shard} needs as many micro-batches on each replica, of {micros} in a step (data.batch / pp.micro), and "
-            f"a host has {of_host} replicas; use a data.batch of {config.pp.micro * of_host * -(-micros // of_host)}, "
-            "or --dp.shard optimizer"
+            f"{shard} needs as many micro-batches on each replica, of {job.shapes.num_micros} in a step (data.batch / "
+            f"pp.micro), and a host has {most} replicas; use a data.batch of "
+            f"{config.pp.micro * most * -(-job.shapes.num_micros // most)}, or --dp.shard "
+            f"{'optimizer' if micros else 'none'}"
+        )
+    if not may_train(low, high):
+        divides = f", whose number divides the {micros} micro-batches of a step" if micros else ""
+        raise ValueError(
+            f"{shard}: no hosts with up to {most} replicas each, as many on all, have {low} to {high} replicas together"
+            f"{divides}; change elastic.min_replicas={low}, elastic.max_replicas={config.elastic.max_replicas} or "
+            "data.batch, or give --dp.shard none"
         )
 
 

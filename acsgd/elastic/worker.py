@@ -19,6 +19,7 @@ from acsgd.config.options import Config
 from acsgd.elastic.control import Control
 from acsgd.elastic.hooks import STOPS, BackgroundJoin, JoinProgress, Pause
 from acsgd.elastic.host.model_files import ModelFiles
+from acsgd.elastic.membership.domains import MIN_REPLICAS
 from acsgd.elastic.membership.messages import (
     Broken,
     Done,
@@ -268,17 +269,20 @@ class ElasticWorker:
 
     def _wait_as_spare(self, view: View) -> None:
         """Drop the state, which others change from now on; keep it if nobody trains."""
-        plan = view.plan
+        plan, low = view.plan, self._config.elastic.min_replicas
+        too_few = f"fewer than elastic.min_replicas={low} replicas of {plan.stages} stages are left"
+        if divides := bool(self._domain):
+            too_few = (
+                f"the hosts that are left have no {max(low, MIN_REPLICAS)} replicas, as many on each, that can divide "
+                f"the state (dp.shard={self._config.dp.shard}, elastic.min_replicas={low})"
+            )
         if self._progress is not None:
-            self._progress.wait_as_spare()
+            self._progress.wait_as_spare(too_few if divides and not plan.ranks else None)
         if plan.ranks:
             self._drop_session()
             self._view, self._stopped_at = view, None
         elif self._session is not None and self._config.elastic.below_min == "end":
-            raise RefusedError(
-                f"fewer than elastic.min_replicas={self._config.elastic.min_replicas} replicas of {plan.stages} stages "
-                "are left (elastic.below_min=end); start the run again on more hosts"
-            )
+            raise RefusedError(f"{too_few} (elastic.below_min=end); start the run again on more hosts")
 
     def _train(self, run: Run, rank: int, waits: InterruptibleWaits, signals: StopSignals, context: RunContext) -> None:
         """Form the groups of a view, bring the state of this rank there, and train."""
