@@ -19,7 +19,7 @@ from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.identity import Identity
 from acsgd.codecs.message import PackedCodec
 from acsgd.config.ranges import Range
-from acsgd.dp.exchange.averaging import ShardedMean, sharded_mean, split_evenly
+from acsgd.dp.exchange.averaging import sharded_mean, split_evenly
 from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync, WeightBuffer
 from acsgd.dp.exchange.second_moments import moment_states
 from acsgd.dp.exchange.vectors import dense
@@ -111,7 +111,7 @@ class DiLoCoSync(LocalWeightsSync):
         self._codec = PackedCodec(mode.codec())
         self._momentum = [torch.zeros_like(buffer.local) for buffer in self.buffers]
         self._sent = [torch.zeros_like(buffer.local) for buffer in self.buffers] if mode.delay else []
-        self._pending: AsyncResult[list[ShardedMean]] | None = None
+        self._pending: AsyncResult[list[Tensor]] | None = None
 
     def tensors(self) -> dict[str, list[Tensor]]:
         sent = {SENT_UPDATE.name: self._sent} if self._sent else {}
@@ -165,16 +165,19 @@ class DiLoCoSync(LocalWeightsSync):
         """Send the fragment that was sent after step `last`."""
         self._send([self._fragment(sent, last).clone() for sent in self._sent])
 
-    def _exchange(self, updates: Sequence[Tensor]) -> list[ShardedMean]:
+    def _exchange(self, updates: Sequence[Tensor]) -> list[Tensor]:
+        """Return the mean updates, decoded: during a delay, training goes on meanwhile."""
         parts = [split_evenly(update, self.peers.size) for update in updates]
-        return [sharded_mean(each, None, self._codec, self.peers, self.meter) for each in parts]
+        return [dense(sharded_mean(each, None, self._codec, self.peers, self.meter).mean) for each in parts]
 
-    def _outer_step(self, last: int, results: Sequence[ShardedMean]) -> None:
-        """Apply the outer optimizer to the fragment sent after step `last`, and load it into the local weights."""
+    def _outer_step(self, last: int, updates: Sequence[Tensor]) -> None:
+        """Apply the outer optimizer to the fragment sent after step `last`, and load it into the local weights.
+
+        updates: mean updates, overwritten.
+        """
         mode = self._mode
-        for buffer, momentum, result in zip(self.buffers, self._momentum, results, strict=True):
+        for buffer, momentum, update in zip(self.buffers, self._momentum, updates, strict=True):
             m, shared, local = (self._fragment(flat, last) for flat in (momentum, buffer.shared, buffer.local))
-            update = dense(result.mean)
             m.mul_(mode.momentum).add_(update)
             shared.sub_(update.add_(m, alpha=mode.momentum), alpha=mode.outer_lr)
             local.lerp_(shared, 1 - mode.mix)
