@@ -74,7 +74,7 @@ class Codec(Protocol):
         ...
 
 
-class Vector(Protocol):
+class SlicedVector(Protocol):
     """A vector [n], fp32, that is read in slices: a tensor, or one that is computed where it is read."""
 
     @property
@@ -103,7 +103,7 @@ def holds_nan(fields: tuple[Tensor, ...]) -> Tensor:
     return torch.stack(marks).any()
 
 
-def check_finite(fields: tuple[Tensor, ...], x: Tensor | Vector) -> None:
+def check_finite(fields: tuple[Tensor, ...], x: Tensor | SlicedVector) -> None:
     """Raise NotFiniteError if fields of `x` mark it, see `holds_nan`. The host waits for the device."""
     if holds_nan(fields):
         x = x if isinstance(x, Tensor) else x[:]

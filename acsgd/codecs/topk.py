@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from acsgd.codecs.base import ALIGNMENT, Codec, Field, Vector, Wire, check_finite, pack, unpack, wire_bytes
+from acsgd.codecs.base import ALIGNMENT, Codec, Field, SlicedVector, Wire, check_finite, pack, unpack, wire_bytes
 from acsgd.codecs.bits import block_size, positions_of_ones
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.layout import SAMPLE, check_dims
@@ -78,7 +78,7 @@ class TopK:
         """Return the message, uint8[m], of a vector fp32 [n], on its device. Raises NotFiniteError."""
         return self.encode_kept(x)[0]
 
-    def encode_kept(self, x: Vector) -> tuple[Tensor, Tensor]:
+    def encode_kept(self, x: SlicedVector) -> tuple[Tensor, Tensor]:
         """Return `encode`'s message, and the ascending positions of the kept elements, int64[k]."""
         n, empty = len(x), x[:0].new_empty
         if isinstance(x[:0], FakeTensor):  # of a plan of memory, which needs the sizes alone
@@ -156,7 +156,7 @@ class TopK:
     def _kept_of(self, width: int) -> int:
         return max(1, round(self.fraction * width)) if width else 0
 
-    def _largest(self, x: Vector) -> tuple[Tensor, Tensor]:
+    def _largest(self, x: SlicedVector) -> tuple[Tensor, Tensor]:
         """Return the positions of the kept elements, int64[k], ascending, and their values, fp32[k]."""
         if 0 < len(x) == self._chunk(len(x)):
             return _largest_of_row(x, self.kept(len(x)))
@@ -177,7 +177,7 @@ class TopK:
         return columns.view(-1), values
 
 
-def _largest_of_row(x: Vector, count: int) -> tuple[Tensor, Tensor]:
+def _largest_of_row(x: SlicedVector, count: int) -> tuple[Tensor, Tensor]:
     """Return the positions of the `count` largest magnitudes of a vector, ascending, and their values.
 
     Selecting takes far longer than comparing, so candidates are filtered by a threshold first.
@@ -189,7 +189,7 @@ def _largest_of_row(x: Vector, count: int) -> tuple[Tensor, Tensor]:
     return found if positions is None else positions.index_select(0, found), values.index_select(0, found)
 
 
-def _candidates(x: Vector, count: int) -> tuple[Tensor, Tensor]:
+def _candidates(x: SlicedVector, count: int) -> tuple[Tensor, Tensor]:
     """Return the ascending positions and values of magnitudes that are not below a threshold, which a sample estimates
     to be over `count`.
     """
