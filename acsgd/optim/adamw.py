@@ -119,8 +119,3 @@ class AdamWOptimizer(TorchOptimizer):
         states = {weight.key: self._optimizer.state.get(weight.master) for weight in weights}
         by_key = {key: state["exp_avg_sq"] for key, state in states.items() if state}
         return SecondMoments(by_key, self._config.betas[1])
-
-
-def denominator(second_moment: Tensor, beta2: float, steps: int | Tensor, eps: float) -> Tensor:
-    """Return sqrt(bias-corrected second moment) + eps, a new tensor. steps: number of gradients accumulated in it."""
-    return (second_moment / (1 - beta2**steps)).sqrt_().add_(eps)

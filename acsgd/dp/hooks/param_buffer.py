@@ -20,7 +20,6 @@ from acsgd.dp.exchange.error_feedback import RESIDUAL, SERVER_RESIDUAL, ErrorFee
 from acsgd.dp.exchange.second_moments import ROW_MEANS, ROW_RATIOS, SecondMomentCorrection
 from acsgd.dp.peers import Peers
 from acsgd.errors import RunError
-from acsgd.optim.adamw import denominator
 from acsgd.optim.base import SecondMoments
 
 
@@ -205,7 +204,7 @@ class ParamBuffer:
         if share is not None:
             squares.view(len(share), -1).mul_(share.unsqueeze(1))
         second = self._second[name].lerp_(squares, 1 - self._precondition)
-        return grad / denominator(second, self._precondition, self.steps[name], EPS)
+        return grad / _denominator(second, self._precondition, self.steps[name])
 
     def _correct_moments(self, correction: SecondMomentCorrection, grads: Mapping[str, Tensor], meter: Meter) -> None:
         """Correct the second moments after a step with these gradients, by parameter."""
@@ -273,3 +272,8 @@ def make_param_buffers(
         )
         for group in groups
     ]
+
+
+def _denominator(second_moment: Tensor, beta2: float, steps: int) -> Tensor:
+    """Return sqrt(bias-corrected second moment) + EPS, a new tensor. steps: number of gradients accumulated in it."""
+    return (second_moment / (1 - beta2**steps)).sqrt_().add_(EPS)
