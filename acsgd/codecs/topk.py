@@ -190,8 +190,9 @@ def _largest_of_row(x: SlicedVector, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _candidates(x: SlicedVector, count: int) -> tuple[Tensor, Tensor]:
-    """Return the ascending positions and values of magnitudes that are not below a threshold, which a sample estimates
-    to be over `count`.
+    """Return the ascending positions and values of the elements whose magnitudes are not below a threshold.
+
+    The threshold is chosen from a sample so that probably more than `count` pass it.
     """
     sample = _magnitudes(x[:: len(x) // THRESHOLD_SAMPLE | 1])
     expected = count * len(sample) / len(x)

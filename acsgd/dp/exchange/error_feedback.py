@@ -32,7 +32,7 @@ class Exchanged(NamedTuple):
     mean: Vector
     """[n], the decoded mean, equal on all replicas."""
     residual: Tensor | Sequence[UpdateSum]
-    """[n], or the parts of it that are yet to be stored."""
+    """[n], or the `UpdateSum`s of its parts, which `apply` stores."""
     server_residual: Tensor
     """[n_r]"""
 
@@ -80,7 +80,8 @@ class ErrorFeedback:
     def exchange_update(self, local: Tensor, shared: Tensor, codec: MessageCodec, meter: Meter) -> Exchanged:
         """Send the update local - shared, [n] each, and the residual; both directions are compressed.
 
-        The three must not change until the result is applied. Call it in the thread of the peers. Raises RunError.
+        With TopK, `local`, `shared` and the residual must not change until the result is applied: they are read again.
+        Call it in the thread of the peers. Raises RunError.
         """
         if not isinstance(codec, TopK):
             return self.exchange_sharded((local - shared).add_(self.residual), codec, meter)
