@@ -87,10 +87,13 @@ class SlicedVector(Protocol):
 
 @runtime_checkable
 class BlockDecoder(Protocol):
-    """A codec that decodes in blocks, each of which stays in the CPU cache while it is used."""
+    """A codec that decodes in blocks of `block_size`; on a CPU, each stays in the cache while it is used."""
 
     def decoded_blocks(self, fields: tuple[Tensor, ...], shape: tuple[int, ...]) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the elements that `decode` returns, in C order: their range, and fp32 [n], which may be overwritten."""
+        """Yield the elements that `decode` returns, in C order: their range, and fp32 [n], which may be overwritten.
+
+        The iterator keeps no block that it has yielded.
+        """
         ...
 
 

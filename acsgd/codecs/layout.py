@@ -39,8 +39,15 @@ class ScaleLayout(NamedTuple):
         return self.width if self.by_column else -(-self.numel // self.width)
 
     def blocks(self, device: torch.device) -> Iterator[slice]:
-        """Split the elements into blocks of whole rows. Each block starts at a multiple of 8."""
-        step = max(1, block_size(device) // (8 * self.width)) * 8 * self.width
+        """Split the elements into blocks of about `block_size`, see `split`."""
+        return self.split(block_size(device))
+
+    def split(self, size: int) -> Iterator[slice]:
+        """Split the elements into blocks of whole rows, of at most `size` elements unless 8 rows have more.
+
+        Each block starts at a multiple of 8.
+        """
+        step = max(1, size // (8 * self.width)) * 8 * self.width
         for start in range(0, self.numel, step):
             yield slice(start, min(start + step, self.numel))
 
@@ -122,10 +129,7 @@ class CodedStream(NamedTuple):
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield the elements, values times scales, in blocks: their range, and fp32 [n], which may be overwritten."""
         for block in self.layout.blocks(self.stream.device):
-            count = block.stop - block.start
-            coded = stream_slice(self.stream, block.start, count, self.bits)
-            values = self.layout.rows(self.values_of(coded, count)).mul_(self.layout.scales_of(self.scales, block))
-            yield block, values.view(-1)[:count]
+            yield block, self._decode_block(block)  # not kept here while it is used
 
     def decode(self, dtype: torch.dtype) -> Tensor:
         """Return the tensor [numel]. Numbers outside of the range of fp16 saturate."""
@@ -133,3 +137,9 @@ class CodedStream(NamedTuple):
         for block, values in self.blocks():
             y[block] = saturate_(values, dtype)
         return y
+
+    def _decode_block(self, block: slice) -> Tensor:
+        count = block.stop - block.start
+        coded = stream_slice(self.stream, block.start, count, self.bits)
+        values = self.layout.rows(self.values_of(coded, count)).mul_(self.layout.scales_of(self.scales, block))
+        return values.view(-1)[:count]

@@ -56,7 +56,7 @@ class PackedCodec:
 
     @property
     def decodes_in_blocks(self) -> bool:
-        """Whether `decoded_blocks` needs no memory for the whole vector."""
+        """Whether `decoded_blocks` can be called, and keeps no more than a message and a block."""
         return isinstance(self.codec, BlockDecoder) and not self.codec.entropy_coding
 
     def check(self, message: Tensor, n: int) -> None:
@@ -64,14 +64,12 @@ class PackedCodec:
         self._fields(message, n)
 
     def decoded_blocks(self, message: Tensor, n: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the elements that `decode` returns: their range, and their values, fp32, for reading only.
+        """Return blocks of the elements that `decode` returns, as `BlockDecoder` yields them.
 
-        Raises ValueError for a corrupt message.
+        Only if `decodes_in_blocks`. Raises ValueError for a corrupt message.
         """
-        if isinstance(self.codec, BlockDecoder):
-            yield from self.codec.decoded_blocks(self._fields(message, n), (n,))
-        else:
-            yield slice(0, n), self.decode(message, n)
+        assert isinstance(self.codec, BlockDecoder)
+        return self.codec.decoded_blocks(self._fields(message, n), (n,))
 
     def _fields(self, message: Tensor, n: int) -> tuple[Tensor, ...]:
         nbytes = self.max_bytes(n)

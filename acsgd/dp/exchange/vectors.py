@@ -1,7 +1,7 @@
 """Vectors without a tensor of their length: sparse ones, and updates that are computed where they are read.
 
 An exchange changes no state, since its step may be dropped after it. A tensor of all that it computes from this state
-would need memory that takes longer to get from the system than to fill.
+would need memory, which on a CPU takes longer to get from the system than to fill.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CodedVector(NamedTuple):
     message: Tensor
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield ranges of elements, and their values, fp32, for reading only."""
+        """Yield ranges of elements, and their values, fp32, which may be overwritten."""
         return self.codec.decoded_blocks(self.message, self.n)
 
 
@@ -44,7 +44,7 @@ class CodedVectors(NamedTuple):
     parts: Sequence[CodedVector]
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield ranges of elements, and their values, fp32, for reading only."""
+        """Yield ranges of elements, and their values, fp32, which may be overwritten."""
         start = 0
         for part in self.parts:
             for block, values in part.blocks():
