@@ -112,29 +112,42 @@ def _mean_of(
 ) -> Tensor:
     """Return the mean of decoded messages [n] plus a residual.
 
-    decoded: by replica, in the order of which they are added. own: replica whose message encodes x [n]; this message is
-    subtracted from it, in place.
+    decoded: by replica; added in ascending order of the replica. own: replica whose message encodes x [n]; this message
+    is subtracted from it, in place. None = x is left alone.
     """
-    ordered = [decoded[peer] for peer in sorted(decoded)]
-    if isinstance(ordered[0], SparseVector):
+    ordered = sorted(decoded)
+    if isinstance(decoded[ordered[0]], SparseVector):
         mean = torch.zeros(len(x), device=x.device) if residual is None else residual.clone()
-        for each in ordered:
-            add_to(mean, each, 1 / len(ordered))
+        for peer in ordered:
+            add_to(mean, decoded[peer], 1 / len(ordered))
         if own is not None:
             _subtract(x, decoded[own])
         return mean
     assert isinstance(x, Tensor)
     mean = torch.empty_like(x)
-    for blocks in zip(*map(_blocks, ordered), strict=True):
-        block, total = blocks[0][0], mean[blocks[0][0]].copy_(blocks[0][1])
-        for _, values in blocks[1:]:
-            total.add_(values)
-        total.div_(len(blocks))
-        if residual is not None:
-            total.add_(residual[block])
-        if own is not None:
-            x[block].sub_(blocks[sorted(decoded).index(own)][1])
+    for peer, block, values in _interleaved(decoded):
+        total = mean[block]
+        total.copy_(values) if peer == ordered[0] else total.add_(values)
+        if peer == own:
+            x[block].sub_(values)
+        if peer == ordered[-1]:
+            total.div_(len(ordered))
+            if residual is not None:
+                total.add_(residual[block])
     return mean
+
+
+def _interleaved(decoded: Mapping[int, _Decoded]) -> Iterator[tuple[int, slice, Tensor]]:
+    """Yield the first block of each message, in ascending order of the replica, then the next ones, and so on.
+
+    Of coded messages, no more than two decoded blocks are in memory, however many replicas there are.
+    """
+    iterators = {peer: _blocks(decoded[peer]) for peer in sorted(decoded)}
+    while True:
+        for peer, blocks in iterators.items():
+            if (found := next(blocks, None)) is None:
+                return
+            yield peer, *found
 
 
 def _blocks(decoded: _Decoded) -> Iterator[tuple[slice, Tensor]]:
