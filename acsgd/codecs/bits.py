@@ -15,8 +15,9 @@ from torch.nn import functional
 
 BLOCK = 1 << 18
 """Codes per block on a CPU: 1 MiB as fp32, about the size of an L2 cache, and enough to amortise call overhead."""
-_DEVICE_BLOCK = 1 << 26
-"""Codes per block on other devices. Each block costs kernel launches, so only memory limits the size."""
+_DEVICE_BLOCK = 1 << 23
+"""Codes per block on other devices: 32 MiB as fp32, which is little beside weights, and takes longer to process than a
+kernel to launch."""
 _WORDS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 

@@ -107,9 +107,8 @@ class FixPoint:
         stream, *rest = fields
         quantization = self._quantization(self._layout(shape), *rest)
         if kernels := kernels_for(quantization.layout, stream.device, torch.float32):
-            yield slice(0, quantization.layout.numel), kernels.decode(stream, quantization, torch.float32)
-        else:
-            yield from self._stream(stream, quantization).blocks()
+            return kernels.decoded_blocks(stream, quantization)
+        return self._stream(stream, quantization).blocks()
 
     def _stream(self, stream: Tensor, quantization: UniformQuantization) -> CodedStream:
         values_of = partial(self._values_of_stream, shift=quantization.shift)

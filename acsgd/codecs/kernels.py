@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from collections.abc import Iterator
 from importlib import resources
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 THREADS = 256
 """Threads per block."""
+LAUNCH = 1 << 26
+"""Elements per launch. Kernels need no memory besides their results, so only 32-bit indices limit it."""
 MAX_WIDTH = 1 << 26
 """Largest row, elements: a launch, of whole rows, then has less than 2**30 elements, which 32-bit indices can count."""
 _TYPES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16", None: "None"}
@@ -81,6 +84,17 @@ class Kernels:
         self._run(kernel, 16 // widest, (entry, y), stream, quantization)
         return y
 
+    def decoded_blocks(self, stream: Tensor, quantization: UniformQuantization) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the decoded bit stream, fp32, in blocks; see `BlockDecoder`."""
+        for block in quantization.layout.blocks(stream.device):
+            yield block, self._decode_block(stream, quantization, block)  # not kept here while it is used
+
+    def _decode_block(self, stream: Tensor, quantization: UniformQuantization, block: slice) -> Tensor:
+        y = torch.empty(block.stop - block.start, dtype=torch.float32, device=stream.device)
+        kernel = f"decode<{quantization.bits}, None, float>"
+        self._run_block(kernel, 4, (None, y), stream, quantization, block)
+        return y
+
     def _run(
         self,
         kernel: str,
@@ -89,14 +103,26 @@ class Kernels:
         stream: Tensor,
         quantization: UniformQuantization,
     ) -> None:
-        """Launch a kernel for each block of whole rows. per_thread: Elements per thread."""
+        """Launch a kernel for each `LAUNCH` elements, in whole rows. per_thread: Elements per thread."""
+        for block in quantization.layout.split(LAUNCH):
+            parts = tuple(None if whole is None else whole[block] for whole in tensors)
+            self._run_block(kernel, per_thread, parts, stream, quantization, block)
+
+    def _run_block(
+        self,
+        kernel: str,
+        per_thread: int,
+        parts: tuple[Tensor | None, ...],
+        stream: Tensor,
+        quantization: UniformQuantization,
+        block: slice,
+    ) -> None:
+        """Launch a kernel for a block. parts: those of the tensors that are in it."""
         bits, layout, steps, shift = quantization
-        for block in layout.blocks(stream.device):
-            numel = block.stop - block.start
-            parts = [None if whole is None else whole[block] for whole in tensors]
-            parts += [stream_slice(stream, block.start, numel, bits), layout.scales_of(steps, block)]
-            arguments = (*map(_address, parts), numel, *_indexing(layout, numel), _address(shift))
-            self._launch(stream.device, kernel, -(-numel // (per_thread * THREADS)), arguments)
+        numel = block.stop - block.start
+        coded, scales = stream_slice(stream, block.start, numel, bits), layout.scales_of(steps, block)
+        arguments = (*map(_address, (*parts, coded, scales)), numel, *_indexing(layout, numel), _address(shift))
+        self._launch(stream.device, kernel, -(-numel // (per_thread * THREADS)), arguments)
 
 
 def _type(of: torch.dtype | Tensor | None) -> str:

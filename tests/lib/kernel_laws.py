@@ -86,6 +86,10 @@ def check_codec(kernels: Kernels, device: torch.device, codec: FixPoint, x: Tens
     assert same_bits(stream, fields[0]), case
     y = kernels.decode(stream, quantization, x.dtype)
     assert same_bits(y, codec.decode(fields, shape, x.dtype)), case
+    blocks = [values for _, values in kernels.decoded_blocks(stream, quantization)]
+    assert same_bits(torch.cat([torch.empty(0, device=device), *blocks]), codec.decode(fields, shape, torch.float32)), (
+        case
+    )
 
 
 def check_update(kernels: Kernels, device: torch.device, codec: FixPoint, x: Tensor, entry: Tensor) -> None:

@@ -99,7 +99,8 @@ def test_entries_may_be_bf16_as_those_of_gradients(on_host: Kernels) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_large_tensors_take_several_launches(bits: int, on_host: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bits_module, "BLOCK", 1 << 10)
+    monkeypatch.setattr(bits_module, "BLOCK", 1 << 9)
+    monkeypatch.setattr(kernels_module, "LAUNCH", 1 << 10)
     for codec, shape in codecs_and_shapes(bits):
         check_codec(on_host, CPU, codec, data(shape, bits, torch.float32))
         check_update(on_host, CPU, codec, data(shape, bits, torch.bfloat16), data(shape, bits, torch.float16, seed=1))
