@@ -72,7 +72,7 @@ def _check_domains(job: Job) -> None:
     shard, none = f"dp.shard={config.dp.shard}", "or --dp.shard none"
     if config.dp.shard == "none":
         return
-    if of_host < MIN_REPLICAS:
+    if of_host < MIN_REPLICAS and config.dp.domain is None:
         raise ValueError(
             f"{shard}: in an elastic run the replicas of a host divide the state, so that a host that is lost takes "
             f"nothing that another does not have; this host has {of_host}, give it --nproc-per-node "
@@ -93,31 +93,33 @@ def _check_domains(job: Job) -> None:
             f"{shard} divides the state among {MIN_REPLICAS} replicas at least; use --elastic.max_replicas "
             f"{MIN_REPLICAS}, {none}"
         )
-    _check_numbers(job, of_host)
+    # with dp.domain, hosts may have fewer replicas than domains
+    _check_numbers(job, of_host if config.dp.domain is None else max(MIN_REPLICAS, most_replicas(config)))
 
 
 def _check_numbers(job: Job, most: int) -> None:
-    """Raise ValueError if no number of replicas that hosts of `most` replicas can have is one that may train."""
+    """Raise ValueError if domains of up to `most` replicas have no number of replicas together that may train."""
     config, low, high = job.config, job.config.elastic.min_replicas, most_replicas(job.config)
+    domain = "host" if config.dp.domain is None else "domain"
     shard, micros, numbers = f"dp.shard={config.dp.shard}", equal_micros(job), range(MIN_REPLICAS, most + 1)
 
     def may_train(low: int, high: int) -> bool:
-        totals = {hosts * each for each in numbers for hosts in range(1, high // each + 1)}
+        totals = {domains * each for each in numbers for domains in range(1, high // each + 1)}
         return any(low <= total and (not micros or micros % total == 0) for total in totals)
 
     if not may_train(1, job.shapes.num_micros):
         raise ValueError(
             f"{shard} needs as many micro-batches on each replica, of {job.shapes.num_micros} in a step (data.batch / "
-            f"pp.micro), and a host has {most} replicas; use a data.batch of "
+            f"pp.micro), and a {domain} has {most} replicas; use a data.batch of "
             f"{config.pp.micro * most * -(-job.shapes.num_micros // most)}, or --dp.shard "
             f"{'optimizer' if micros else 'none'}"
         )
     if not may_train(low, high):
         divides = f", whose number divides the {micros} micro-batches of a step" if micros else ""
         raise ValueError(
-            f"{shard}: no hosts with up to {most} replicas each, as many on all, have {low} to {high} replicas together"
-            f"{divides}; change elastic.min_replicas={low}, elastic.max_replicas={config.elastic.max_replicas} or "
-            "data.batch, or give --dp.shard none"
+            f"{shard}: no {domain}s with up to {most} replicas each, as many on all, have {low} to {high} replicas "
+            f"together{divides}; change elastic.min_replicas={low}, elastic.max_replicas="
+            f"{config.elastic.max_replicas} or data.batch, or give --dp.shard none"
         )
 
 

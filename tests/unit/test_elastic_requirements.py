@@ -65,6 +65,8 @@ def test_copies_of_a_tied_weight_stay_equal_or_the_mode_is_refused(
         (1, 2, {"shard": "weights", "micro": 2}, "a host has 2 replicas; use a data.batch of 8"),
         (1, 3, {"shard": "weights", "micro": 2}, None),
         (1, 1, {}, "this host has 1, give it --nproc-per-node 2 or more, or --dp.shard none"),
+        (1, 1, {"domain": "rack"}, None),
+        (1, 1, {"domain": "rack", "micro": 6}, "a domain has 2 replicas; use a data.batch of 12"),
         (2, 2, {"mode": "cocktail_grad"}, "this host has 1, give it --nproc-per-node 4 or more, or --dp.shard none"),
         (1, 2, {"local": "none"}, "use --dp.local auto, or --dp.shard none"),
         (1, 2, {"elastic": {"replan": True}}, "remove elastic.replan, or --dp.shard none"),
@@ -108,7 +110,10 @@ def test_replicas_of_a_host_divide_state_or_the_run_is_refused(
         schedule=options.get("schedule", "1f1b"),
     )
     dp = ReplicaConfig(
-        options.get("mode", "allreduce"), shard=options.get("shard", "optimizer"), local=options.get("local", "auto")
+        options.get("mode", "allreduce"),
+        shard=options.get("shard", "optimizer"),
+        local=options.get("local", "auto"),
+        domain=options.get("domain"),
     )
     config = dataclasses.replace(
         config,
