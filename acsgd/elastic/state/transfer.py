@@ -162,13 +162,16 @@ class HeldLayers:
         send_tensors(groups, to, [layer_tensors_of(self._session, self._layers[layer], {}, mode) for layer in layers])
 
     def keep(self, layers: Collection[int], memory: LayersInMemory, *, is_common: bool = False) -> None:
-        """Add the state of some layers, not copied, but for what is there already.
+        """Add the state of some layers, not copied, in place of what was received with other layers.
 
-        is_common: without that of this replica alone. Layers that this rank does not hold are left out then.
+        is_common: what replicas have in common alone, and of that only what was not received: with the parts of others.
+        Layers that this rank does not hold are left out then.
         """
         mode = self._common if is_common else self._mode
         for layer in layers:
-            if layer in self._layers or not is_common:
+            if not is_common:
+                memory.add(layer_tensors_of(self._session, self._layers[layer], {}, mode))
+            elif layer in self._layers:
                 memory.add_missing(layer_tensors_of(self._session, self._layers[layer], {}, mode))
 
     @property
