@@ -7,6 +7,7 @@ them from the files that it has: with an adapter, they are nearly all of the mod
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 import time
@@ -15,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from acsgd.dp.resize import ReplicaPlace, carry_over
 from acsgd.groups import Groups
@@ -51,7 +53,7 @@ class LayersInMemory:
 
     def __init__(self, constants: Constants | None = None, model: RunModel | None = None) -> None:
         self._constants = constants
-        self._model = model.build(torch.float32) if model else None
+        self._model = model
         self._weights: dict[str, Tensor] = {}
         self._parts: dict[str, list[str]] = {}
         """Keys of the parts of each weight that are here."""
@@ -77,18 +79,26 @@ class LayersInMemory:
         self.add({name: tensor for name, tensor in tensors.items() if name not in known})
 
     def tensors(self, layer: str, stored: LayerTensors) -> dict[str, Tensor]:
-        held = {key: self._weight(key) for key in stored.weights if self._has(key)}  # another may have a table
+        # a weight that is stored with a layer may be another stage's, which sends its rows: then it is missing, or NaN
+        held = {key: self._weight(key) for key in stored.weights if self._has(key)}
         return held | self.constants(layer, stored)
 
     def _has(self, key: str) -> bool:
         return key in self._weights or self._model is not None
 
     def _weight(self, key: str) -> Tensor:
-        """Return a whole weight."""
+        """Return a whole weight. It takes no memory if no part of it is here."""
         if self._model is None or key in self._weights:
             return self._weights[key]
-        whole = torch.full(self._model.get_parameter(key).shape, torch.nan)
-        return fill_rows(whole, [(part, self._weights[part]) for part in self._parts.get(key, ())])
+        blank = torch.tensor(torch.nan).expand(self._blank_model.get_parameter(key).shape)
+        parts = [(part, self._weights[part]) for part in self._parts.get(key, ())]
+        return fill_rows(blank.clone(memory_format=torch.contiguous_format), parts) if parts else blank
+
+    @functools.cached_property
+    def _blank_model(self) -> PreTrainedModel:
+        """The model, without values: built once a weight is divided, which it is not where nothing moves."""
+        assert self._model is not None
+        return self._model.build(torch.float32)
 
     def constants(self, layer: str, stored: LayerTensors, *, check: bool = True) -> dict[str, Tensor]:
         assert self._constants is not None
