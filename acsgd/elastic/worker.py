@@ -85,10 +85,8 @@ from acsgd.run.step.run import TrainingRun, open_run, text_log_of
 from acsgd.shards.load import Constants
 from acsgd.train import run_steps
 
-LOST_PARTS = (
-    "the hosts that are here do not hold all parts of the state (dp.shard): they return to the newest checkpoint"
-)
-"""Printed in a view that starts from disk, though the run has trained."""
+LOST_PARTS = "the hosts that are here do not hold all parts of the state (dp.shard): training continues from step %d"
+"""Printed in a view that starts from the newest checkpoint, or from step 0, though hosts were in views before."""
 
 
 def run_elastic(config: Config, launch: Launch, context: RunContext, end: Callable[[int], None]) -> None:
@@ -304,8 +302,7 @@ class ElasticWorker:
             stack.enter_context(text_log_of(job))
             begun = self._begin(job, inputs, groups, view)
             self._reader = inputs.reader
-            from_disk = view.plan.from_disk
-            metrics = self._open_metrics(begun.start, inputs, groups, disks, notes, from_disk=from_disk)
+            metrics = self._open_metrics(begun.start, inputs, groups, disks, notes, view.plan)
             snapshots = open_snapshots(self._snapshots, begun.start.session, inputs.reader, groups, view)
             if snapshots is not None:
                 stack.callback(snapshots.close)
@@ -365,14 +362,13 @@ class ElasticWorker:
         groups: Groups,
         disks: RunDisks,
         notes: Sequence[str],
-        *,
-        from_disk: bool,
+        plan: Plan,
     ) -> Metrics:
         """Return the metrics of a view, with its notes and those that are given. All ranks call it together."""
         job = begin.session.job
         metrics = self._metrics.of(job, self._state, disks.log)
         of_metrics = share_metrics(job, groups, disks.log, metrics.file)
-        for note in [*self._notes(job, inputs, begin, from_disk=from_disk), *notes, *of_metrics]:
+        for note in [*self._notes(job, inputs, begin, plan), *notes, *of_metrics]:
             metrics.note(note)
         return metrics
 
@@ -457,12 +453,14 @@ class ElasticWorker:
         begin = Start(self._session, progress, newest.path if newest else None, [], source)
         return ViewStart(begin, received_bytes)
 
-    def _notes(self, job: Job, inputs: RunInputs, begin: Start, *, from_disk: bool) -> list[str]:
+    def _notes(self, job: Job, inputs: RunInputs, begin: Start, plan: Plan) -> list[str]:
         """Return what rank 0 prints at the start of a view; what does not change, in the first alone."""
+        # also of processes that have just started, as all of a host do after one of them has ended
+        has_lost = job.config.dp.shard != "none" and plan.from_disk and not plan.is_first
+        lost = [LOST_PARTS % begin.progress.step] if has_lost else []
         if self._view:
-            lost = [LOST_PARTS] if job.config.dp.shard != "none" and from_disk else []
             return [*describe_domains(begin.session), *lost, *begin.notes]
         described = [job.describe(), begin.session.describe(), *inputs.describe(begin.session, begin.progress.step)]
         if job.config.elastic.replan:
             described.append("if the number of stages changes (elastic.replan), training stops until layers have moved")
-        return [*described, *begin.notes]
+        return [*described, *lost, *begin.notes]
