@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from acsgd.config.options import OptimConfig
+from acsgd.elastic.state.transfer import LayersInMemory
 from acsgd.errors import RunError
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.base import Optimizer
@@ -171,6 +173,23 @@ def test_parts_divided_in_another_way_are_joined_and_missing_ones_are_named() ->
     for incomplete in (thirds, {"w[0:2]": rows[:2], "w[2:4]": rows[2:4]}):
         with pytest.raises(RunError, match="the state of w is incomplete"):
             parts_of([half], {"m": incomplete})
+
+
+def test_parts_of_weights_that_nobody_has_sent_are_named() -> None:
+    """They would be NaN: no error where weights are joined."""
+    rows = torch.arange(24.0).view(6, 4)
+    whole, half, other = (
+        part.of(Weight(part.weight, nn.Parameter(rows), nn.Parameter(rows)))
+        for part in (Part("w", 0, None, 0), Part("w", 3, 6, 1), Part("v", 0, 3, 0))
+    )
+    received = LayersInMemory()
+    received.add({"weight\nw[3:6]": rows[3:], "optimizer\nm\nv[0:3]": rows[:3]})
+    received.check_has([half])
+    for missing in (whole, other):
+        with pytest.raises(RunError, match=re.escape(f"the state of {missing.key} is incomplete")):
+            received.check_has([half, missing])
+    received.add({"weight\nw[0:3]": rows[:3], "weight\nv": rows})
+    received.check_has([whole, half, other])
 
 
 def merged(states: Sequence[WeightState]) -> WeightState:

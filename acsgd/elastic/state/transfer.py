@@ -11,7 +11,7 @@ import functools
 import json
 import struct
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from safetensors.torch import load, save
@@ -19,14 +19,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from acsgd.dp.resize import ReplicaPlace, carry_over
+from acsgd.errors import RunError
 from acsgd.groups import Groups
-from acsgd.optim.ownership import fill_rows, weight_of
+from acsgd.optim.ownership import fill_rows, parts_of, weight_of
 from acsgd.run.plan.model import RunModel
 from acsgd.run.session import Session
 from acsgd.run.setup.continued import restart_syncs
 from acsgd.shards.layer_tensors import LayerTensors
 from acsgd.shards.load import Constants, LoadedLayer
-from acsgd.shards.weights import WeightState, part_of
+from acsgd.shards.weights import Weight, WeightState, part_of
 from acsgd.shards.writer import OpenTensor
 
 TAG = 2
@@ -138,7 +139,9 @@ class LayersInMemory:
         """Load optimizer state and state of the data-parallel mode. Weights were loaded when the session was built.
 
         was: place of the replica whose state this is, for what replicas do not have in common.
+        Raises RunError if a part of a weight that this rank owns is missing.
         """
+        self.check_has(session.owned.of(session.weights))
         session.owned.load_state(session.optimizer, session.weights, self._optimizer)
         table, now = session.job.plugins.mode.states, ReplicaPlace(session.peers.replica, session.peers.size)
         for stage in session.stages.values():
@@ -147,6 +150,14 @@ class LayersInMemory:
                 self._mode, {key for keys in self._mode.values() for key in keys if weight_of(key) in weights}
             )
             stage.sync.load_state_dict(carry_over(table, own, was=was, now=now, is_same_stage=False))
+
+    def check_has(self, owned: Iterable[Weight]) -> None:
+        """Raise RunError if weights, or parts of weights, that a rank owns are missing: they were filled with NaN."""
+        for each in owned:
+            has_whole = {each.key, weight_of(each.key)} & self._weights.keys()
+            pieces = {part: self._weights[part] for part in self._parts.get(weight_of(each.key), ())}
+            if not has_whole and not parts_of([each], {WEIGHT: pieces}):
+                raise RunError(f"the state of {each.key} is incomplete: no rank has sent these weights")
 
 
 class HeldLayers:
