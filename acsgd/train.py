@@ -150,9 +150,9 @@ def train_step(
         state.complete(result, is_synced=False)
         with session.phase("exchange between replicas"):
             session.sync_after_step(progress.step)
-    state.complete(result, is_synced=True)
+    state.complete(result, is_synced=True)  # each part is: an interrupt below repeats the sharing, not the exchange
     session.share_parts()  # what was received before may have changed them, also without an update
-    state.complete(result, is_synced=True)
+    state.complete(result, is_synced=True)  # again, since the time of the step ends here
     session.send_ahead()
     return result
 
