@@ -15,9 +15,9 @@ from torch.nn import functional
 
 BLOCK = 1 << 18
 """Codes per block on a CPU: 1 MiB as fp32, about the size of an L2 cache, and enough to amortise call overhead."""
-_DEVICE_BLOCK = 1 << 23
-"""Codes per block on other devices: 32 MiB as fp32, which is little beside weights, and takes longer to process than a
-kernel to launch."""
+DEVICE_BLOCK = 1 << 22
+"""Codes per block on other devices: 16 MiB as fp32, which is little beside weights, while a kernel on so many numbers
+should take no less than its launch."""
 _WORDS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
@@ -28,7 +28,7 @@ def packed_bytes(count: int, bits: int) -> int:
 
 def block_size(device: torch.device) -> int:
     """Return the number of codes to process at a time: a multiple of 8, so that blocks end at byte boundaries."""
-    return BLOCK if device.type == "cpu" else _DEVICE_BLOCK
+    return BLOCK if device.type == "cpu" else DEVICE_BLOCK
 
 
 def stream_slice(stream: Tensor, start: int, count: int, bits: int) -> Tensor:
