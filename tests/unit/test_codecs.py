@@ -16,6 +16,8 @@ from acsgd.codecs.log_levels import LogLevels
 from acsgd.codecs.message import MessageCodec, PackedCodec
 from acsgd.codecs.scales import Statistic, decode_scales, encode_scales, measure
 from acsgd.codecs.topk import TopK
+from acsgd.dp.exchange.averaging import _mean_of
+from acsgd.dp.exchange.vectors import CodedVector
 
 SPECS = [
     *codecs.CODECS,
@@ -290,3 +292,19 @@ def test_packed_messages_are_entropy_coded_if_the_codec_asks() -> None:
     for codec, bad in ((plain, message[:-1]), (coded, shorter[:-1]), (coded, shorter[:0]), (plain, message[:0])):
         with pytest.raises(ValueError, match="corrupt"):
             codec.decode(bad, 10_000)
+
+
+@pytest.mark.parametrize("own", [0, 2, None])
+def test_a_mean_of_decoded_blocks_is_that_of_the_decoded_vectors(
+    own: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codecs.bits, "BLOCK", 64)
+    codec, draw, n = PackedCodec(codecs.parse("lloyd:bits=4,dims=group,group=16")), generator(), 300
+    vectors, residual = [torch.randn(n, generator=draw) for _ in range(3)], torch.randn(n, generator=draw)
+    messages = [CodedVector(n, codec, codec.encode(x)) for x in vectors]
+    decoded = [codec.decode(each.message, n) for each in messages]
+    x = torch.randn(n, generator=draw)
+    before = x.clone()
+    mean = _mean_of(dict(enumerate(messages)), x, own, residual)
+    assert torch.equal(mean, (decoded[0] + decoded[1] + decoded[2]).div_(3) + residual)
+    assert torch.equal(x, before if own is None else before - decoded[own])
