@@ -114,7 +114,7 @@ def dry_run(
     """Make a step with the weights of some stages, on the meta device, of one of several replicas.
 
     replicas, members: see `AbsentPeers`. ownership: of these weights; None = each replica owns all. shard: dp.shard.
-    Where code reads values, as some codecs do, the rest of the exchange is not counted.
+    Where code reads values, as quantizing codecs do when they check for NaN, the rest of the exchange is not counted.
     """
     in_domains = ownership is not None and bool(ownership.domains)
     if isinstance(mode, AllReduce) and not in_domains:
