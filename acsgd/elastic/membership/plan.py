@@ -157,26 +157,17 @@ def make_plan(
     held = _held(holders, staying, ahead)
     cut = next((cut for cut in cuts if len(staying) // len(cut) >= min_replicas), cuts[0])
     most = max_replicas or len(staying)
-    if any(workers[name].domain for name in staying):
-        domains = possible_domains(
-            {name: workers[name].domain for name in staying},
-            held,
-            len(cut),
-            min_replicas=min_replicas,
-            max_replicas=most,
-            equal_micros=equal_micros,
-        )
-        places = _places_in_domains(domains, cut, held)
-        plan = _plan_of(workers, staying, cut, places, held)
+    replicas = min(len(staying) // len(cut), most)
+    wanted = cut * (replicas if replicas >= min_replicas else 0)
+    domain_of = {name: workers[name].domain for name in staying}
+    if divides := any(domain_of.values()):
+        limits = {"min_replicas": min_replicas, "max_replicas": most, "equal_micros": equal_micros}
+        places = _places_in_domains(possible_domains(domain_of, held, len(cut), **limits), cut, held)
     else:
-        replicas = min(len(staying) // len(cut), most)
-        wanted = cut * (replicas if replicas >= min_replicas else 0)
         places = _places(staying, cut, wanted, held)
-        plan = _plan_of(workers, staying, cut, places, held)
-        if plan.from_disk:
-            return _plan_of_snapshot(workers, staying, cut, wanted) or plan
-    if plan.from_disk:
-        return plan
+    plan = _plan_of(workers, staying, cut, places, held)
+    if plan.from_disk:  # of divided state there are no snapshots
+        return plan if divides else _plan_of_snapshot(workers, staying, cut, wanted) or plan
     behind = tuple(name for name in plan.holders if holders[name].step < ahead.step)
     unsynced = {each for name in plan.holders if not _is_synced(holders[name], ahead) for each in held[name]}
     return replace(
