@@ -1,21 +1,18 @@
-"""Masters, gradients and optimizer state in host memory; on the device are the parameters alone (optim.offload=cpu).
+"""Gradients of weights whose masters are in host memory (optim.offload=cpu).
 
-Gradients travel to the host behind the backward, and each weight to the device behind the update of the next one, as in
-ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840).
+They travel to the host behind the backward, as in ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from acsgd.config.options import OptimConfig
-from acsgd.optim.base import PLAIN_STEP, LocalStep, Optimizer, OptimizerSpec, SecondMoments
-from acsgd.shards.weights import Weight, WeightState
+from acsgd.shards.weights import Weight
 from acsgd.streams import StreamEvent, Streams
 
 MAX_IN_FLIGHT = 16
@@ -98,62 +95,3 @@ def add_in_fp32(total: Tensor, part: Tensor) -> None:
     length = CAST_AT_ONCE * torch.get_num_threads()
     for sums, values in zip(total.view(-1).split(length), part.view(-1).split(length), strict=True):
         sums += values.float()
-
-
-class OffloadedOptimizer:
-    """An optimizer in host memory, of weights whose parameters are on the device, or on the host with model.offload.
-
-    Updates one weight after the other, each copied to its parameter while the next one is updated.
-    """
-
-    def __init__(self, spec: OptimizerSpec, weights: Sequence[Weight], config: OptimConfig, streams: Streams) -> None:
-        self._weights = tuple(weights)
-        self._streams = streams
-        self._optimizers: Mapping[str, Optimizer] = {
-            weight.key: spec.open([weight._replace(param=weight.master)], config) for weight in weights
-        }
-
-    @torch.no_grad()
-    def step(self, step: int, how: LocalStep = PLAIN_STEP) -> None:
-        """Update masters and parameters of step `step`, counted from 0, with the gradients of the masters."""
-        stateless = self._stateless() if how.frozen else set[str]()
-        for weight in self._weights:
-            if weight.master.grad is None or weight.key in stateless:
-                continue
-            self._optimizers[weight.key].step(step, how)
-            self._round(weight)
-
-    def _round(self, weight: Weight) -> None:
-        """Copy a master to its parameter, which may lie in host memory, too."""
-        master, param = weight.master.detach(), weight.param
-        if param is not weight.master:
-            param.copy_(master if param.device == master.device else self._streams.load(master.to(param.dtype)))
-
-    def _stateless(self) -> set[str]:
-        """Return the weights that have had no step, if others have: a step with frozen second moments omits them."""
-        keys = {weight.key for weight in self._weights if not self.state_of([weight])}
-        return keys if len(keys) < len(self._weights) else set()
-
-    def second_moments(self, weights: Sequence[Weight]) -> SecondMoments:
-        """Return the second moments of some weights, not copied; none without the capability "second_moments"."""
-        owned = [weight for weight in weights if weight.key in self._optimizers]
-        found = [self._optimizers[weight.key].second_moments([weight]) for weight in owned]
-        by_key = {key: moment for each in found for key, moment in each.by_key.items()}
-        return SecondMoments(by_key, found[0].decay if found else 0.0)
-
-    def state_of(self, weights: Sequence[Weight]) -> WeightState:
-        """Return the state of some weights, not copied; empty before the first step."""
-        state: WeightState = {}
-        for weight in weights:
-            for name, by_key in self._optimizers[weight.key].state_of([weight]).items():
-                state.setdefault(name, {}).update(by_key)
-        return state
-
-    def load_state_of(self, weight: Weight, state: WeightState) -> None:
-        """Load a copy of what `state_of` returned for a weight of the same key."""
-        self._optimizers[weight.key].load_state_of(weight, state)
-
-
-def open_optimizer(spec: OptimizerSpec, weights: Sequence[Weight], config: OptimConfig, streams: Streams) -> Optimizer:
-    """Return the optimizer of some weights, whose masters are in host memory with optim.offload=cpu."""
-    return OffloadedOptimizer(spec, weights, config, streams) if config.offload == "cpu" else spec.open(weights, config)

@@ -34,8 +34,9 @@ from acsgd.layers.verify import fill_with_random
 from acsgd.model_classes import MODEL_CLASSES
 from acsgd.optim.adamw import AdamW
 from acsgd.optim.fetch import FileParams, HostParams, LayerFetch
-from acsgd.optim.offload import GradientOffload, OffloadedOptimizer
+from acsgd.optim.offload import GradientOffload
 from acsgd.optim.ownership import OwnedWeights, Ownership
+from acsgd.optim.per_weight import CopyingOptimizer
 from acsgd.shards.weights import Weight
 from acsgd.shards.writer import open_stored
 from acsgd.streams import Streams
@@ -164,7 +165,7 @@ def offload_shares(rounds: int, directory: Path) -> dict[str, tuple[float, ...]]
     streams, config = Streams(torch.device("cpu")), OptimConfig(lr=1e-3, steps=1, offload="cpu")
     param, master = nn.Parameter(torch.randn(OFFLOADED).bfloat16()), nn.Parameter(torch.randn(OFFLOADED))
     weight, gradient = Weight("weight", param, master), torch.randn(OFFLOADED).bfloat16()
-    gradients, optimizer = GradientOffload(streams), OffloadedOptimizer(AdamW(), [weight], config, streams)
+    gradients, optimizer = GradientOffload(streams), CopyingOptimizer(AdamW(), [weight], config, streams)
     source, target = torch.randn(2, 2 * OFFLOADED)
 
     def add() -> None:

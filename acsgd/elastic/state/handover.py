@@ -24,7 +24,7 @@ from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.batches import BatchReader
 from acsgd.io.data.stream.state import StreamState
 from acsgd.io.files.fields import from_json
-from acsgd.optim.offload import open_optimizer
+from acsgd.optim.per_weight import open_optimizer
 from acsgd.optim.replay import ReplayOptimizer
 from acsgd.pp.wire.cache_plan import CachePlan
 from acsgd.run.plan.job import Job

@@ -25,8 +25,8 @@ from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.dp.peers import AsyncResult, Peers
 from acsgd.dp.sync import GradSync, Mode
 from acsgd.optim.base import Optimizer, OptimizerSpec, SecondMoments
-from acsgd.optim.offload import open_optimizer
 from acsgd.optim.ownership import OwnedWeights, Ownership
+from acsgd.optim.per_weight import open_optimizer
 from acsgd.run.plan.layer_trace import MemoryTracker
 from acsgd.shards.weights import Weight, in_reduction_order
 from acsgd.streams import Streams

@@ -22,8 +22,9 @@ from acsgd.layers.composed import ComposedModel, Inputs
 from acsgd.layers.skeleton import fill_with_stand_ins
 from acsgd.optim.base import Optimizer
 from acsgd.optim.fetch import FileParams, HostParams, LayerFetch, ParamSource
-from acsgd.optim.offload import GradientOffload, open_optimizer
+from acsgd.optim.offload import GradientOffload
 from acsgd.optim.ownership import OwnedWeights
+from acsgd.optim.per_weight import open_optimizer
 from acsgd.pp.chunked_loss import HeadLoss
 from acsgd.pp.runtime import Pipeline
 from acsgd.pp.saved_activations import ActivationOffload
