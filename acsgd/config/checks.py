@@ -40,6 +40,7 @@ def check(config: Config) -> None:
     _check_elastic(config.elastic)
     _check_adapter(config)
     _check_offload(config)
+    _check_masters(config)
     if config.model.compile and config.model.recompute == "attention":
         raise ValueError(
             "model.recompute=attention runs attention by itself, and model.compile compiles each block as a whole; "
@@ -128,6 +129,19 @@ def _check_offload(config: Config) -> None:
     problem = next((text for is_given, text in problems if is_given), None)
     if offload != "none" and problem is not None:
         raise ValueError(f"model.offload={offload}: {problem}")
+
+
+def _check_masters(config: Config) -> None:
+    """Raise ValueError if a run cannot be without masters."""
+    if config.optim.masters == "fp32":
+        return
+    if config.model.dtype != "bf16":
+        raise ValueError(
+            f"optim.masters=none rounds updates to bf16, and model.dtype={config.model.dtype}; use --model.dtype bf16, "
+            "or --optim.masters fp32"
+        )
+    if config.optim.offload == "cpu":
+        raise ValueError("optim.masters=none: optim.offload=cpu keeps fp32 masters in host memory; remove one of both")
 
 
 def _check_ranges(config: Config) -> None:

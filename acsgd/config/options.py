@@ -281,11 +281,14 @@ class OptimConfig:
     """Length of the run in place of optim.steps: number of sequences of the run, divided by the number of training
     sequences of all sources; 0.5 = as many as half of them."""
     name: str = "adamw"
-    """Optimizer: "adamw", "adamw8bit", "adafactor", "lion", "muon" or "sgd", in fp32 on the master weights. Modes of
-    `dp.mode` that keep second moments need AdamW's."""
+    """Optimizer: "adamw", "adamw8bit", "adafactor", "lion", "muon", "schedule_free_adamw" or "sgd", computed in
+    fp32. Modes of `dp.mode` that keep second moments need AdamW's."""
     offload: OptimOffload = "none"
     """Where fp32 masters, their gradients and the optimizer's state are, and its step is computed: "none" = on the
     device of the weights; "cpu" = in host memory."""
+    masters: Literal["fp32", "none"] = "fp32"
+    """Master weights of a bf16 run: "fp32", or "none": updates are rounded to the bf16 parameters at random, up or
+    down, so that the expectation is kept."""
     warmup: Annotated[int, COUNT_OR_NONE] | str = 0
     """Number of steps over which the learning rate rises linearly to its peak, or of epochs, "1 epoch"."""
     schedule: str = "linear"
@@ -296,7 +299,8 @@ class OptimConfig:
     weight_decay: Annotated[float, Range(0, 1000)] = 0.01
     """Decoupled weight decay, times the learning rate, of matrices and embeddings only (not of norms and biases)."""
     betas: tuple[Annotated[float, Range(0, 1, below=True)], Annotated[float, Range(0, 1, below=True)]] = (0.9, 0.999)
-    """Decay rates of AdamW's first and second moments."""
+    """Decay rates of AdamW's first and second moments. The first one is the share of the average in the weights that
+    schedule-free AdamW trains."""
     eps: Annotated[float, Range(0, 1, above=True)] = 1e-8
     """Term added to AdamW's denominator."""
     label_smoothing: Annotated[float, Range(0, 1, below=True)] = 0.0

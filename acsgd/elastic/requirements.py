@@ -20,6 +20,7 @@ from acsgd.run.plan.job import Job
 from acsgd.run.plan.layout import Cut, divide, layers_by_rank
 from acsgd.run.plan.limits import check_memory
 from acsgd.run.plan.partition import most_replicas
+from acsgd.run.plan.plugins import has_masters
 from acsgd.run.setup.inputs import RunInputs
 from acsgd.versions import digest_of_code
 
@@ -220,6 +221,7 @@ def _fits(job: Job, stages: int) -> bool:
             stages,
             job.local_world_size,
             job.streams,
+            has_masters=has_masters(config),
             offloads=config.optim.offload == "cpu",
             params=config.model.offload,
         )

@@ -11,6 +11,7 @@ from acsgd.optim.adamw8bit import AdamW8bit
 from acsgd.optim.base import OptimizerSpec
 from acsgd.optim.lion import Lion
 from acsgd.optim.muon import Muon
+from acsgd.optim.schedule_free import ScheduleFreeAdamW
 from acsgd.optim.sgd import SGD
 
 OPTIMIZERS: dict[str, type[OptimizerSpec]] = {
@@ -19,6 +20,7 @@ OPTIMIZERS: dict[str, type[OptimizerSpec]] = {
     "adafactor": Adafactor,
     "lion": Lion,
     "muon": Muon,
+    "schedule_free_adamw": ScheduleFreeAdamW,
     "sgd": SGD,
 }
-"""All of them update fp32 masters."""
+"""All of them update fp32 weights: masters, or copies of bf16 weights."""

@@ -45,6 +45,7 @@ class Adafactor:
     """Largest root mean square of the update of a weight, before it is multiplied by the step."""
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    averages: ClassVar[bool] = False
     states: ClassVar[tuple[StateTensor, ...]] = (
         StateTensor("step", shape=lambda weight: (), non_negative=True),
         StateTensor("row_var", _row_shape, non_negative=True),

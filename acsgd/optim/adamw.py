@@ -26,6 +26,7 @@ class AdamW:
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         ("second_moments", "no_momentum", "frozen_second_moments", "elementwise")
     )
+    averages: ClassVar[bool] = False
     states: ClassVar[tuple[StateTensor, ...]] = (
         StateTensor("step", shape=lambda weight: (), non_negative=True),
         StateTensor("exp_avg"),

@@ -38,6 +38,7 @@ class AdamW8bit:
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    averages: ClassVar[bool] = False
     states: ClassVar[tuple[StateTensor, ...]] = (
         StateTensor("step", shape=lambda weight: (), non_negative=True),
         StateTensor("exp_avg", itemsize=_moment_itemsize),

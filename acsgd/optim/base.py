@@ -51,6 +51,13 @@ class Optimizer(Protocol):
         """Update masters and parameters of step `step`, counted from 0, with the gradients of the masters."""
         ...
 
+    def copy_trained(self, weight: Weight, out: Tensor) -> None:
+        """Copy the values that a weight has in training to a tensor of its shape, cast to its dtype.
+
+        They are those of the master, unless the optimizer `averages`.
+        """
+        ...
+
     def second_moments(self, weights: Sequence[Weight]) -> SecondMoments:
         """Return the second moments of some weights; none without the capability "second_moments"."""
         ...
@@ -68,6 +75,8 @@ class OptimizerSpec(Protocol):
     """An optimizer as chosen by optim.name; a frozen dataclass."""
 
     capabilities: ClassVar[frozenset[Capability]]
+    averages: ClassVar[bool]
+    """Whether masters are averages, which are evaluated and saved, and parameters have other values in training."""
 
     @property
     def states(self) -> tuple[StateTensor, ...]:

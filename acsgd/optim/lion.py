@@ -27,6 +27,7 @@ class Lion:
     """Decay rate of the momentum."""
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset(("elementwise",))
+    averages: ClassVar[bool] = False
     states: ClassVar[tuple[StateTensor, ...]] = (StateTensor("exp_avg"),)
 
     def open(self, weights: Sequence[Weight], config: OptimConfig) -> TorchOptimizer:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from acsgd.config.options import OptimConfig
 from acsgd.config.ranges import Range
@@ -29,6 +30,7 @@ class Muon:
     """Whether to orthogonalize the gradient plus the momentum times this sum."""
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    averages: ClassVar[bool] = False
     states: ClassVar[tuple[StateTensor, ...]] = (
         StateTensor("momentum_buffer", of_hidden_matrices=True),
         *(state._replace(of_hidden_matrices=False) for state in AdamW.states),
@@ -55,6 +57,10 @@ class MuonOptimizer:
         """Update masters and parameters of step `step`, counted from 0, with the gradients of the masters."""
         self._muon.step(step, how)
         self._adamw.step(step, how)
+
+    def copy_trained(self, weight: Weight, out: Tensor) -> None:
+        """Copy the values of the master."""
+        self._adamw.copy_trained(weight, out)
 
     def second_moments(self, weights: Sequence[Weight]) -> SecondMoments:
         """Return no second moments: hidden matrices have none."""

@@ -44,12 +44,13 @@ class Part(NamedTuple):
         return tensor if self.stop is None else tensor[self.start : self.stop]
 
     def of(self, weight: Weight, *, is_view: bool = True) -> Weight:
-        """Return the part of a weight, without a gradient. A 16-bit one has its own master.
+        """Return the part of a weight, without a gradient. It has its own master if the weight has.
 
         is_view: whether its parameter is a view of the weight's; else it is a copy.
         """
         rows = self.rows(weight.param.detach())
         param = nn.Parameter(rows if is_view else rows.clone(), requires_grad=weight.param.requires_grad)
+        param.grad_dtype = weight.param.grad_dtype
         master = param
         if weight.master is not weight.param:
             master = nn.Parameter(self.rows(weight.master.detach()).clone())
@@ -161,7 +162,8 @@ class Ownership:
 class OwnedWeights:
     """The weights of a rank, and what its optimizer steps of them: each weight, or parts of it.
 
-    Masters of 16-bit weights that have parts keep their shape and their gradient, but no values: parts have them.
+    Masters apart from the parameters, of weights that have parts, keep their shape and their gradient, but no values:
+    parts have them.
     """
 
     def __init__(self, weights: Iterable[Weight], ownership: Ownership) -> None:
@@ -287,6 +289,11 @@ def _join(pieces: Pieces) -> Tensor:
 def weight_of(key: str) -> str:
     """Return the key of the weight of which a key names a part, or all."""
     return _split_key(key)[0]
+
+
+def rows_of_key(key: str) -> tuple[str, int]:
+    """Return the key of the weight of which a key names a part, or all, and the first row of that part."""
+    return _split_key(key)[:2]
 
 
 def _rows_of(key: str, tensor: Tensor) -> Tensor:

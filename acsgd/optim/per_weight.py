@@ -1,4 +1,5 @@
-"""Optimizers that step one weight after the other: with masters in host memory (optim.offload=cpu)."""
+"""Optimizers that step one weight after the other: with masters in host memory (optim.offload=cpu), with masters that
+are averages, and without masters (optim.masters=none)."""
 
 from __future__ import annotations
 
@@ -6,9 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor, nn
 
 from acsgd.config.options import OptimConfig
 from acsgd.optim.base import PLAIN_STEP, LocalStep, Optimizer, OptimizerSpec, SecondMoments
+from acsgd.optim.rounding import random_bits, round_stochastically
 from acsgd.shards.weights import Weight, WeightState
 from acsgd.streams import Streams
 
@@ -43,6 +46,10 @@ class PerWeightOptimizer(ABC):
         keys = {weight.key for weight in self._weights if not self.state_of([weight])}
         return keys if len(keys) < len(self._weights) else set()
 
+    def copy_trained(self, weight: Weight, out: Tensor) -> None:
+        """Copy the values that a weight has in training to a tensor of its shape, rounded."""
+        self._optimizers[weight.key].copy_trained(self._stand_ins[weight.key], out)
+
     def second_moments(self, weights: Sequence[Weight]) -> SecondMoments:
         """Return the second moments of some weights, not copied; none without the capability "second_moments"."""
         stand_ins = [self._stand_ins[weight.key] for weight in weights if weight.key in self._stand_ins]
@@ -64,9 +71,10 @@ class PerWeightOptimizer(ABC):
 
 
 class CopyingOptimizer(PerWeightOptimizer):
-    """An optimizer of masters in host memory, each copied to its parameter while the next one is updated.
+    """An optimizer of masters, each copied to its parameter while the next one is updated.
 
-    Parameters are on the device, or on the host with model.offload.
+    For masters in host memory, and for masters that are averages. Parameters are on the device, or on the host with
+    model.offload.
     """
 
     def __init__(self, spec: OptimizerSpec, weights: Sequence[Weight], config: OptimConfig, streams: Streams) -> None:
@@ -77,13 +85,64 @@ class CopyingOptimizer(PerWeightOptimizer):
         self._optimizers[weight.key].step(step, how)
         self._set_param(weight)
 
+    @torch.no_grad()
+    def load_state_of(self, weight: Weight, state: WeightState) -> None:
+        """Load a copy of what `state_of` returned for a weight of the same key, and set its parameter."""
+        super().load_state_of(weight, state)
+        self._set_param(weight)
+
     def _set_param(self, weight: Weight) -> None:
-        """Copy a master to its parameter, which may lie in host memory, too."""
-        master, param = weight.master.detach(), weight.param
-        if param is not weight.master:
-            param.copy_(master if param.device == master.device else self._streams.load(master.to(param.dtype)))
+        """Set the parameter of a weight, which may lie in host memory, too."""
+        param, device = weight.param.detach(), weight.master.device
+        if weight.param is weight.master:
+            return
+        if param.device == device:
+            self.copy_trained(weight, param)
+            return
+        self.copy_trained(weight, rounded := torch.empty_like(param, device=device))
+        param.copy_(self._streams.load(rounded))
+
+
+class RoundedOptimizer(PerWeightOptimizer):
+    """An optimizer of bf16 weights without masters: steps an fp32 copy of each, and rounds that stochastically.
+
+    The copy exists during the step of its weight. Equal weights with equal gradients are rounded alike on all ranks,
+    on all devices, and if replicas own parts of them.
+    """
+
+    def __init__(self, spec: OptimizerSpec, weights: Sequence[Weight], config: OptimConfig) -> None:
+        masters = [nn.Parameter(_without_values(weight.param)) for weight in weights]
+        pairs = zip(weights, masters, strict=True)
+        super().__init__(spec, weights, [each._replace(param=master, master=master) for each, master in pairs], config)
+        self._largest = max((weight.param.numel() for weight in weights), default=0)
+        self._device = weights[0].param.device if weights else None
+
+    def step(self, step: int, how: LocalStep = PLAIN_STEP) -> None:
+        """Update parameters of step `step`, counted from 0, with their gradients."""
+        self._copy = torch.empty(self._largest, device=self._device)  # for all: on a CPU, new memory takes longer
+        super().step(step, how)
+        del self._copy
+
+    def _step_weight(self, weight: Weight, step: int, how: LocalStep) -> None:
+        master, values = self._stand_ins[weight.key].master, weight.param.detach()
+        master.data = self._copy[: values.numel()].view(values.shape).copy_(values)
+        master.grad = weight.param.grad
+        self._optimizers[weight.key].step(step, how)
+        round_stochastically(master.detach(), random_bits(weight, step), out=values)
+        master.data, master.grad = _without_values(values), None
+
+    def copy_trained(self, weight: Weight, out: Tensor) -> None:
+        """Copy the values of the parameter."""
+        out.copy_(weight.param.detach())
+
+
+def _without_values(weight: Tensor) -> Tensor:
+    """Return an fp32 tensor of the shape and device of a weight that takes no memory."""
+    return torch.zeros((), device=weight.device).expand(weight.shape)
 
 
 def open_optimizer(spec: OptimizerSpec, weights: Sequence[Weight], config: OptimConfig, streams: Streams) -> Optimizer:
-    """Return the optimizer of some weights, whose masters are in host memory with optim.offload=cpu."""
-    return CopyingOptimizer(spec, weights, config, streams) if config.offload == "cpu" else spec.open(weights, config)
+    """Return the optimizer of some weights, with masters as optim.offload and optim.masters say."""
+    if config.offload == "cpu" or spec.averages:
+        return CopyingOptimizer(spec, weights, config, streams)
+    return RoundedOptimizer(spec, weights, config) if config.masters == "none" else spec.open(weights, config)

@@ -54,6 +54,9 @@ class ReplayOptimizer:
             recording.steps.append(_RecordedStep(step, how, grads))
         self._optimizer.step(step, how)
 
+    def copy_trained(self, weight: Weight, out: Tensor) -> None:
+        self._optimizer.copy_trained(weight, out)
+
     def second_moments(self, weights: Sequence[Weight]) -> SecondMoments:
         return self._optimizer.second_moments(weights)
 

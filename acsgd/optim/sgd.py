@@ -27,6 +27,7 @@ class SGD:
     """Whether the gradient is taken ahead of the momentum (Nesterov 1983)."""
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset(("elementwise",))
+    averages: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.nesterov and not self.momentum:

@@ -47,6 +47,11 @@ class TorchOptimizer:
         """Update the masters. The groups have the learning rate already."""
         self._optimizer.step()
 
+    @torch.no_grad()
+    def copy_trained(self, weight: Weight, out: Tensor) -> None:
+        """Copy the values of the master."""
+        out.copy_(weight.master)
+
     def second_moments(self, weights: Sequence[Weight]) -> SecondMoments:
         """Return no second moments."""
         return SecondMoments({}, 0.0)

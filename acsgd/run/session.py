@@ -7,8 +7,9 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -261,15 +262,15 @@ class Session:
     def evaluate(self, batches: Iterable[Batch], step: int) -> dict[str, float]:
         """Return the metrics of the batches of all replicas by name, without dropout. The loss is the first.
 
-        Uses the global weights where replicas have local ones. step: for error messages only. batches: may raise what
-        ends the evaluation, on all ranks together.
+        Uses the global weights where replicas have local ones, and averages where the optimizer has some. step: for
+        error messages only. batches: may raise what ends the evaluation, on all ranks together.
         """
         evaluation, sent_bytes = (
             Evaluation(self.job.metrics, self.groups, self.job.model.task.num_targets),
             self.tied_meter.sent_bytes,
         )
         try:
-            with _global_weights(self.stages.values(), self.owned):
+            with _evaluated_weights(self):
                 for batch in batches:
                     part = self.pipeline.evaluate(batch, step)
                     evaluation.add(part, batch.labels)
@@ -329,22 +330,29 @@ class Session:
 
 @contextlib.contextmanager
 @torch.no_grad()
-def _global_weights(stages: Iterable[Stage], owned: OwnedWeights) -> Iterator[None]:
-    """Load the global weights into the parameters of stages; restore the local ones on exit. A collective call."""
-    saved, changed = [], list[Stage]()
-    for stage in stages:
-        shared = stage.sync.global_weights()
+def _evaluated_weights(session: Session) -> Iterator[None]:
+    """Load the weights to evaluate into the parameters, where others are trained; restore these on exit. A collective.
+
+    They are the global weights where replicas have local ones, and the masters if the optimizer averages.
+    """
+    restore, changed = list[Callable[[], object]](), list[Stage]()
+    for stage in session.stages.values():
+        shared, weights = stage.sync.global_weights(), session.owned.of(stage.weights)
         if shared is not None:
-            weights = owned.of(stage.weights)
-            saved += [(weight.param, weight.param.clone()) for weight in weights]
-            for weight in weights:
-                weight.param.copy_(shared[weight.key])
-            stage.sync.share_parts()
-            changed.append(stage)
+            restore += [partial(weight.param.copy_, weight.param.clone()) for weight in weights]
+        elif session.job.plugins.optimizer.averages:
+            shared = {weight.key: weight.master for weight in weights}
+            restore += [partial(session.optimizer.copy_trained, weight, weight.param.detach()) for weight in weights]
+        else:
+            continue
+        for weight in weights:
+            weight.param.copy_(shared[weight.key])
+        stage.sync.share_parts()
+        changed.append(stage)
     try:
         yield
     finally:
-        for param, local in saved:
-            param.copy_(local)
+        for each in restore:
+            each()
     for stage in changed:  # not after an error, perhaps of this rank alone
         stage.sync.share_parts()

@@ -13,7 +13,7 @@ from acsgd.errors import CorruptFileError
 from acsgd.shards.layer_tensors import LayerTensors
 
 FLOATING = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-"""Dtypes of the weights of a converted model; those of a checkpoint are fp32."""
+"""Dtypes of the weights of a converted model; those of a checkpoint are fp32, or bf16 without masters."""
 
 
 class Expected(NamedTuple):
@@ -26,6 +26,8 @@ class Expected(NamedTuple):
     """Whether its dtype and its values matter: constants of a model may be integers or infinite."""
     non_negative: bool = False
     may_be_nan: bool = False
+    dtype: torch.dtype | None = None
+    """None = one of those that the file may have."""
 
 
 ANY = Expected(None, required=False, may_be_nan=True)
@@ -62,6 +64,7 @@ def _problem(tensor: Tensor, expected: Expected, dtypes: Collection[torch.dtype]
         return f"has shape {list(tensor.shape)}, expected {list(expected.shape)}"
     if not expected.is_trained:
         return None
+    dtypes = dtypes if expected.dtype is None else {expected.dtype}
     if tensor.dtype not in dtypes:
         return f"has dtype {_name(tensor.dtype)}, expected {' or '.join(sorted(map(_name, dtypes)))}"
     if not tensor.numel():

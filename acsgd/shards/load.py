@@ -17,7 +17,7 @@ from acsgd.layers.skeleton import move_buffers, parameter_names, set_buffer, set
 from acsgd.layers.stand_ins import LookupTable
 from acsgd.model_classes import ModelClass
 from acsgd.shards.layer_tensors import LayerTensors, hidden_matrices, layer_tensors
-from acsgd.shards.weights import Weight
+from acsgd.shards.weights import Weight, as_own_master
 from acsgd.shards.writer import OpenTensor
 from acsgd.streams import mix_seed
 
@@ -76,7 +76,7 @@ class LayerLoader:
     model: its parameters are on the meta device; changed in place. dtype: of the parameters; master weights are fp32.
     looked_up: tied parameters of which another rank sends rows to this rank; they are not loaded. sent: tied parameters
     of which this rank sends rows. defers_constants: load trained weights alone; `load_constants` must follow.
-    masters_on_host: keep master weights in host memory, apart from the parameters even if these are fp32.
+    has_masters: keep master weights apart from the parameters; masters_on_host: in host memory.
     keeps_files: keep constants as they are stored, even if the parameters in use are equal, which lose their values.
     """
 
@@ -91,6 +91,7 @@ class LayerLoader:
         looked_up: Collection[str] = (),
         sent: Collection[str] = (),
         defers_constants: bool = False,
+        has_masters: bool = False,
         masters_on_host: bool = False,
         keeps_files: bool = False,
     ) -> None:
@@ -108,7 +109,8 @@ class LayerLoader:
         self._has_frozen: set[str] = set()
         """Frozen parameters that are loaded."""
         self._defers_constants = defers_constants
-        self._masters_on_host = masters_on_host
+        self._has_masters = has_masters
+        self._master_device = torch.device("cpu") if masters_on_host else device
         self._keeps_files = keeps_files
         move_buffers(model, device)
         if not defers_constants:
@@ -180,11 +182,10 @@ class LayerLoader:
         return tensor if param is None or param.is_meta or param.dtype != tensor.dtype else param.detach()
 
     def _weight(self, key: str, param: nn.Parameter, tensor: Tensor, *, is_copy: bool) -> Weight:
-        master = param
-        if self._masters_on_host:
-            master = nn.Parameter(_copy(tensor, torch.device("cpu"), torch.float32))
-        elif self._dtype != torch.float32:
-            master = nn.Parameter(_copy(tensor, self._device, torch.float32))
+        if self._has_masters:
+            master = nn.Parameter(_copy(tensor, self._master_device, torch.float32))
+        else:
+            master = as_own_master(param)
         is_sent = key in self._sent
         is_tied = len(self._holders[key]) > 1
         return Weight(

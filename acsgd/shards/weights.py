@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 MIN_ROW = 8
@@ -20,8 +21,8 @@ class Weight(NamedTuple):
     param: nn.Parameter
     """Used in forward and backward, in the dtype of the run."""
     master: nn.Parameter
-    """fp32 master weight with the gradient; updated by the optimizer. The same object as `param` in an fp32 run, unless
-    masters are in host memory."""
+    """What the optimizer updates, with its gradient, which is fp32: an fp32 master weight, or `param` itself if that is
+    fp32, unless masters are averages or in host memory, or in a run without masters."""
     is_copy: bool = False
     """Whether this is a copy of a tied parameter, and another rank has the original."""
     is_tied: bool = False
@@ -30,6 +31,17 @@ class Weight(NamedTuple):
     """Whether other ranks look up its rows, and send the gradients of these after their last backward of a step."""
     is_hidden_matrix: bool = False
     """Whether it is one of `hidden_matrices`, which some optimizers update in another way."""
+
+    @property
+    def grad_bytes(self) -> int:
+        """Size of the gradient of the master."""
+        return self.master.numel() * torch.float32.itemsize
+
+
+def as_own_master(param: nn.Parameter) -> nn.Parameter:
+    """Return a parameter as its own master: autograd casts its gradients to fp32, and sums them so. Changes it."""
+    param.grad_dtype = torch.float32
+    return param
 
 
 def in_reduction_order(weights: Iterable[Weight]) -> tuple[Weight, ...]:

@@ -43,6 +43,8 @@ OFFLOADED: dict[str, tuple[dict[str, Any], str]] = {
 }
 """Options of the model, and the mode, of runs with parameters in host memory, or frozen ones in files."""
 ON_DEVICE = "on the device"
+AVERAGES = "schedule_free_adamw"
+WITHOUT_MASTERS = "bf16 without masters"
 STREAMED = "streamed"
 STAGES = "two stages"
 ORDERED = "over an ordered transport"
@@ -104,6 +106,14 @@ def runs(
     parts = {
         FROZEN: dataclasses.replace(config, model=dataclasses.replace(config.model, freeze=FROZEN)),
         ADAPTER: dataclasses.replace(config, adapter=AdapterConfig(ADAPTER)),
+        AVERAGES: dataclasses.replace(
+            config, optim=dataclasses.replace(config.optim, name=AVERAGES, schedule="constant")
+        ),
+        WITHOUT_MASTERS: dataclasses.replace(
+            config,
+            model=dataclasses.replace(config.model, dtype="bf16"),
+            optim=dataclasses.replace(config.optim, masters="none"),
+        ),
     }
     for part in selected("part"):
         for name in ("calm", "members change"):
@@ -290,11 +300,12 @@ PARTS = [ADAPTER, pytest.param(FROZEN, marks=pytest.mark.soak)]
 """What is trained: adapters or all that is not frozen."""
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_layers_of_which_a_part_is_trained_are_handed_over(part: str, runs: Runs) -> None:
-    """Without optimizer state of the others, and to replicas that have never loaded them."""
+@pytest.mark.parametrize("part", [*PARTS, AVERAGES, pytest.param(WITHOUT_MASTERS, marks=pytest.mark.soak)])
+def test_layers_are_handed_over_whatever_is_trained_of_them_and_however(part: str, runs: Runs) -> None:
+    """Without optimizer state of what is not, and to replicas that have never loaded them."""
     losses, calm = (losses_of(runs, part, script) for script in ("members change", "calm"))
-    assert losses == pytest.approx(calm, rel=RELATIVE)
+    # sums of another number of replicas are rounded otherwise
+    assert losses == pytest.approx(calm, rel=1e-3 if part == WITHOUT_MASTERS else RELATIVE)
     assert calm[STEPS] < calm[1] or part == FROZEN
 
 

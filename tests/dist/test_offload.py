@@ -17,6 +17,7 @@ import torch
 from lib.ranks import on_ranks
 from lib.replica_runs import make_replica_config, resumed_at_half
 from lib.resume import STEPS, TinyModel, checkpoint_of, train_ranks
+from lib.training import schedule_of
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -82,6 +83,7 @@ def test_gradients_are_added_in_fp32_in_parts_of_any_length(monkeypatch: pytest.
         pytest.param("muon", "bf16", 2, 2, "none", {}, marks=SOAK),
         pytest.param("adafactor", "fp32", 1, 2, "optimizer", {}, marks=SOAK),
         pytest.param("lion", "bf16", 1, 1, "none", {}, marks=SOAK),
+        pytest.param("schedule_free_adamw", "bf16", 2, 2, "optimizer", {}, marks=SOAK),
         pytest.param("sgd", "fp32", 2, 1, "none", {}, marks=SOAK),
         pytest.param("adamw8bit", "bf16", 1, 1, "none", {}, marks=[SOAK, NEEDS_8BIT]),
     ],
@@ -101,7 +103,7 @@ def test_an_offloaded_run_has_the_losses_and_the_files_of_one_that_is_not(
     config = make_replica_config(model, tmp_path / "run", "allreduce", dtype, stages=stages, tied=tied)
     config = dataclasses.replace(
         config,
-        optim=dataclasses.replace(config.optim, name=optimizer, clip=0.5),
+        optim=dataclasses.replace(config.optim, name=optimizer, clip=0.5, schedule=schedule_of(optimizer)),
         pp=dataclasses.replace(config.pp, **options),
         dp=ReplicaConfig(dp) if dp.split(":")[0] in MODES else ReplicaConfig(shard=dp),  # type: ignore[arg-type]
     )

@@ -25,7 +25,7 @@ from lib.resume import (
     stopped_half_way,
     train_ranks,
 )
-from lib.training import RELATIVE
+from lib.training import RELATIVE, schedule_of
 from safetensors.torch import load_file, save_file
 
 from acsgd.config.options import Config
@@ -133,11 +133,13 @@ class Run(NamedTuple):
     stages: int = 2
     options: Mapping[str, Any] = MappingProxyType({})
     """Of the section "model"."""
+    masters: Literal["fp32", "none"] = "fp32"
 
 
 RUNS = [
     Run("central_ps", "lion", "bf16", stages=1, options={"recompute": "layers"}),
     Run("local", "adafactor", stages=1),
+    Run("powersgd:rank=1", "schedule_free_adamw", stages=1),
     Run("diloco:inner=4,fragments=2,delay=1,moment_correction=true", "adamw", "bf16", stages=1),
     Run("cocktail:random=0.5,topk=0.2,exact_steps=3", stages=1),
 ]
@@ -145,6 +147,8 @@ RUNS = [
 OTHER_RUNS = [
     Run("allreduce:bucket_mb=0.01", "sgd", "fp16"),
     Run("sharded_ps", "muon", tied="dense"),
+    Run("powersgd:rank=1", dtype="bf16", masters="none"),
+    Run("allreduce", "schedule_free_adamw", "bf16"),
     Run("powersgd:rank=1", "adamw8bit", "bf16", stages=1),
     Run("diloco:inner=4,fragments=2,delay=1,moment_correction=true", "adamw", "bf16"),
     Run("sparseloco:inner=3,chunk=256,moment_correction=true", dtype="bf16", tied="dense"),
@@ -167,7 +171,9 @@ def config_of(run: Run, model: Path, directory: Path) -> Config:
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, **run.options),
-        optim=dataclasses.replace(config.optim, name=run.optimizer, lr=lr),
+        optim=dataclasses.replace(
+            config.optim, name=run.optimizer, lr=lr, masters=run.masters, schedule=schedule_of(run.optimizer)
+        ),
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from lib.ranks import on_ranks
 from lib.replica_runs import make_replica_config, resumed_at_half
 from lib.resume import HALF, STEPS, TinyModel, checkpoint_of, train_ranks
+from lib.training import schedule_of
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -74,6 +75,10 @@ def tensors(config: Config, step: int = STEPS) -> dict[str, dict[str, Tensor]]:
     ("optimizer", "dtype", "stages", "replicas", "options"),
     [
         ("adamw", "bf16", 1, 2, {}),
+        ("adamw", "bf16", 1, 2, {"masters": "none"}),
+        pytest.param("muon", "bf16", 2, 2, {"masters": "none", "tied": "dense"}, marks=SOAK),
+        ("schedule_free_adamw", "fp32", 1, 2, {}),
+        pytest.param("schedule_free_adamw", "bf16", 2, 2, {}, marks=SOAK),
         pytest.param("adamw", "bf16", 2, 2, {"tied": "dense"}, marks=SOAK),
         pytest.param("adamw", "fp32", 2, 3, {}, marks=SOAK),
         pytest.param("adamw", "fp16", 1, 2, {"clip": 0.5}, marks=SOAK),
@@ -135,7 +140,13 @@ def test_a_sharded_run_has_the_losses_and_the_files_of_one_that_is_not(
         config,
         data=dataclasses.replace(config.data, batch=4 * replicas, eval_fraction=0.001),
         eval=EvalConfig(HALF),
-        optim=dataclasses.replace(config.optim, name=optimizer, clip=options.get("clip", math.inf)),
+        optim=dataclasses.replace(
+            config.optim,
+            name=optimizer,
+            clip=options.get("clip", math.inf),
+            masters=options.get("masters", "fp32"),
+            schedule=schedule_of(optimizer),
+        ),
         adapter=AdapterConfig(options.get("adapter")),
         model=dataclasses.replace(
             config.model,

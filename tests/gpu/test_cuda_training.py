@@ -20,7 +20,7 @@ from lib.model_types import TYPES
 from lib.models import LLAMA_SHAPE, blocks_of, tiny_config
 from lib.resume import HALF, losses_of, stopped_half_way, train_ranks
 from lib.resume import make_config as make_saved_config
-from lib.training import RELATIVE, losses_of_rank, make_config
+from lib.training import RELATIVE, losses_of_rank, make_config, schedule_of
 from lib.typed_runs import Runs, result_of, splits, train_run
 
 from acsgd.codecs import CODECS, parse
@@ -97,7 +97,7 @@ def test_optimizers(name: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     if name == "adamw8bit" and not HAS_8BIT:
         pytest.skip("no bitsandbytes")
     config = make_config(tiny_model("llama", **blocks_of("llama", 2)), tmp_path)
-    optim = dataclasses.replace(config.optim, name=name)
+    optim = dataclasses.replace(config.optim, name=name, schedule=schedule_of(name))
     bound = {"adamw8bit": 1e-3, "lion": 1e-3, "muon": 1e-3}.get(
         name, ROUNDING["fp32"]
     )  # codes, signs and bf16 products

@@ -133,7 +133,7 @@ def build_stages(
     stages = []
     for cut in cuts:
         model = model_class.build(config)
-        loader = LayerLoader(model, description, source, device=device, dtype=dtype)
+        loader = LayerLoader(model, description, source, device=device, dtype=dtype, has_masters=dtype != torch.float32)
         layers = [loader.load(index) for index in cut]
         fill_with_stand_ins(model, description.blocks, device, dtype)
         sync = SingleReplicaSync([weight for layer in layers for weight in layer.weights])

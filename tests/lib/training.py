@@ -23,6 +23,7 @@ from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.data.sampler import deal
 from acsgd.launch import Launch
 from acsgd.layers.batch import Batch
+from acsgd.optim import OPTIMIZERS
 from acsgd.optim.gradient_scale import LossScale
 from acsgd.optim.schedule import learning_rate
 from acsgd.run.initial_weights import open_weight_source
@@ -50,6 +51,11 @@ TOPOLOGIES = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]
 def make_config(model: Path, run_dir: Path, *, steps: int = STEPS, **pp: object) -> Config:
     """Return a run of 6 sequences per step: in micro-batches of 2 they are three, uneven for two replicas."""
     return with_shared_cache(plain_config(model, run_dir, steps=steps, **pp))
+
+
+def schedule_of(optimizer: str) -> str:
+    """Return a learning-rate schedule that an optimizer allows, the default if it may be."""
+    return "constant" if OPTIMIZERS[optimizer.partition(":")[0]].averages else OptimConfig.schedule
 
 
 def plain_config(model: Path, run_dir: Path, *, steps: int = STEPS, **pp: object) -> Config:

@@ -491,7 +491,8 @@ def _digest(session: Session) -> str:
         shared = None if exchanges == "nothing" else stage.sync.global_weights()
         own = session.owned.of(stage.weights)
         for weight in own:
-            digest.update((weight.master if shared is None else shared[weight.key]).detach().numpy().tobytes())
+            values = (weight.master if shared is None else shared[weight.key]).detach()
+            digest.update(values.view(torch.uint8).numpy().tobytes())
         optimizer = {} if exchanges == "updates" else session.optimizer.state_of(own)
         for _, by_key in sorted(optimizer.items()):
             for _, tensor in sorted(by_key.items()):

@@ -186,6 +186,7 @@ REFUSED: dict[str, Any] = {
     "data.isolate": True,
     "eval.every": 5,
     "optim.spike": 2.0,
+    "optim.masters": "none",
     "checkpoint.best": "eval_loss",
     "checkpoint.upload_rate": 1.0,
 }

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import pytest
 from lib.records import RECORD
 
-from acsgd.config.options import CheckpointConfig, LogConfig, RunConfig
+from acsgd.config.options import CheckpointConfig, LogConfig, OptimConfig, RunConfig
 from acsgd.elastic.membership.messages import Host, View
 from acsgd.elastic.membership.plan import Plan
 from acsgd.elastic.view_resources import find_view_disks
@@ -298,7 +298,7 @@ def test_a_run_does_not_start_if_a_host_has_no_room_for_the_checkpoints_it_keeps
     def check(job: Job, groups: Groups) -> list[str]:
         resume = "never" if "never" in there else "auto"
         checkpoint = CheckpointConfig(keep=keep, every=every, copies=copies, resume=resume)
-        config = SimpleNamespace(checkpoint=checkpoint, optim=SimpleNamespace(steps=10))
+        config = SimpleNamespace(checkpoint=checkpoint, optim=OptimConfig(lr=1, steps=10))
         model = SimpleNamespace(parameters=ParameterCount(1000, 0))
         plugins = SimpleNamespace(optimizer=AdamW())
         fields = {**vars(job), "config": config, "model": model, "plugins": plugins}

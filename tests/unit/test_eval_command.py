@@ -49,7 +49,7 @@ def evaluate(*arguments: object) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def run(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of a run of two steps, which evaluates on another text."""
+    """Directory of a run of two steps, which evaluates on another text, and whose evaluated weights are averages."""
     directory = tmp_path_factory.mktemp("eval")
     text = directory / "text.txt"
     text.write_text("The statement of the list is a statement.\n" * 60)
@@ -57,7 +57,8 @@ def run(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path
     config = small_run(tiny_model("gpt2", **SMALL), directory / "runs" / "run")
     held_out = str(directory / "held-out.txt")
     data = dataclasses.replace(config.data, sources=str(text), eval_sources=held_out, eval_fraction=0.0)
-    train_alone(dataclasses.replace(config, data=data))
+    optim = dataclasses.replace(config.optim, name="schedule_free_adamw", schedule="constant", lr=0.1)
+    train_alone(dataclasses.replace(config, data=data, optim=optim))
     return directory / "runs" / "run"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,10 @@ def test_quantized_layers_are_counted_by_their_bytes(
         quantized=sum(param.numel() for param in on_meta.values()),
         quantized_bytes=sum(bytes_of(key, param) for key, param in on_meta.items()),
     )
-    needed = count.needed_bytes(job.shapes.dtype)
-    assert needed == full.needed_bytes(job.shapes.dtype) - 4 * count.quantized + count.quantized_bytes
+    needed = count.needed_bytes(job.shapes.dtype, has_masters=False)
+    assert (
+        needed == full.needed_bytes(job.shapes.dtype, has_masters=False) - 4 * count.quantized + count.quantized_bytes
+    )
     monkeypatch.setattr(Streams, "memory_bytes", lambda self: needed)
     prepare(dataclasses.replace(config, run=dataclasses.replace(config.run, memory="ignore")), Launch())
     with pytest.raises(ValueError, match="weights need at least"):
@@ -93,22 +96,25 @@ def bytes_of(key: str, meta: Tensor) -> int:
 
 
 @pytest.mark.parametrize(
-    ("count", "dtype", "trains", "expected"),
+    ("count", "dtype", "has_masters", "trains", "expected"),
     [
-        (ParameterCount(100, 0), torch.float32, True, 800),
-        (ParameterCount(100, 0), torch.float32, False, 400),
-        (ParameterCount(100, 0), torch.bfloat16, True, 1000),  # fp32 master, bf16 copy, fp32 gradient
-        (ParameterCount(10, 1000), torch.float32, True, 4080),
-        (ParameterCount(10, 1000), torch.float16, True, 2100),
+        (ParameterCount(100, 0), torch.float32, False, True, 800),
+        (ParameterCount(100, 0), torch.float32, False, False, 400),
+        (ParameterCount(100, 0), torch.float32, True, True, 1200),
+        (ParameterCount(100, 0), torch.bfloat16, True, True, 1000),  # fp32 master, bf16 copy, fp32 gradient
+        (ParameterCount(100, 0), torch.bfloat16, False, True, 600),
+        (ParameterCount(10, 1000), torch.float32, False, True, 4080),
+        (ParameterCount(10, 1000), torch.float16, True, True, 2100),
     ],
 )
 def test_a_run_is_refused_if_it_needs_more_than_the_memory(
-    count: ParameterCount, dtype: torch.dtype, trains: bool, expected: int
+    count: ParameterCount, dtype: torch.dtype, has_masters: bool, trains: bool, expected: int
 ) -> None:
-    assert count.needed_bytes(dtype, trains=trains) == expected
-    check_memory(count, dtype, 2, 4, HostOf(2 * expected), trains=trains)
+    assert count.needed_bytes(dtype, has_masters=has_masters, trains=trains) == expected
+    check = partial(check_memory, count, dtype, 2, 4, has_masters=has_masters, trains=trains)
+    check(streams=HostOf(2 * expected))
     with pytest.raises(ValueError, match=r"need at least 0 GiB on this host with pp.stages=2"):
-        check_memory(count, dtype, 2, 4, HostOf(2 * expected - 1), trains=trains)
+        check(streams=HostOf(2 * expected - 1))
 
 
 def test_operations_are_counted_once_in_a_process(

@@ -15,14 +15,26 @@ from acsgd.config.options import OptimConfig
 from acsgd.config.spec import from_spec
 from acsgd.optim import OPTIMIZERS
 from acsgd.optim.base import Optimizer, OptimizerSpec
+from acsgd.optim.per_weight import open_optimizer
 from acsgd.optim.replay import ReplayOptimizer
+from acsgd.optim.rounding import random_bits, round_stochastically
 from acsgd.optim.schedule import learning_rate
-from acsgd.shards.weights import Weight, WeightState
+from acsgd.shards.weights import Weight, WeightState, as_own_master
+from acsgd.streams import Streams
 
 CONFIG = OptimConfig(lr=0.01, steps=10, weight_decay=0.1, schedule="constant")
 SHAPES = {"matrix": (4, 3), "embedding": (5, 3), "experts": (2, 4, 3), "norm": (4,)}
 """Of these weights, only "matrix" is a hidden matrix."""
-INSTALLED = ("adamw", "adafactor", "lion", "muon", "sgd", "sgd:nesterov=true", "sgd:momentum=0")
+INSTALLED = (
+    "adamw",
+    "adafactor",
+    "lion",
+    "muon",
+    "schedule_free_adamw",
+    "sgd",
+    "sgd:nesterov=true",
+    "sgd:momentum=0",
+)
 HAS_8BIT = importlib.util.find_spec("bitsandbytes") is not None
 SPECS = (*INSTALLED, *(["adamw8bit"] if HAS_8BIT else []))
 ROUNDING = 2.0**-24
@@ -48,8 +60,12 @@ def new_weights(dtype: torch.dtype = torch.float32) -> list[Weight]:
 
 
 def opened(spec: str, weights: Sequence[Weight]) -> Optimizer:
+    return open_optimizer(plugin_of(spec), weights, CONFIG, Streams(torch.device("cpu")))
+
+
+def plugin_of(spec: str) -> OptimizerSpec:
     plugin: OptimizerSpec = from_spec(spec, OPTIMIZERS, key="optim.name")
-    return plugin.open(weights, CONFIG)
+    return plugin
 
 
 def train(optimizer: Optimizer, weights: Sequence[Weight], steps: range) -> None:
@@ -139,12 +155,84 @@ def assert_equal_states(state: WeightState, other: WeightState) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_parameters_are_the_rounded_masters(spec: str) -> None:
-    weights = new_weights(torch.bfloat16)
-    train(opened(spec, weights), weights, range(2))
+def test_parameters_are_the_rounded_values_of_training(spec: str) -> None:
+    """Those of the masters, unless these are averages."""
+    weights, averages = new_weights(torch.bfloat16), plugin_of(spec).averages
+    optimizer = opened(spec, weights)
+    train(optimizer, weights, range(3))
     for weight in weights:
-        assert torch.equal(weight.param, weight.master.bfloat16())
+        optimizer.copy_trained(weight, values := torch.empty_like(weight.master))
+        assert torch.equal(weight.param, values.bfloat16())
+        assert torch.equal(weight.master, values) is not averages
         assert not torch.equal(weight.master, drawn(weight.key, -1))
+
+
+def without_masters() -> list[Weight]:
+    params = {key: nn.Parameter(drawn(key, -1).bfloat16()) for key in SHAPES}
+    return [Weight(key, x, as_own_master(x), is_hidden_matrix=key == "matrix") for key, x in params.items()]
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if not plugin_of(spec).averages])
+def test_weights_without_masters_are_those_of_a_step_in_fp32_rounded_up_or_down(spec: str) -> None:
+    weights = without_masters()
+    config = dataclasses.replace(CONFIG, masters="none")
+    optimizer = open_optimizer(plugin_of(spec), weights, config, Streams(torch.device("cpu")))
+    for step in range(3):
+        masters = {weight.key: nn.Parameter(weight.param.detach().float()) for weight in weights}
+        copies = [weight._replace(param=masters[weight.key], master=masters[weight.key]) for weight in weights]
+        exact, state = opened(spec, copies), optimizer.state_of(weights)
+        for copy in copies:
+            exact.load_state_of(copy, state)
+        train(exact, copies, range(step, step + 1))
+        train(optimizer, weights, range(step, step + 1))
+        assert_equal_states(optimizer.state_of(weights), exact.state_of(copies))
+        for weight in weights:
+            assert weight.master.grad is not None
+            assert weight.master.grad.dtype == torch.float32
+            bits, rounded = (x.detach().float().view(torch.int32) for x in (masters[weight.key], weight.param))
+            # the neighbour towards 0 has the upper 16 bits of the value, the other one is the next number
+            assert ((rounded == bits & -(2**16)) | (rounded == (bits & -(2**16)) + 2**16)).all()
+
+
+def test_rounding_keeps_the_expectation() -> None:
+    """Of 4096 roundings of each value; those of a fraction p of the distance of two bf16 numbers are binomial."""
+    tries, values = 4096, torch.cat((torch.linspace(1, 1 + 2**-7, 33), torch.linspace(-3e-6, -2.9e-6, 33)))
+    weight = Weight("w", nn.Parameter(torch.empty(66, tries, dtype=torch.bfloat16)), nn.Parameter(torch.empty(())))
+    out = weight.param.detach()
+    round_stochastically(values[:, None].repeat(1, tries), random_bits(weight, 7), out=out)
+    below = (values.view(torch.int32) & -(2**16)).view(torch.float32)
+    above = ((values.view(torch.int32) & -(2**16)) + 2**16).view(torch.float32)
+    share = ((values - below) / (above - below)).double()
+    found = (out.float() == above[:, None]).double().mean(1)
+    assert ((out.float() == above[:, None]) | (out.float() == below[:, None])).all()
+    deviation = (share * (1 - share) / tries).sqrt()
+    assert ((found - share).abs() <= 5 * deviation + 2**-16).all(), "16 random bits"
+
+
+@pytest.mark.parametrize("key", ["embedding", "experts", "norm"])
+def test_parts_of_a_weight_are_rounded_as_the_whole_one_and_no_two_steps_alike(key: str) -> None:
+    values, whole = drawn(key, 0), torch.empty(SHAPES[key], dtype=torch.bfloat16)
+    weight = Weight("w", nn.Parameter(whole), nn.Parameter(whole))
+    round_stochastically(values, random_bits(weight, 0), out=whole)
+    parts = whole.clone().zero_()
+    for start, stop in ((0, 1), (1, len(parts))):
+        part = Weight(f"w[{start}:{stop}]", nn.Parameter(parts[start:stop]), nn.Parameter(parts[start:stop]))
+        round_stochastically(values[start:stop], random_bits(part, 0), out=parts[start:stop])
+    assert torch.equal(parts, whole)
+    bits = [random_bits(weight, step) for step in (0, 1)]
+    bits.append(random_bits(weight._replace(key="v"), 0))
+    assert len({tuple(each.rows.tolist()) for each in bits}) == 3
+
+
+def test_infinite_values_and_nan_survive_rounding() -> None:
+    of_cuda = torch.tensor([2**31 - 1], dtype=torch.int32).view(torch.float32)  # as bits, the largest positive number
+    special = torch.cat((torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0]), of_cuda))
+    weight = Weight("w", nn.Parameter(special.bfloat16()), nn.Parameter(special))
+    out = torch.ones(6, dtype=torch.bfloat16)
+    for step in range(50):
+        round_stochastically(special, random_bits(weight, step), out=out)
+        torch.testing.assert_close(out.float(), special, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(out.signbit()[:5], special.signbit()[:5])
 
 
 def decayed(weight: Tensor, step: int) -> Tensor:
@@ -176,6 +264,30 @@ def test_lion_is_its_formula_in_fp64() -> None:
             expected = decayed(expected, step) - 0.01 * (0.8 * momentum + 0.2 * grad).sign()
             momentum = 0.95 * momentum + 0.05 * grad
         assert (weight.master - expected).abs().max() <= 3 * steps * ROUNDING * 8
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_schedule_free_adamw_is_its_formula_in_fp64(warmup: int) -> None:
+    """Algorithm 1 of Defazio et al. 2024."""
+    weights, config, steps = new_weights(torch.bfloat16), dataclasses.replace(CONFIG, warmup=warmup), 6
+    plugin, (beta1, beta2) = plugin_of("schedule_free_adamw"), CONFIG.betas
+    optimizer = open_optimizer(plugin, weights, config, Streams(torch.device("cpu")))
+    train(optimizer, weights, range(steps))
+    for weight in weights:
+        x = z = drawn(weight.key, -1).double()
+        second, sum_of_squares = torch.zeros(SHAPES[weight.key]).double(), 0.0
+        for step in range(steps):
+            grad, rate = drawn(weight.key, step).double(), learning_rate(step, config)
+            y, decay = (1 - beta1) * z + beta1 * x, CONFIG.weight_decay if x.dim() > 1 else 0.0
+            second = beta2 * second + (1 - beta2) * grad**2
+            normalized = grad / ((second / (1 - beta2 ** (step + 1))).sqrt() + CONFIG.eps)
+            z = z - rate * (normalized + decay * y)
+            sum_of_squares += rate**2
+            x = (1 - rate**2 / sum_of_squares) * x + rate**2 / sum_of_squares * z
+        # of each step, 20 operations on values below 8
+        assert (weight.master - x).abs().max() <= 20 * steps * ROUNDING * 8
+        y = (1 - beta1) * z + beta1 * x
+        assert (weight.param - y).abs().max() <= 2**-8 * y.abs().max()
 
 
 def test_adafactor_is_that_of_torch() -> None:
@@ -254,8 +366,7 @@ def test_the_learning_rate_is_that_of_the_schedule() -> None:
     config = dataclasses.replace(CONFIG, schedule="linear", weight_decay=0.0)
     for spec in SPECS:
         weights = new_weights()
-        plugin: OptimizerSpec = from_spec(spec, OPTIMIZERS, key="optim.name")
-        train(plugin.open(weights, config), weights, range(10, 11))
+        train(plugin_of(spec).open(weights, config), weights, range(10, 11))
         assert all(torch.equal(weight.master, drawn(weight.key, -1)) for weight in weights), "0 at the end"
 
 

@@ -50,7 +50,7 @@ from acsgd.shards.weights import Weight
 from acsgd.streams import Streams
 from acsgd.topology import Topology
 from acsgd.train import train_step
-from tests.lib.training import batches_of, make_config
+from tests.lib.training import batches_of, make_config, schedule_of
 
 T = TypeVar("T")
 WIDE = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 192}
@@ -87,6 +87,10 @@ def measured(config: Config) -> int:
         pytest.param({"freeze": "*.layers.0.*"}, {}, marks=pytest.mark.soak),
         pytest.param({"dtype": "bf16", "recompute": "layers"}, {"micro": 3}, marks=pytest.mark.soak),
         ({"dtype": "bf16"}, {"offload": "cpu"}),
+        ({"dtype": "bf16"}, {"masters": "none"}),
+        pytest.param({"dtype": "bf16"}, {"masters": "none", "optim": "lion"}, marks=pytest.mark.soak),
+        pytest.param({"dtype": "bf16"}, {"optim": "schedule_free_adamw"}, marks=pytest.mark.soak),
+        pytest.param({}, {"optim": "schedule_free_adamw", "offload": "cpu"}, marks=pytest.mark.soak),
         pytest.param({}, {"offload": "cpu", "optim": "lion"}, marks=pytest.mark.soak),
         ({"recompute": "layers"}, {"micro": 6}),
         ({"recompute": "every:2"}, {"micro": 6}),
@@ -103,7 +107,13 @@ def test_a_plan_predicts_the_memory_of_a_run(
     config = replace(
         config,
         model=replace(config.model, **model),
-        optim=replace(config.optim, name=options.get("optim", "adamw"), offload=options.get("offload", "none")),
+        optim=replace(
+            config.optim,
+            name=(name := options.get("optim", "adamw")),
+            offload=options.get("offload", "none"),
+            masters=options.get("masters", "fp32"),
+            schedule=schedule_of(name),
+        ),
         adapter=AdapterConfig(options.get("adapter")),
     )
     job = prepare(config, Launch())

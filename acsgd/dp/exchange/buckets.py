@@ -85,7 +85,7 @@ def split_weights(weights: Sequence[Weight], megabytes: float = BUCKET_MB) -> li
             lists.append([])
             size = 0
         lists[-1].append(weight)
-        size += weight.master.nbytes
+        size += weight.grad_bytes
     return lists
 
 

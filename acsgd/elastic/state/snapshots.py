@@ -182,8 +182,9 @@ class Snapshots(StepHook):
 
     def memory_bytes(self) -> int:
         """Return the host memory that all snapshots on this rank take at most, with those that it receives."""
-        copies = 1 + len(self._job.plugins.optimizer.states)
-        share = sum(weight.master.nbytes * copies for layer in self._own_layers() for weight in layer.weights)
+        states = len(self._job.plugins.optimizer.states)
+        weights = (weight for layer in self._own_layers() for weight in layer.weights)
+        share = sum(weight.master.nbytes + states * weight.grad_bytes for weight in weights)
         return KEPT * share * (1 + len(self._sources))
 
     def _fits(self) -> bool:

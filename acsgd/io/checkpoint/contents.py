@@ -96,7 +96,9 @@ class Contents:
         is_local = any(
             key.startswith(LOCAL_OPTIMIZER) for files in replicas for file in files.values() for key in read(file)
         )
-        expected = {key: Expected(self.tensors.shapes[key], is_trained=key not in own_constants) for key in own}
+        has_masters = self.run is None or self.run.options.get("optim.masters") != "none"
+        saved_as, shapes = None if has_masters else torch.bfloat16, self.tensors.shapes
+        expected = {key: Expected(shapes[key], is_trained=key not in own_constants, dtype=saved_as) for key in own}
         if constants:
             file = path / manifest.constants[layer.name].file
             check_tensors(file, constants, {key: expected.pop(key) for key in constants}, FLOATING, is_complete=True)

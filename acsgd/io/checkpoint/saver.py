@@ -55,8 +55,8 @@ class LayerState(NamedTuple):
     position: int
     """Index of the layer in the model, or of the weight among its tables, 0 = first."""
     weights: Mapping[str, Tensor] | None
-    """fp32 master weights by their names. A tied weight belongs to one layer only. None on ranks that do not write
-    them."""
+    """Master weights by their names, fp32, or bf16 without masters. A tied weight belongs to one layer only. None on
+    ranks that do not write them."""
     constants: Mapping[str, Tensor]
     """Tensors of the layer that never change, by their names."""
     optimizer: WeightState

@@ -25,7 +25,7 @@ class TiedGroup:
 
     def __init__(self, weight: Weight, factory: LinkFactory, *, number: int, ranks: Sequence[int], rank: int) -> None:
         self.weight = weight
-        spec = TensorSpec(tuple(weight.master.shape), weight.master.dtype)
+        spec = TensorSpec(tuple(weight.master.shape), torch.float32)
         self._ranks = ranks
         self._rank = rank
         self._links = {peer: factory.open_tie(number, spec, peer=peer) for peer in ranks if peer != rank}

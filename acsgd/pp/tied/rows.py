@@ -134,7 +134,7 @@ class TableOwner:
         """Wait for the gradients of the rows of this step, and add them to that of the table."""
         master, rows = self.weight.master, self._transfer.rows
         if master.grad is None:
-            master.grad = torch.zeros_like(master)
+            master.grad = torch.zeros_like(master, dtype=torch.float32)
         for part in rows.end_parts:
             gradient = self._gradients_in.receive(self._transfer.gradient_info(part)).state["gradient"]
             ids = load_onto(master.device, rows.ids[rows.by_end[part.rows]])  # masters may be in host memory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple, TypeVar, cast
@@ -26,9 +26,9 @@ from acsgd.dp.peers import AsyncResult, Peers
 from acsgd.dp.sync import GradSync, Mode
 from acsgd.optim.base import Optimizer, OptimizerSpec, SecondMoments
 from acsgd.optim.ownership import OwnedWeights, Ownership
-from acsgd.optim.per_weight import open_optimizer
+from acsgd.optim.per_weight import PerWeightOptimizer, open_optimizer
 from acsgd.run.plan.layer_trace import MemoryTracker
-from acsgd.shards.weights import Weight, in_reduction_order
+from acsgd.shards.weights import Weight, as_own_master, in_reduction_order
 from acsgd.streams import Streams
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ def dry_run(
         fakes = [[_fake(weight) for weight in in_reduction_order(weights)] for weights in stages]
         weights = [weight for of_stage in fakes for weight in of_stage]
         owned = OwnedWeights(weights, ownership or Ownership(0, replicas))
-        held, gradients = tracker.now, sum(each.master.nbytes for each in owned.of(weights))
+        held, gradients = tracker.now, sum(each.grad_bytes for each in owned.of(weights))
         peers = AbsentPeers(0, replicas, 1 if in_domains else members)
         syncs = [mode.open(owned.of(each), peers) for each in fakes]
         step = next((step for step in range(LAST_SEARCHED) if any(sync.exchanges_after(step) for sync in syncs)), 0)
@@ -183,7 +183,7 @@ def _with_parts(update: UpdateMemory, owned: OwnedWeights, mode: Mode) -> Update
 
     Buffers of the mode for gradients are not those in which the gradients are summed within the domain.
     """
-    gradients = sum(each.master.nbytes for each in owned.of(owned.weights)) * update.has_buckets
+    gradients = sum(each.grad_bytes for each in owned.of(owned.weights)) * update.has_buckets
     peak = max(update.update_peak - gradients, _gather_bytes(owned, mode))
     return UpdateMemory(
         update.state + gradients, has_buckets=False, reduction_peak=update.reduction_peak, update_peak=peak
@@ -209,6 +209,8 @@ def _update_peak(
     peak, moments = 0, SecondMoments({}, 0.0)
     with _until_values_are_read():
         opened = open_own()
+        if isinstance(opened, PerWeightOptimizer):  # whose largest memory is that of one weight
+            _keep_one_gradient_of_each_shape(weights)
         tracker.peak = before = tracker.now
         opened.step(step)
         peak = tracker.peak - max(before, tracker.now)
@@ -219,6 +221,14 @@ def _update_peak(
             sync.exchange(step, moments)
             sync.after_step(step, moments)
     return max(peak, tracker.peak - before)
+
+
+def _keep_one_gradient_of_each_shape(weights: Iterable[Weight]) -> None:
+    kept = set[tuple[torch.Size, bool]]()
+    for weight in weights:
+        if (kind := (weight.master.shape, weight.is_hidden_matrix)) in kept:
+            weight.master.grad = None
+        kept.add(kind)
 
 
 @contextlib.contextmanager
@@ -235,4 +245,5 @@ def _until_values_are_read() -> Iterator[None]:
 def _fake(weight: Weight) -> Weight:
     param = nn.Parameter(torch.empty(weight.param.shape, dtype=weight.param.dtype))
     is_master = weight.param is weight.master
-    return weight._replace(param=param, master=param if is_master else nn.Parameter(torch.empty(param.shape)))
+    master = as_own_master(param) if is_master else nn.Parameter(torch.empty(param.shape))
+    return weight._replace(param=param, master=master)

@@ -27,7 +27,7 @@ from acsgd.pp.chunked_loss import HeadLoss
 from acsgd.pp.recompute import KEEP_ALL, Recompute
 from acsgd.pp.stage import MicroBatch, Stage
 from acsgd.shards.load import LoadedLayer
-from acsgd.shards.weights import Weight
+from acsgd.shards.weights import Weight, as_own_master
 from acsgd.streams import LOGITS_AT_ONCE, generator_states, restore_generators
 from acsgd.tasks.base import Task
 
@@ -215,6 +215,7 @@ def trace_layers(
     sizes: Mapping[str, int],
     *,
     dtype: torch.dtype,
+    has_masters: bool,
     label_smoothing: float = 0.0,
     recompute: Recompute = KEEP_ALL,
     splits_backward: bool = False,
@@ -223,7 +224,7 @@ def trace_layers(
     """Trace forward and backward of one micro-batch; return what each layer needs.
 
     model: with its adapter, on the meta device, its frozen layers not quantized; changed in place. sizes: of the
-    micro-batch. dtype: of the parameters.
+    micro-batch. dtype: of the parameters. has_masters: whether trained ones have masters of their own.
     """
     same = alike(model, layers)
     runs = [index for index in range(len(layers.layers)) if index not in same]
@@ -240,7 +241,7 @@ def trace_layers(
             composed,
             HeadLoss(task, label_smoothing=label_smoothing, logits_at_once=logits_at_once),
             loaded,
-            SingleReplicaSync(add_weights(model, layers, loaded, dtype)),
+            SingleReplicaSync(add_weights(model, layers, loaded, has_masters=has_masters)),
             targets=1,
             seed=0,
             recompute=recompute,
@@ -282,15 +283,15 @@ def _kind(model: PreTrainedModel, layers: ModelLayers, layer: LayerSpec) -> str:
 
 
 def add_weights(
-    model: PreTrainedModel, layers: ModelLayers, loaded: Sequence[LoadedLayer], dtype: torch.dtype
+    model: PreTrainedModel, layers: ModelLayers, loaded: Sequence[LoadedLayer], *, has_masters: bool
 ) -> list[Weight]:
-    """Add the trained weights of layers to these, and return them."""
+    """Add the trained weights of layers to these, and return them. has_masters: whether with masters of their own."""
     weights: dict[str, Weight] = {}
     for layer in loaded:
         for key in layer.spec.parameters:
             if key not in weights and key not in layers.frozen:
                 param = model.get_parameter(key)
-                master = param if dtype == torch.float32 else nn.Parameter(param.detach().float())
+                master = nn.Parameter(param.detach().float()) if has_masters else as_own_master(param)
                 weights[key] = Weight(key, param, master)
                 layer.weights.append(weights[key])
     return [*weights.values()]

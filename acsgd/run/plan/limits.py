@@ -30,7 +30,8 @@ from acsgd.tasks import find_task
 MAX_COMPUTES = 2**16
 """Maximum number of forwards in a step of one pipeline. Ordering and validating a program takes 0.1 ms per forward."""
 MASTER_BYTES, GRADIENT_BYTES = 4, 4
-"""Memory for each trained parameter: an fp32 master weight, which evaluations need, too, and its gradient."""
+"""Memory for each trained parameter: an fp32 master weight, where it has one, which evaluations need, too, and its
+gradient."""
 
 
 def check_directories(config: Config, rank: int) -> None:
@@ -120,6 +121,7 @@ class ParameterCount(NamedTuple):
         self,
         dtype: torch.dtype,
         *,
+        has_masters: bool,
         trains: bool = True,
         shards: int = 1,
         gradient_shards: int = 1,
@@ -127,19 +129,17 @@ class ParameterCount(NamedTuple):
     ) -> int:
         """Return the memory of weights, and of gradients if it trains, without activations and optimizer state.
 
-        dtype: of the parameters. shards, gradient_shards, weight_shards: numbers of replicas that masters, gradients,
-        and parameters are divided among.
+        dtype: of the parameters. has_masters: whether trained ones have fp32 masters apart from them. shards,
+        gradient_shards, weight_shards: numbers of replicas that masters, gradients, and parameters are divided among.
         """
         gradients = self.gradient_bytes * trains // gradient_shards
-        return self.weight_bytes(dtype) // weight_shards + self.master_bytes(dtype) // shards + gradients
+        return (
+            self.weight_bytes(dtype) // weight_shards + self.trained * MASTER_BYTES * has_masters // shards + gradients
+        )
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Return the memory of the parameters."""
         return (self.all - self.quantized) * dtype.itemsize + self.quantized_bytes
-
-    def master_bytes(self, dtype: torch.dtype) -> int:
-        """Return the memory of the fp32 masters of trained parameters, which fp32 parameters are themselves."""
-        return 0 if dtype == torch.float32 else self.trained * MASTER_BYTES
 
     @property
     def gradient_bytes(self) -> int:
@@ -163,6 +163,7 @@ def check_memory(
     processes: int,
     streams: Streams,
     *,
+    has_masters: bool,
     trains: bool = True,
     shards: int = 1,
     gradient_shards: int = 1,
@@ -172,7 +173,8 @@ def check_memory(
 ) -> None:
     """Raise ValueError if `ParameterCount.needed_bytes` exceeds the memory.
 
-    processes: ranks on this host; offloads: whether a GPU needs no masters and gradients; params: model.offload.
+    has_masters, trains, shards, gradient_shards, weight_shards: see there. processes: ranks on this host; offloads:
+    whether a GPU needs no masters and gradients; params: model.offload.
     """
     on_cpu, held = streams.device.type == "cpu", count
     if params == "disk" or (params == "cpu" and not on_cpu):
@@ -181,7 +183,12 @@ def check_memory(
         of_all, trains = held.weight_bytes(dtype) // weight_shards, False
     else:
         of_all = held.needed_bytes(
-            dtype, trains=trains, shards=shards, gradient_shards=gradient_shards, weight_shards=weight_shards
+            dtype,
+            has_masters=has_masters,
+            trains=trains,
+            shards=shards,
+            gradient_shards=gradient_shards,
+            weight_shards=weight_shards,
         )
     memory, per_rank = streams.memory_bytes(), of_all / stages
     if (needed := per_rank * (processes if on_cpu else 1)) > memory:

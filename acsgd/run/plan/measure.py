@@ -27,6 +27,7 @@ from acsgd.run.plan.layout import sizes_of
 from acsgd.run.plan.limits import check_split
 from acsgd.run.plan.model import RunModel, layers_cache
 from acsgd.run.plan.partition import Partition
+from acsgd.run.plan.plugins import has_masters
 from acsgd.run.plan.rates import SPLIT, LayerTimes, Rates
 from acsgd.run.plan.step_time import layer_operations
 from acsgd.shards.load import LoadedLayer
@@ -124,7 +125,7 @@ def measure_layers(partition: Partition, seconds: float, now: Callable[[], float
 def _open_stage(partition: Partition, composed: ComposedModel, loaded: Sequence[LoadedLayer]) -> Stage:
     """Return a stage of some layers of a model, with the options of the run, that recomputes each layer by itself."""
     model, recompute, streams = partition.model, partition.plugins.recompute, partition.streams
-    weights = add_weights(composed.model, model.description, loaded, partition.shapes.dtype)
+    weights = add_weights(composed.model, model.description, loaded, has_masters=has_masters(partition.config))
     return Stage(
         composed,
         HeadLoss(

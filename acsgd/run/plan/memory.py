@@ -243,7 +243,7 @@ class _RankPlan:
     @property
     def _gradient_bytes(self) -> int:
         """Memory of the gradients that the optimizer steps with."""
-        return sum(part.master.nbytes for part in self._parts)
+        return sum(part.grad_bytes for part in self._parts)
 
     def _update(self) -> UpdateMemory:
         """Return the memory of the update, that of another rank with weights of the same shapes."""

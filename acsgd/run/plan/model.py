@@ -22,6 +22,7 @@ from acsgd.layers.skeleton import parameter_names
 from acsgd.model_classes import ModelClass
 from acsgd.run.plan.layers_cache import LayersCache
 from acsgd.run.plan.limits import ParameterCount, check_memory, check_sequence
+from acsgd.run.plan.plugins import has_masters
 from acsgd.shards.config import derive_layers, longest_sequence
 from acsgd.shards.generation import set_special_tokens
 from acsgd.shards.hub import find_tokenizer
@@ -98,6 +99,7 @@ def open_run_model(config: Config, launch: Launch, streams: Streams, *, trains: 
         stages=config.pp.stages,
         processes=launch.local_world_size,
         streams=streams,
+        has_masters=has_masters(config),
         trains=trains,
         shards=1 if config.dp.shard == "none" else owners,
         gradient_shards=owners if config.dp.sums_passes else 1,

@@ -30,6 +30,7 @@ from acsgd.run.plan.plugins import (
     check_capabilities,
     check_deal,
     check_equal_micros,
+    check_masters,
     check_shard,
     check_sharded_mode,
     parse_plugins,
@@ -208,6 +209,7 @@ def open_grid(config: Config, launch: Launch) -> RankGrid:
         replicas = max(replicas, min(2, most_replicas(config)))
     if replicas > 1:
         check_capabilities(config, plugins.mode.requires, plugins.optimizer.capabilities)
+    check_masters(config, plugins)
     check_deal(config, plugins)
     micro_ids = _deal(config, topology)
     check_computes(config, topology.stages * plugins.schedule.chunks, most_micros(config, topology.replicas))

@@ -24,6 +24,7 @@ from acsgd.run.plan.measure import layers_key
 from acsgd.run.plan.memory import PlanCache, RankMemory, least_memory, plan_memory
 from acsgd.run.plan.model import RunModel, layers_cache
 from acsgd.run.plan.partition import Partition, divide_model, open_grid, topology_of
+from acsgd.run.plan.plugins import has_masters
 from acsgd.run.plan.rates import LinkRate, Rates
 from acsgd.run.plan.step_memory import TracedModel, layer_groups, trace_model
 from acsgd.run.plan.step_time import PlannedStep, StepPlanner
@@ -378,7 +379,8 @@ def check_fit(config: Config, launch: Launch, model: RunModel, streams: Streams)
     """
     memory, on_gpu = streams.memory_bytes(), bool(streams.gpu)
     processes = 1 if on_gpu else launch.local_world_size
-    least = model.parameters.needed_bytes(DTYPES[config.model.dtype]) / config.pp.stages * processes
+    of_model = model.parameters.needed_bytes(DTYPES[config.model.dtype], has_masters=has_masters(config))
+    least = of_model / config.pp.stages * processes
     offloads = "cpu" in (config.optim.offload, config.model.offload) or config.model.offload_activations
     least_on_host = least * launch.local_world_size * (on_gpu and offloads)
     has_room = least < SMALL * memory and least_on_host < SMALL * host_memory().total

@@ -84,7 +84,7 @@ def parse_plugins(config: Config) -> Plugins:
         backward=backward,
         ladder=ladder,
         tied=from_spec(config.pp.tied, TIED, key="pp.tied"),
-        optimizer=from_spec(config.optim.name, OPTIMIZERS, key="optim.name"),
+        optimizer=_parse_optimizer(config),
         mode=from_spec(in_steps(config.dp.mode, lambda _: 1), MODES, key="dp.mode"),
         recompute=Recompute.parse(config.model.recompute),
     )
@@ -138,6 +138,39 @@ def check_capabilities(config: Config, required: frozenset[Capability], provided
         raise ValueError(
             f'dp.mode="{config.dp.mode}" corrects means of squared gradients, and optim.betas={config.optim.betas} has '
             "none; give --optim.betas 0.9 0.999, or moment_correction=false in dp.mode"
+        )
+
+
+def has_masters(config: Config) -> bool:
+    """Return whether trained weights have masters apart from their parameters."""
+    is_rounded = config.model.dtype != "fp32" and config.optim.masters == "fp32"
+    return is_rounded or config.optim.offload == "cpu" or _parse_optimizer(config).averages
+
+
+def _parse_optimizer(config: Config) -> OptimizerSpec:
+    optimizer: OptimizerSpec = from_spec(config.optim.name, OPTIMIZERS, key="optim.name")
+    return optimizer
+
+
+def check_masters(config: Config, plugins: Plugins) -> None:
+    """Raise ValueError if other options do not work with the masters, which are averages or not kept."""
+    optim, averages = config.optim, plugins.optimizer.averages
+    if averages and optim.masters == "none":
+        raise ValueError(
+            f"optim.masters=none: optim.name={optim.name} averages weights in fp32 masters; use --optim.masters fp32, "
+            "or another optimizer, such as adamw"
+        )
+    if averages and optim.schedule != "constant":
+        raise ValueError(
+            f"optim.name={optim.name} averages weights in place of lowering the learning rate, which optim.schedule="
+            f"{optim.schedule} does; use --optim.schedule constant"
+        )
+    if plugins.mode.exchanges != "gradients" and (averages or optim.masters == "none"):
+        are = "averages" if averages else "not kept"
+        raise ValueError(
+            f"dp.mode={config.dp.mode} steps and exchanges fp32 masters, which are {are} with optim.name={optim.name} "
+            f"and optim.masters={optim.masters}; use --dp.mode allreduce or powersgd, or --optim.name adamw "
+            "--optim.masters fp32"
         )
 
 

@@ -21,17 +21,18 @@ from acsgd.pp.wire.coder import TensorSpec
 from acsgd.run.plan.layer_trace import LayerTrace, trace_layers
 from acsgd.run.plan.limits import ParameterCount
 from acsgd.run.plan.partition import Partition
+from acsgd.run.plan.plugins import has_masters
 from acsgd.shards.layer_tensors import hidden_matrices
 from acsgd.shards.plan import StageSpec
-from acsgd.shards.weights import Weight
+from acsgd.shards.weights import Weight, as_own_master
 
 
 class RankWeights:
     """The weights of one rank, on the meta device."""
 
     def __init__(self, partition: Partition, built: PreTrainedModel) -> None:
-        model, layers, dtype = partition.model, partition.layout, partition.shapes.dtype
-        me, is_master = partition.topology.rank, dtype == torch.float32 and partition.config.optim.offload == "none"
+        model, layers = partition.model, partition.layout
+        me, is_apart = partition.topology.rank, has_masters(partition.config)
         looked_up = {each.key for each in partition.tied if me in each.lookups}
         sent = {each.key for each in partition.tied if each.lookups and me == each.owner}
         hidden, frozen, seen = hidden_matrices(built, model.description), {*model.description.frozen}, set[str]()
@@ -44,7 +45,7 @@ class RankWeights:
                 Weight(
                     key,
                     param := built.get_parameter(key),
-                    param if is_master else nn.Parameter(torch.empty(param.shape, device="meta")),
+                    nn.Parameter(torch.empty(param.shape, device="meta")) if is_apart else as_own_master(param),
                     has_remote_lookups=key in sent,
                     is_hidden_matrix=key in hidden,
                     is_tied=len(model.description.tied().get(key, ())) > 1,
@@ -86,6 +87,7 @@ def trace_model(partition: Partition, built: PreTrainedModel | None = None) -> T
             model.description,
             shapes.sizes,
             dtype=shapes.dtype,
+            has_masters=has_masters(config),
             label_smoothing=config.optim.label_smoothing,
             recompute=recompute,
             splits_backward=partition.programs.splits_backward,
@@ -228,7 +230,7 @@ class StepWalk:
             return SummedBuckets()
         early = [weight for weight in self._weights.stages[stage] if not weight.has_remote_lookups]
         buckets = split_weights(early, bucket_mb(partition.plugins.mode))
-        sizes = [sum(weight.master.nbytes for weight in bucket) for bucket in buckets]
+        sizes = [sum(weight.grad_bytes for weight in bucket) for bucket in buckets]
         return SummedBuckets(sizes, replicas, keeps_whole=not self._sums_passes)
 
     def _run_forward(self, action: Action, memory: _StepMemory) -> None:
@@ -273,7 +275,7 @@ class StepWalk:
             memory.reach(layer, needed + self._traced.dequantized[layer] + entering_bytes(self._partition, layer + 1))
             memory.gradients -= whole
             early = (each for each in self._last_used(action.stage, layer) if not each.has_remote_lookups)
-            made += sum(weight.master.nbytes for weight in early) * bool(buckets.sizes)
+            made += sum(weight.grad_bytes for weight in early) * bool(buckets.sizes)
             if completes:
                 memory.keep(layer, -trace.kept)
             if action.op in (Op.I, Op.W):
@@ -297,7 +299,7 @@ class StepWalk:
         """Return the bytes of the gradients that stay of the weights that a layer is the last of its stage to use."""
         own, replicas = self._last_used(stage, layer), self._partition.num_owners
         return sum(
-            weight.master.nbytes // (replicas if self._sums_passes and not weight.has_remote_lookups else 1)
+            weight.grad_bytes // (replicas if self._sums_passes and not weight.has_remote_lookups else 1)
             for weight in own
         )
 

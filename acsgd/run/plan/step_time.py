@@ -46,6 +46,9 @@ before."""
 STEP_BYTES, COPY_BYTES, SUM_BYTES = 16, 4, 8
 """Bytes that clipping and the optimizer read and write of a gradient, of an fp32 master that is copied, and of a sum of
 gradients that is added to."""
+ROUNDED_WORK, AVERAGED_WORK = 2.0, 3.5
+"""Time beyond that of AdamW's step that it takes to round weights without masters, and to average weights, in multiples
+of AdamW's; see docs/measurements/speed.md, "Optimizers"."""
 COPY_PASSES = 3
 """Times that the bytes of a copy cross the memory of a host: what is copied, and what is written over, which the core
 reads first."""
@@ -301,6 +304,9 @@ class StepPlanner:
             if weight.master is not weight.param:
                 nbytes += COPY_BYTES * weight.master.numel() + weight.param.nbytes
         trained = [weight.param for weight in chain.from_iterable(weights.stages.values())]
+        work = ROUNDED_WORK * (partition.config.optim.masters == "none")
+        work += AVERAGED_WORK * partition.plugins.optimizer.averages
+        nbytes += work * ADAMW_BYTES * sum(param.numel() for param in trained)
         micros, rates = partition.micros_per_replica, self._rates
         if partition.config.optim.offload == "none":
             return nbytes / owned / rates.bytes_per_s
@@ -462,7 +468,7 @@ def _exposed(partition: Partition, exchange: LinkLoad, step_s: float, backward_s
         return max(0.0, exchange.busy_s - step_s * overlaps_next_step(partition.plugins.mode))
     if partition.divides_in_domains:  # once the last gradient is summed within the domain
         return exchange.busy_s
-    trained = [weight.master.nbytes for weight in chain.from_iterable(weights.stages.values())]
+    trained = [weight.grad_bytes for weight in chain.from_iterable(weights.stages.values())]
     buckets = max(1, math.ceil(sum(trained) / (1e6 * bucket_mb(partition.plugins.mode))))
     passes, gathered = 1, 0.0
     if partition.config.dp.shard == "weights":  # each layer's weights travel while the one before it runs

@@ -41,7 +41,7 @@ from acsgd.pp.wire.coder import CodecChoice, CodecIndices, TensorSpec
 from acsgd.pp.wire.frame import MessageKind
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.run.plan.job import Job
-from acsgd.run.plan.plugins import check_sharded_mode
+from acsgd.run.plan.plugins import check_sharded_mode, has_masters
 from acsgd.run.plan.step_memory import RankWeights
 from acsgd.run.plan.transports import Transports, exchanges_updates, sums_gradients
 from acsgd.run.session import Session
@@ -273,6 +273,7 @@ def _open_loader(job: Job, composed: ComposedModel, source: WeightSource, *, def
         looked_up=[each.key for each in job.tied if me in each.lookups],
         sent=[each.key for each in job.tied if each.lookups and me == each.owner],
         defers_constants=defers_constants,
+        has_masters=has_masters(job.config),
         masters_on_host=job.config.optim.offload == "cpu",
         keeps_files=job.config.dp.shard == "weights" or job.config.model.offload != "none",
     )

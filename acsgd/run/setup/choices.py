@@ -21,6 +21,7 @@ from acsgd.optim.adamw import AdamW
 from acsgd.optim.adamw8bit import AdamW8bit
 from acsgd.optim.muon import Muon
 from acsgd.optim.schedule import learning_rate
+from acsgd.optim.schedule_free import ScheduleFreeAdamW
 from acsgd.pp.schedules.schedules import GPipe
 from acsgd.pp.tied.plan import TiedRows
 from acsgd.pp.wire.delta import Delta
@@ -231,7 +232,7 @@ CHOICES = (
     *(
         without_effect(
             option,
-            lambda job: not isinstance(job.plugins.optimizer, AdamW | AdamW8bit | Muon),
+            lambda job: not isinstance(job.plugins.optimizer, AdamW | AdamW8bit | Muon | ScheduleFreeAdamW),
             "optim.name={config.optim.name} has parameters of its own",
             "give --optim.name adamw, or ",
         )

@@ -154,15 +154,16 @@ def check_room(job: Job, groups: Groups, disks: Disks) -> list[str]:
 def _lack_of_room(job: Job, disks: Disks) -> str:
     """Return how much room the disk of this rank lacks, and what to do; empty if it is enough. Raises OSError.
 
-    The least size of a checkpoint counts: fp32 weights, and state of the optimizer that has their shape. Leftovers of
+    The least size of a checkpoint counts: weights, and fp32 state of the optimizer that has their shape. Leftovers of
     saves count as free, since they are removed; so do checkpoints that are there, since new ones replace them, unless
     they are set aside.
     """
     config, directory = job.config.checkpoint, job.paths.checkpoints.path
     optimizer = job.plugins.optimizer.states
+    weight_bytes = 2 if job.config.optim.masters == "none" else 4  # bf16 or fp32
     states = sum(state.shape is weight_shape and state.of_hidden_matrices is None for state in optimizer)
     share = min(config.copies, len(disks.members)) / len(disks.members)
-    size = int(4 * (1 + states) * job.model.parameters.trained * share)
+    size = int((weight_bytes + 4 * states) * job.model.parameters.trained * share)
     steps, every = job.config.optim.steps, config.every_steps
     saves = -(-steps // every) if steps and every else 1  # at least
     count = min(saves, config.keep + 1)  # a new one is complete before the oldest is removed

@@ -1,0 +1,66 @@
+"""Stochastic rounding of fp32 weights to bf16.
+
+bf16 has 8 significant bits, so an update of less than 2^-9 of a weight would be lost if it were rounded to nearest.
+Rounded up or down at random, each with the probability that keeps the expectation, it counts on average (Gupta et al.
+2015, arXiv:1502.02551; Zamirai et al. 2020, arXiv:2010.06192).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from acsgd.codecs.bits import block_size
+from acsgd.optim.ownership import rows_of_key
+from acsgd.shards.weights import Weight
+from acsgd.streams import mix_seed
+
+LOW_BITS = 0xFFFF
+"""Bits of an fp32 number that bf16 does not have."""
+LARGEST = 0x7FFF0000
+"""Bits of the largest positive bf16 NaN: a carry from beyond, where the NaN of CUDA is, would end at -0."""
+
+
+class RandomBits(NamedTuple):
+    """Random numbers of the rows and of the columns of a weight, int32, those of rows odd.
+
+    Columns are those of the last dimension; a vector has one.
+
+    The upper half of the product of both gives each element its bits, so that parts of a weight have those of the
+    whole. Each is uniform, and two are as good as independent (multiply-shift hashing, Dietzfelbinger et al. 1997).
+    """
+
+    rows: Tensor
+    columns: Tensor
+
+
+def random_bits(weight: Weight, step: int) -> RandomBits:
+    """Return the random numbers of a weight, or of the part that its key names, in a step, on its device."""
+    (key, start), shape = rows_of_key(weight.key), weight.param.shape
+    columns = shape[-1] if len(shape) > 1 else 1
+    start, rows = start * math.prod(shape[1:-1]), weight.param.numel() // max(1, columns)
+    generator = torch.Generator().manual_seed(mix_seed(step, *key.encode()))
+    numbers = torch.randint(-(2**31), 2**31, [columns + start + rows], dtype=torch.int32, generator=generator)
+    numbers = numbers.to(weight.param.device)
+    return RandomBits(numbers[columns + start :] | 1, numbers[:columns])
+
+
+@torch.no_grad()
+def round_stochastically(values: Tensor, bits: RandomBits, *, out: Tensor) -> None:
+    """Round fp32 values to bf16, up or down at random, so that the expectation is the value.
+
+    values: contiguous; inf and NaN stay. out: of the same shape, changed in place.
+    """
+    rows, columns = bits
+    at_once = max(1, min(len(rows), block_size(values.device) // max(1, len(columns))))
+    # of all blocks: on a CPU, new memory takes longer than the work
+    sums, noise = torch.empty(2, at_once, len(columns), dtype=torch.int32, device=values.device)
+    blocks = (x.view(len(rows), -1).split(at_once) for x in (values.view(torch.int32), out.view(torch.int16)))
+    for numbers, source, target in zip(rows.split(at_once), *blocks, strict=True):
+        high, low = sums[: len(numbers)], noise[: len(numbers)]
+        torch.mul(numbers.unsqueeze(1), columns, out=low).bitwise_right_shift_(16).bitwise_and_(LOW_BITS)
+        torch.clamp(source, max=LARGEST, out=high).add_(low).bitwise_right_shift_(16)
+        target.copy_(high)
