@@ -99,6 +99,12 @@ class Variant(NamedTuple):
     rate: float = 1.0
     """Factor of the learning rate."""
     adapter: str | None = None
+    optimizer: str = "adamw"
+    """optim.name"""
+    schedule: str = "linear"
+    """optim.schedule"""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    masters: Literal["fp32", "none"] = "fp32"
 
     @property
     def stages(self) -> int:
@@ -167,7 +173,10 @@ class Tuning:
         s = self.setting
         return Config(
             model=ModelConfig(
-                str(with_dropout(self.model, variant.dropout)), init=s.init, dropout_mask=variant.dropout_mask
+                str(with_dropout(self.model, variant.dropout)),
+                init=s.init,
+                dropout_mask=variant.dropout_mask,
+                dtype=variant.dtype,
             ),
             data=DataConfig(
                 sources=str(self.text),
@@ -180,6 +189,9 @@ class Tuning:
                 lr=s.lr * variant.rate,
                 steps=s.epochs * s.steps_per_epoch,
                 warmup=round(s.warmup * s.steps_per_epoch),
+                name=variant.optimizer,
+                schedule=variant.schedule,
+                masters=variant.masters,
             ),
             adapter=AdapterConfig(variant.adapter),
             dp=ReplicaConfig(variant.mode),
