@@ -42,9 +42,9 @@ demo: setup
 test: lint
 	$(MAKE) --no-print-directory --jobs 2 tests types docs
 
-# Groups of tests side by side (see tests/conftest.py), those that take longest first. Four even on two cores, since
-# tests of runs that end often wait. A worker that dies is not replaced: pytest-xdist would run the same test again, or
-# wait forever. Beside pytest 9.2, pytest-xdist 3.8 ignores groups: pytest-dev/pytest-xdist#1386.
+# Groups of tests side by side (see tests/conftest.py). Four even on two cores, since tests of runs that end often wait.
+# A worker that dies is not replaced: pytest-xdist would run the same test again, or wait forever. Beside pytest 9.2,
+# pytest-xdist 3.8 ignores groups: pytest-dev/pytest-xdist#1386.
 tests: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0 --durations=10
 
