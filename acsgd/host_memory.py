@@ -10,8 +10,12 @@ from typing import NamedTuple
 import psutil
 
 CGROUPS = Path("/sys/fs/cgroup")
-"""Where Linux shows control groups of version 2: https://docs.kernel.org/admin-guide/cgroup-v2.html."""
+"""Where Linux shows control groups of version 2, and of version 1 in folders by resource.
+
+https://docs.kernel.org/admin-guide/cgroup-v2.html, https://docs.kernel.org/admin-guide/cgroup-v1/memory.html."""
 OWN_CGROUP = Path("/proc/self/cgroup")
+_MEMORY_FILES = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
+"""Of a control group: its limit, and what it uses; of version 2, and of version 1, whose "no limit" is above 2**62."""
 
 
 class HostMemory(NamedTuple):
@@ -32,10 +36,11 @@ def host_memory() -> HostMemory:
     host, swap = psutil.virtual_memory(), psutil.swap_memory().total
     total, available = host.total, host.available
     for group in _cgroups():
-        limit = _number(group / "memory.max")
-        if limit is not None:
-            used = (_number(group / "memory.current") or 0) - _cached_bytes(group)
-            total, available = min(total, limit), min(available, max(limit - used, 0))
+        for file, used_file in _MEMORY_FILES.items():
+            limit = _number(group / file)
+            if limit is not None:
+                used = (_number(group / used_file) or 0) - _cached_bytes(group)
+                total, available = min(total, limit), min(available, max(limit - used, 0))
         swap_limit = _number(group / "memory.swap.max")
         swap = swap if swap_limit is None else min(swap, swap_limit)
     return HostMemory(total, available, swap, total < host.total)
@@ -53,17 +58,18 @@ def usable_processors() -> float:
 
 def _cgroups() -> Iterator[Path]:
     """Yield the control groups of this process that are visible here: its own one, and those that contain it."""
-    lines = OWN_CGROUP.read_text().splitlines() if OWN_CGROUP.exists() else []
-    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    path = CGROUPS / own
-    yield from (group for group in (path, *path.parents) if group == CGROUPS or CGROUPS in group.parents)
+    lines = OWN_CGROUP.read_text().splitlines() if OWN_CGROUP.exists() else ["0::/"]
+    for number, controllers, path in (line.split(":", 2) for line in lines):
+        if number == "0" or "memory" in controllers.split(","):
+            own = CGROUPS / controllers / path.lstrip("/")
+            yield from (group for group in (own, *own.parents) if group == CGROUPS or CGROUPS in group.parents)
 
 
 def _cached_bytes(group: Path) -> int:
     """Return how much of the memory of a control group holds files that can be read again."""
     path = group / "memory.stat"
     fields = dict(line.split() for line in path.read_text().splitlines()) if path.exists() else {}
-    return int(fields.get("inactive_file", 0))
+    return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))  # version 1 counts groups in it apart
 
 
 def _number(path: Path) -> int | None:

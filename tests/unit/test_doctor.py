@@ -436,21 +436,27 @@ def test_facts_are_equal_where_the_code_is() -> None:
     assert installed_versions().keys() == FACTS.keys()
 
 
+@pytest.mark.parametrize("version", [1, 2])
 def test_the_memory_of_a_process_is_what_the_least_of_its_control_groups_allows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tmp_path / "cgroup" / "job_1" / "step_0"
+    of_memory = own if version == 2 else tmp_path / "cgroup" / "memory" / "job_2" / "step_0"
     own.mkdir(parents=True)
+    of_memory.mkdir(parents=True, exist_ok=True)
+    limit, used = ("max", "current") if version == 2 else ("limit_in_bytes", "usage_in_bytes")
+    no_limit, cached = ("max", "") if version == 2 else (f"{2**63 - 4096}", "inactive_file 1\ntotal_")
+    of_version_1 = "memory:/job_2/step_0" if version == 1 else "cpu:/"
     for file, content in (
-        (tmp_path / "own", "3:memory:/other\n0::/job_1/step_0\n"),
-        (own / "memory.max", "max\n"),
+        (tmp_path / "own", f"3:pids:/other\n4:{of_version_1}\n0::/job_1/step_0\n"),
+        (of_memory / f"memory.{limit}", f"{no_limit}\n"),
         (own / "memory.swap.max", "1024\n"),
         (own / "cpu.max", "max 100000\n"),
         (own.parent / "cpu.max", "25000 100000\n"),
-        (own.parent / "memory.max", f"{2**30}\n"),
-        (own.parent / "memory.current", f"{2**29 + 4096}\n"),
-        (own.parent / "memory.stat", "anon 1\ninactive_file 4096\n"),
-        (tmp_path / "memory.max", "1\n"),  # outside of what shows control groups
+        (of_memory.parent / f"memory.{limit}", f"{2**30}\n"),
+        (of_memory.parent / f"memory.{used}", f"{2**29 + 4096}\n"),
+        (of_memory.parent / "memory.stat", f"anon 1\n{cached}inactive_file 4096\n"),
+        (tmp_path / f"memory.{limit}", "1\n"),  # outside of what shows control groups
     ):
         file.write_text(content)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2**40, available=2**39))
