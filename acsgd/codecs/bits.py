@@ -74,9 +74,14 @@ def positions_of_ones(flags: Tensor) -> Tensor:
     return torch.from_numpy(numpy.flatnonzero(flags.view(torch.bool).numpy()))
 
 
+def has_values(x: Tensor) -> bool:
+    """Whether a tensor has values: those of a plan of memory have not, and show the sizes of what is allocated."""
+    return not isinstance(x, FakeTensor)
+
+
 def _has_numpy(x: Tensor) -> bool:
     """Whether NumPy can read a tensor: it packs single bits 20 times as fast as torch."""
-    return x.device.type == "cpu" and not isinstance(x, FakeTensor)
+    return x.device.type == "cpu" and has_values(x)
 
 
 def _pack_block(codes: Tensor, bits: int, out: Tensor) -> None:

@@ -129,7 +129,7 @@ class FixPoint:
         """Fused version of cache_update.encode_update: block by block, so that a block stays in the CPU cache."""
         flat, cached, layout = x.detach().reshape(-1), entry.view(-1), self._layout(tuple(x.shape))
         difference = torch.empty(layout.numel, dtype=torch.float32, device=x.device)
-        for block in layout.blocks(x.device):
+        for block in layout.blocks(x):
             torch.sub(flat[block].float(), cached[block].float(), out=difference[block])
         quantization, codes_of, fields = self._prepare(difference, layout)
         check_finite(tuple(fields), difference.view(x.shape))
@@ -137,7 +137,7 @@ class FixPoint:
             return kernels.encode(flat, quantization, cached), *fields
         stream = torch.empty(packed_bytes(layout.numel, self.bits), dtype=torch.uint8, device=x.device)
         divisors = as_divisors(quantization.steps)
-        for block in layout.blocks(x.device):
+        for block in layout.blocks(x):
             count = block.stop - block.start
             codes = codes_of(layout.rows(difference[block]), layout.scales_of(divisors, block)).view(-1)[:count]
             pack_bits(codes, self.bits, stream_slice(stream, block.start, count, self.bits))
@@ -152,7 +152,7 @@ class FixPoint:
         if kernels := kernels_for(layout, entry.device, entry.dtype, dtype):
             return kernels.decode(stream, quantization, dtype, cached).view(entry.shape)
         y = torch.empty(layout.numel, dtype=dtype, device=entry.device)
-        for block in layout.blocks(entry.device):
+        for block in layout.blocks(entry):
             count = block.stop - block.start
             codes = unpack_bits(stream_slice(stream, block.start, count, self.bits), self.bits, count)
             y[block] = saturate_(self._add(codes, quantization, block, cached), dtype)

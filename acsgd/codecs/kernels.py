@@ -86,7 +86,7 @@ class Kernels:
 
     def decoded_blocks(self, stream: Tensor, quantization: UniformQuantization) -> Iterator[tuple[slice, Tensor]]:
         """Yield the decoded bit stream, fp32, in blocks; see `BlockDecoder`."""
-        for block in quantization.layout.blocks(stream.device):
+        for block in quantization.layout.blocks(stream):
             yield block, self._decode_block(stream, quantization, block)  # not kept here while it is used
 
     def _decode_block(self, stream: Tensor, quantization: UniformQuantization, block: slice) -> Tensor:

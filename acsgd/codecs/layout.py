@@ -5,6 +5,7 @@ A tensor of N elements is viewed flat, in C order, as rows of `width` elements. 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from acsgd.codecs.base import saturate_
-from acsgd.codecs.bits import block_size, pack_bits, packed_bytes, stream_slice
+from acsgd.codecs.bits import block_size, has_values, pack_bits, packed_bytes, stream_slice
 
 Dims = Literal["channel", "token", "tensor", "group"]
 ValuesOf = Callable[[Tensor, int], Tensor]
@@ -38,9 +39,13 @@ class ScaleLayout(NamedTuple):
             return 0
         return self.width if self.by_column else -(-self.numel // self.width)
 
-    def blocks(self, device: torch.device) -> Iterator[slice]:
-        """Split the elements into blocks of about `block_size`, see `split`."""
-        return self.split(block_size(device))
+    def blocks(self, x: Tensor) -> Iterator[slice]:
+        """Split the elements of a tensor, or of what it encodes, into blocks of about `block_size`, see `split`.
+
+        Without values, there is the first block alone: the others need no more memory.
+        """
+        blocks = self.split(block_size(x.device))
+        return blocks if has_values(x) else itertools.islice(blocks, 1)
 
     def split(self, size: int) -> Iterator[slice]:
         """Split the elements into blocks of whole rows, of at most `size` elements unless 8 rows have more.
@@ -110,7 +115,7 @@ def encode_blocks(
     codes_of: Quantizer of a block: (fp32 [rows, width], scales that broadcast against it) -> codes, uint8.
     """
     stream = torch.empty(packed_bytes(layout.numel, bits), dtype=torch.uint8, device=flat.device)
-    for block in layout.blocks(flat.device):
+    for block in layout.blocks(flat):
         codes = codes_of(layout.rows(flat[block]).float(), layout.scales_of(scales, block))
         count = block.stop - block.start
         pack_bits(codes.view(-1)[:count], bits, stream_slice(stream, block.start, count, bits))
@@ -128,7 +133,7 @@ class CodedStream(NamedTuple):
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield the elements, values times scales, in blocks: their range, and fp32 [n], which may be overwritten."""
-        for block in self.layout.blocks(self.stream.device):
+        for block in self.layout.blocks(self.stream):
             yield block, self._decode_block(block)  # not kept here while it is used
 
     def decode(self, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from acsgd.codecs.base import Field, Wire, rounding_bound
-from acsgd.codecs.bits import packed_bytes, unpack_bits
+from acsgd.codecs.bits import has_values, packed_bytes, unpack_bits
 from acsgd.codecs.fixpoint import ROUND_OFFSET
 from acsgd.codecs.layout import CodedStream, Dims, ScaleLayout, ValuesOf, check_dims, encode_blocks, layout_of
 from acsgd.codecs.scales import MIN_SCALE, as_divisors, decode_scales, encode_scales, measure, scale_fields
@@ -116,6 +116,8 @@ def fit_levels(histogram: Tensor, count: int) -> Tensor:
     Args:
         histogram: Weights of the numbers i / HALF_BINS - 1, float64[BINS].
     """
+    if not has_values(histogram):
+        return histogram[:count]
     position = torch.arange(BINS, dtype=torch.float64, device=histogram.device)
     mass = functional.pad(histogram.cumsum(0), (1, 0))
     moment = functional.pad((histogram * position).cumsum(0), (1, 0))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.base import BlockDecoder, Codec, Wire, check_finite, pack, unpack, wire_bytes
+from acsgd.codecs.bits import has_values
 from acsgd.codecs.lossless import compress_, decompress
 
 
@@ -89,7 +90,7 @@ def compressed(message: Tensor, wire: Wire = ()) -> Tensor:
     wire: as in `compress_`.
     """
     coded = message.to("cpu", copy=True)
-    length = compress_(coded, wire)
+    length = compress_(coded, wire) if has_values(message) else len(message)
     return coded[:length].to(message.device) if length < len(message) else message
 
 

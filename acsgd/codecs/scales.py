@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from acsgd.codecs.base import Field, Wire
+from acsgd.codecs.bits import has_values
 from acsgd.codecs.layout import ScaleLayout
 
 Statistic = Literal["max", "mean", "rms"]
@@ -78,7 +79,9 @@ def _measure(flat: Tensor, layout: ScaleLayout, statistic: Statistic) -> Tensor:
         return flat.new_zeros(0)
     dim = 0 if layout.by_column else 1
     unit = flat.new_ones(()) if statistic == "max" else _unit_of(flat)
-    parts = [_reduce(layout.rows(flat[block]), statistic, dim, unit) for block in layout.blocks(flat.device)]
+    parts = [_reduce(layout.rows(flat[block]), statistic, dim, unit) for block in layout.blocks(flat)]
+    if not has_values(flat):  # there is one block
+        return torch.empty(layout.scales, device=flat.device)
     if not layout.by_column:
         return _finish(torch.cat(parts), statistic, _row_lengths(layout, flat.device), unit)
     stacked = torch.stack(parts)

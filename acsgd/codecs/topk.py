@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import numpy
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from acsgd.codecs.base import ALIGNMENT, Codec, Field, SlicedVector, Wire, check_finite, pack, unpack, wire_bytes
-from acsgd.codecs.bits import block_size, positions_of_ones
+from acsgd.codecs.bits import block_size, has_values, positions_of_ones
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.layout import SAMPLE, check_dims
 from acsgd.codecs.lloyd import Lloyd
@@ -81,7 +80,7 @@ class TopK:
     def encode_kept(self, x: SlicedVector) -> tuple[Tensor, Tensor]:
         """Return `encode`'s message, and the ascending positions of the kept elements, int64[k]."""
         n, empty = len(x), x[:0].new_empty
-        if isinstance(x[:0], FakeTensor):  # of a plan of memory, which needs the sizes alone
+        if not has_values(x[:0]):
             _ = x[: block_size(x.device)]
             return empty(self.max_bytes(n), dtype=torch.uint8), empty(self.kept(n), dtype=torch.int64)
         positions, values = self._largest(x)
@@ -106,10 +105,10 @@ class TopK:
         a message is added and verified by dp/peers.py.
         """
         fields, remainders, quotients = self._fields(message, n)
-        if isinstance(message, FakeTensor):
-            positions = message.new_empty(self.kept(n), dtype=torch.int64)
-        else:
+        if has_values(message):
             positions = decode_positions(remainders, quotients, self.kept(n), n, self._rice(n))
+        else:
+            positions = message.new_empty(self.kept(n), dtype=torch.int64)
         return positions, self._values(fields, n)
 
     def decode_values(self, message: Tensor, n: int) -> Tensor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple, TypeVar, cast
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from acsgd.comm.process_groups import Group
 from acsgd.comm.waits import DirectWaits, Meter
 from acsgd.config.options import OptimConfig, ShardKind
 from acsgd.dp.exchange.buckets import bucket_mb, split_weights
+from acsgd.dp.exchange.local_weights import group_weights
 from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.dp.peers import AsyncResult, Peers
 from acsgd.dp.sync import GradSync, Mode
@@ -38,7 +41,7 @@ class UpdateMemory(NamedTuple):
     """What the update of a rank's weights needs on one of several replicas, bytes, besides the optimizer's state."""
 
     state: int
-    """What the data-parallel mode keeps from step to step."""
+    """What the data-parallel mode keeps from step to step, and what an exchange needs that runs during a step."""
     has_buckets: bool
     """Whether gradients lie in buffers that the mode keeps."""
     reduction_peak: int
@@ -49,6 +52,18 @@ class UpdateMemory(NamedTuple):
 
 LAST_SEARCHED = 10_000
 """Steps among which one with an exchange is looked for."""
+
+
+class _FakeTensors(FakeTensorMode):
+    """Context of fake tensors, in which a value that code reads is 0: checks find neither NaN nor infinity."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 0
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class _NoWork:
@@ -81,18 +96,20 @@ class AbsentPeers(Peers):
     """Replicas that are not there: work runs at once, and what is received has no values.
 
     replicas: number of those that exchange, each of them a domain of `members` replicas.
+    runs: whether submitted work runs; else its result is None.
     """
 
-    def __init__(self, replica: int, replicas: int, members: int = 1) -> None:
+    def __init__(self, replica: int, replicas: int, members: int = 1, *, runs: bool = True) -> None:
         super().__init__(cast("Group", _AbsentGroup(replica, replicas)), DirectWaits())
         self.members = range(members)
+        self._runs = runs
 
     def start_domain_sum(self, tensor: Tensor, meter: Meter) -> Callable[[], None]:
         return lambda: None
 
     def submit(self, work: Callable[[], T]) -> AsyncResult[T]:
         done = Future[T]()
-        done.set_result(work())
+        done.set_result(work() if self._runs else cast("T", None))
         return AsyncResult(done, self.waits)
 
     def exchange(self, outgoing: Mapping[int, Tensor], longest: Mapping[int, int], meter: Meter) -> dict[int, Tensor]:
@@ -114,40 +131,150 @@ def dry_run(
     """Make a step with the weights of some stages, on the meta device, of one of several replicas.
 
     replicas, members: see `AbsentPeers`. ownership: of these weights; None = each replica owns all. shard: dp.shard.
-    Where code reads values, as quantizing codecs do when they check for NaN, the rest of the exchange is not counted.
+    An exchange of updates is run once for each size of the buffers in which weights are exchanged, and for two of them.
+    Blocks in which a codec works have the size that they have on a CPU.
     """
     in_domains = ownership is not None and bool(ownership.domains)
     if isinstance(mode, AllReduce) and not in_domains:
         return _exact_update(mode, optimizer, config, stages, replicas, ownership, shard)
-    with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as tracker:
+    has_updates = mode.exchanges != "gradients"
+    members = 1 if in_domains else members
+    with _FakeTensors(), MemoryTracker() as tracker:
         fakes = [[_fake(weight) for weight in in_reduction_order(weights)] for weights in stages]
         weights = [weight for of_stage in fakes for weight in of_stage]
         owned = OwnedWeights(weights, ownership or Ownership(0, replicas))
         held, gradients = tracker.now, sum(each.grad_bytes for each in owned.of(weights))
-        peers = AbsentPeers(0, replicas, 1 if in_domains else members)
+        peers = AbsentPeers(0, replicas, members, runs=not has_updates)
         syncs = [mode.open(owned.of(each), peers) for each in fakes]
-        step = next((step for step in range(LAST_SEARCHED) if any(sync.exchanges_after(step) for sync in syncs)), 0)
-        for sync in syncs:
-            sync.begin_step(step)
+        step = _step_with_exchange(syncs)
+        if not has_updates:  # a mode may have no state before its first step
+            _reduce(syncs, [owned.of(each) for each in fakes], step, tracker)
+            for sync in syncs:
+                sync.after_step(step, SecondMoments({}, 0.0))
+        started = _reduce(syncs, [owned.of(each) for each in fakes], step, tracker)
         has_buckets = any(sync.has_buckets for sync in syncs)
-        state = tracker.now - held - gradients * has_buckets
-        for sync, of_stage in zip(syncs, fakes, strict=True):
-            for weight in reversed(owned.of(of_stage)):
-                weight.master.grad = torch.empty(weight.master.shape)
-                sync.grad_ready(weight, is_final=True)
-        tracker.peak = tracker.now
-        for sync in syncs:
-            sync.reduce()
-            sync.wait()
+        state = started.now - held - gradients * has_buckets
         reduction_peak = tracker.peak - held - state - gradients
 
         def open_own() -> Optimizer:
             return open_optimizer(optimizer, owned.of(weights), config, Streams(peers.device))
 
-        update = UpdateMemory(
-            state, has_buckets, reduction_peak, _update_peak(tracker, syncs, step, open_own, owned.of(weights))
-        )
-        return _with_parts(update, owned, mode) if in_domains else update
+        update_peak = _update_peak(tracker, () if has_updates else syncs, step, open_own, owned.of(weights))
+    if has_updates:
+        groups = [*chain.from_iterable(group_weights(owned.of(each)) for each in fakes)]
+        exchanging = AbsentPeers(0, replicas, members)
+        exchange = _exchange_memory(groups, partial(_run_exchange, mode, optimizer, config, exchanging, step))
+        state, update_peak = state + exchange.in_flight, max(update_peak, exchange.peak)
+    update = UpdateMemory(state, has_buckets, reduction_peak, update_peak)
+    return _with_parts(update, owned, mode) if in_domains else update
+
+
+def _step_with_exchange(syncs: Sequence[GradSync]) -> int:
+    """Return the first step that an exchange follows, or one that initial exact steps are unlikely to last until."""
+    steps = range(LAST_SEARCHED)
+    return next((step for step in steps if any(sync.exchanges_after(step) for sync in syncs)), LAST_SEARCHED)
+
+
+class _Started(NamedTuple):
+    """Memory of a step that has been started, with buffers for gradients, bytes."""
+
+    now: int
+    peak: int
+
+
+def _reduce(
+    syncs: Sequence[GradSync], stages: Sequence[Sequence[Weight]], step: int, tracker: MemoryTracker
+) -> _Started:
+    """Start a step, make gradients, and reduce them; return the memory, and its peak, between start and gradients.
+
+    The tracker's peak is then that of the reduction, after the gradients.
+    """
+    tracker.peak = tracker.now
+    for sync in syncs:
+        with _until_values_are_read():
+            sync.begin_step(step)
+    started = _Started(tracker.now, tracker.peak)
+    for sync, weights in zip(syncs, stages, strict=True):
+        for weight in reversed(weights):
+            weight.master.grad = torch.empty(weight.master.shape)
+            sync.grad_ready(weight, is_final=True)
+    tracker.peak = tracker.now
+    for sync in syncs:
+        sync.reduce()
+        sync.wait()
+    return started
+
+
+class _ExchangeMemory(NamedTuple):
+    """Memory of the exchange of updates, bytes, besides weights, gradients, and what lasts of optimizer and mode."""
+
+    in_flight: int
+    """Of what runs during forward and backward."""
+    peak: int
+    """Beyond that: largest memory of what runs after them."""
+
+
+def _exchange_memory(
+    groups: Sequence[Sequence[Weight]], run: Callable[[Sequence[Sequence[Weight]]], _ExchangeMemory]
+) -> _ExchangeMemory:
+    """Return the memory of an exchange of groups of weights, one group after another, all of which are then applied.
+
+    run: exchanges some groups. It is called once for each size of a group, and for two of the largest: by how much
+    these need more is what an exchanged group keeps until all are applied, by its size.
+    """
+    sizes = [sum(weight.master.numel() for weight in group) for group in groups]
+    by_size = dict(zip(sizes, groups, strict=True))
+    runs = {size: run([group]) for size, group in by_size.items()}
+    largest = max(sizes, default=0)
+    twice = run([by_size[largest]] * 2) if len(groups) > 1 else runs.get(largest, _ExchangeMemory(0, 0))
+    found = []
+    for alone, both in zip(zip(*(runs[size] for size in sizes), strict=True), twice, strict=True):
+        kept = (both - runs[largest][len(found)]) / largest
+        before = itertools.accumulate(sizes, initial=0)
+        found.append(max(int(kept * size) + each for size, each in zip(before, alone, strict=False)))
+    return _ExchangeMemory(*found)
+
+
+def _run_exchange(
+    mode: Mode,
+    optimizer: OptimizerSpec,
+    config: OptimConfig,
+    peers: Peers,
+    step: int,
+    groups: Sequence[Sequence[Weight]],
+) -> _ExchangeMemory:
+    """Make a step with the weights of some groups, each exchanged alone; return the memory of the exchange."""
+    with _FakeTensors(), MemoryTracker() as tracker:
+        fakes = [
+            [_fake(each)._replace(key=f"{index}.{each.key}") for each in group] for index, group in enumerate(groups)
+        ]
+        weights = [*chain.from_iterable(fakes)]
+        syncs = [mode.open(group, peers) for group in fakes]
+        gradients = sum(each.master.nbytes for each in weights)
+        tracker.peak = held = tracker.now
+        started = _reduce(syncs, fakes, step, tracker)
+        in_flight = started.peak - held - gradients * any(sync.has_buckets for sync in syncs)
+        tracker.peak = tracker.now
+        for sync in syncs:
+            sync.commit()
+        commit_peak = tracker.peak - held - gradients - in_flight
+        before, moments = tracker.now, SecondMoments({}, 0.0)
+        with _until_values_are_read():
+            opened = open_optimizer(optimizer, weights, config, Streams(peers.device))
+            opened.step(step)
+            moments = opened.second_moments(weights)
+        held += tracker.now - before
+        tracker.peak = tracker.now
+        with _until_values_are_read():
+            _exchange(syncs, step, moments)
+        return _ExchangeMemory(in_flight, max(commit_peak, tracker.peak - held - gradients - in_flight))
+
+
+def _exchange(syncs: Sequence[GradSync], step: int, moments: SecondMoments) -> None:
+    for sync in syncs:
+        sync.exchange(step, moments)
+    for sync in syncs:
+        sync.after_step(step, moments)
 
 
 def _exact_update(
@@ -165,7 +292,7 @@ def _exact_update(
     this replica, once more for each other one, and those of all others.
     """
     is_alone, is_divided = replicas == 1, shard != "none" and replicas > 1
-    with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as tracker:
+    with _FakeTensors(), MemoryTracker() as tracker:
         weights = [_fake(weight) for of_stage in stages for weight in of_stage]
         owned = OwnedWeights(weights, ownership or Ownership(0, replicas))
         for part in owned.of(weights):
@@ -217,9 +344,7 @@ def _update_peak(
         moments = opened.second_moments(weights)
     tracker.peak = before = tracker.now
     with _until_values_are_read():
-        for sync in syncs:
-            sync.exchange(step, moments)
-            sync.after_step(step, moments)
+        _exchange(syncs, step, moments)
     return max(peak, tracker.peak - before)
 
 
