@@ -127,12 +127,13 @@ def dry_run(
     members: int = 1,
     ownership: Ownership | None = None,
     shard: ShardKind = "none",
+    known: dict[object, ExchangeMemory] | None = None,
 ) -> UpdateMemory:
     """Make a step with the weights of some stages, on the meta device, of one of several replicas.
 
     replicas, members: see `AbsentPeers`. ownership: of these weights; None = each replica owns all. shard: dp.shard.
     An exchange of updates is run once for each size of the buffers in which weights are exchanged, and for two of them.
-    Blocks in which a codec works have the size that they have on a CPU.
+    known: results of such runs, which this adds to. Blocks in which a codec works have the size of those on a CPU.
     """
     in_domains = ownership is not None and bool(ownership.domains)
     if isinstance(mode, AllReduce) and not in_domains:
@@ -163,7 +164,9 @@ def dry_run(
     if has_updates:
         groups = [*chain.from_iterable(group_weights(owned.of(each)) for each in fakes)]
         exchanging = AbsentPeers(0, replicas, members)
-        exchange = _exchange_memory(groups, partial(_run_exchange, mode, optimizer, config, exchanging, step))
+        run = partial(_run_exchange, mode, optimizer, config, exchanging, step)
+        common = repr((mode, optimizer, config, replicas, members))
+        exchange = _exchange_memory(groups, run, {} if known is None else known, common)
         state, update_peak = state + exchange.in_flight, max(update_peak, exchange.peak)
     update = UpdateMemory(state, has_buckets, reduction_peak, update_peak)
     return _with_parts(update, owned, mode) if in_domains else update
@@ -205,7 +208,7 @@ def _reduce(
     return started
 
 
-class _ExchangeMemory(NamedTuple):
+class ExchangeMemory(NamedTuple):
     """Memory of the exchange of updates, bytes, besides weights, gradients, and what lasts of optimizer and mode."""
 
     in_flight: int
@@ -215,24 +218,35 @@ class _ExchangeMemory(NamedTuple):
 
 
 def _exchange_memory(
-    groups: Sequence[Sequence[Weight]], run: Callable[[Sequence[Sequence[Weight]]], _ExchangeMemory]
-) -> _ExchangeMemory:
+    groups: Sequence[Sequence[Weight]],
+    run: Callable[[Sequence[Sequence[Weight]]], ExchangeMemory],
+    known: dict[object, ExchangeMemory],
+    common: str,
+) -> ExchangeMemory:
     """Return the memory of an exchange of groups of weights, one group after another, all of which are then applied.
 
     run: exchanges some groups. It is called once for each size of a group, and for two of the largest: by how much
     these need more is what an exchanged group keeps until all are applied, by its size.
+    known: results of such runs, by `common`, which is all else that they depend on, and size.
     """
     sizes = [sum(weight.master.numel() for weight in group) for group in groups]
     by_size = dict(zip(sizes, groups, strict=True))
-    runs = {size: run([group]) for size, group in by_size.items()}
+    for size, group in by_size.items():
+        if (common, size) not in known:
+            known[common, size] = run([group])
+    runs = {size: known[common, size] for size in by_size}
     largest = max(sizes, default=0)
-    twice = run([by_size[largest]] * 2) if len(groups) > 1 else runs.get(largest, _ExchangeMemory(0, 0))
+    twice = runs.get(largest, ExchangeMemory(0, 0))
+    if len(groups) > 1:
+        if (common, largest, 2) not in known:
+            known[common, largest, 2] = run([by_size[largest]] * 2)
+        twice = known[common, largest, 2]
     found = []
     for alone, both in zip(zip(*(runs[size] for size in sizes), strict=True), twice, strict=True):
         kept = (both - runs[largest][len(found)]) / largest
         before = itertools.accumulate(sizes, initial=0)
         found.append(max(int(kept * size) + each for size, each in zip(before, alone, strict=False)))
-    return _ExchangeMemory(*found)
+    return ExchangeMemory(*found)
 
 
 def _run_exchange(
@@ -242,7 +256,7 @@ def _run_exchange(
     peers: Peers,
     step: int,
     groups: Sequence[Sequence[Weight]],
-) -> _ExchangeMemory:
+) -> ExchangeMemory:
     """Make a step with the weights of some groups, each exchanged alone; return the memory of the exchange."""
     with _FakeTensors(), MemoryTracker() as tracker:
         fakes = [
@@ -267,7 +281,7 @@ def _run_exchange(
         tracker.peak = tracker.now
         with _until_values_are_read():
             _exchange(syncs, step, moments)
-        return _ExchangeMemory(in_flight, max(commit_peak, tracker.peak - held - gradients - in_flight))
+        return ExchangeMemory(in_flight, max(commit_peak, tracker.peak - held - gradients - in_flight))
 
 
 def _exchange(syncs: Sequence[GradSync], step: int, moments: SecondMoments) -> None:

@@ -23,7 +23,7 @@ from acsgd.pp.wire.coder import EXACT
 from acsgd.pp.wire.delta import Delta
 from acsgd.pp.wire.frame import HEADER_BYTES
 from acsgd.pp.wire.mailbox import MAX_SENDS_IN_FLIGHT
-from acsgd.run.plan.dry_run import UpdateMemory, dry_run
+from acsgd.run.plan.dry_run import ExchangeMemory, UpdateMemory, dry_run
 from acsgd.run.plan.partition import Partition
 from acsgd.run.plan.step_memory import (
     RankWeights,
@@ -103,6 +103,8 @@ class PlanCache:
     def __init__(self) -> None:
         self._weights: dict[object, RankWeights] = {}
         self._updates: dict[object, UpdateMemory] = {}
+        self.exchanges: dict[object, ExchangeMemory] = {}
+        """See `dry_run`."""
 
     def weights(self, partition: Partition, built: PreTrainedModel) -> RankWeights:
         """Return the weights of a rank. built: see `TracedModel`."""
@@ -264,6 +266,7 @@ class _RankPlan:
                 members,
                 self._ownership,
                 config.dp.shard,
+                self._cache.exchanges,
             ),
         )
 
