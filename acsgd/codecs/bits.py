@@ -41,7 +41,9 @@ def pack_bits(codes: Tensor, bits: int, out: Tensor | None = None) -> Tensor:
     """Pack codes, uint8[n], each below 2**bits, into a stream, uint8[packed_bytes(n, bits)]: `out`, or a new tensor."""
     if out is None:
         out = codes.new_empty(packed_bytes(len(codes), bits))
-    if bits == 1 and _has_numpy(codes):
+    if bits == 8:
+        return out.copy_(codes)
+    if bits == 1 and has_numpy(codes):
         return out.copy_(torch.from_numpy(numpy.packbits(codes.numpy())))
     size = block_size(codes.device)
     for start in range(0, len(codes), size):
@@ -54,7 +56,7 @@ def unpack_bits(stream: Tensor, bits: int, count: int) -> Tensor:
     """Unpack a stream, uint8[packed_bytes(count, bits)], into codes, uint8[count]. At 8 bits these are the stream."""
     if bits == 8:
         return stream
-    if bits == 1 and _has_numpy(stream):
+    if bits == 1 and has_numpy(stream):
         return torch.from_numpy(numpy.unpackbits(stream.numpy(), count=count))
     codes = stream.new_empty(-(-count // 8) * 8)
     size = block_size(stream.device)
@@ -79,8 +81,8 @@ def has_values(x: Tensor) -> bool:
     return not isinstance(x, FakeTensor)
 
 
-def _has_numpy(x: Tensor) -> bool:
-    """Whether NumPy can read a tensor: it packs single bits 20 times as fast as torch."""
+def has_numpy(x: Tensor) -> bool:
+    """Whether NumPy can read a tensor. Its functions take less time than torch's on few elements or on single bits."""
     return x.device.type == "cpu" and has_values(x)
 
 
@@ -91,6 +93,9 @@ def _pack_block(codes: Tensor, bits: int, out: Tensor) -> None:
         words, merged = codes.view(_WORDS[size]), bits * size // 8
         # Shift the earlier (low) half up next to the later half, then mask the bits that were carried above both.
         words = torch.add(words >> size // 2, words, alpha=1 << merged // 2)
+        if merged == 8:
+            out.copy_(words[: len(out)])  # this drops these bits
+            return
         codes = words.bitwise_and_((1 << merged) - 1).view(torch.uint8)
     out.copy_(_take_bytes(codes, bits)[: len(out)])
 
@@ -117,11 +122,9 @@ def _word(bits: int) -> torch.dtype:
 
 
 def _take_bytes(words: Tensor, bits: int) -> Tensor:
-    """Return the bytes of merged codes, which are the low bytes of each word in reverse order."""
+    """Return the bytes of merged codes, which are the low bytes of each word in reverse order; 2 or more."""
     words = words.view(_word(bits))
     count = words.itemsize * bits // 8
-    if count == 1:
-        return words.to(torch.uint8)
     rows = words.new_empty((len(words), count), dtype=torch.uint8)
     for column, source in zip(rows.unbind(1), reversed(_low_bytes(words, count)), strict=True):
         column.copy_(source)

@@ -68,6 +68,17 @@ def test_no_iteration_increases_the_error(count: int, monkeypatch: pytest.Monkey
     assert errors[-1] < errors[0]
 
 
+@pytest.mark.parametrize("count", [2, 16, 256])
+def test_a_cpu_fits_the_levels_of_other_devices(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    histogram = (
+        (torch.rand(BINS, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 30).mul(1e6).round()
+    )
+    assert (histogram == 0).sum() > BINS / 4  # so that some levels have no mass
+    levels = fit_levels(histogram, count)
+    monkeypatch.setattr(lloyd, "has_numpy", lambda x: False)
+    assert torch.equal(fit_levels(histogram, count), levels)
+
+
 def test_a_few_distinct_values_become_levels() -> None:
     x = torch.tensor([-1.0, -0.5, 0.0, 1.0]).repeat(30).view(-1, 1)
     assert torch.equal(Lloyd(4).decode(Lloyd(4).encode(x), tuple(x.shape), x.dtype), x)
