@@ -55,14 +55,15 @@ LAST_SEARCHED = 10_000
 
 
 class _FakeTensors(FakeTensorMode):
-    """Context of fake tensors, in which a value that code reads is 0: checks find neither NaN nor infinity."""
+    """Context of fake tensors, in which a number that code reads is 1, such as a count of steps, and any other value 0:
+    checks find neither NaN nor infinity."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return 0
+            return int(args[0].is_floating_point())
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -241,7 +242,7 @@ def _exchange_memory(
         if (common, largest, 2) not in known:
             known[common, largest, 2] = run([by_size[largest]] * 2)
         twice = known[common, largest, 2]
-    found = []
+    found = list[int]()
     for alone, both in zip(zip(*(runs[size] for size in sizes), strict=True), twice, strict=True):
         kept = (both - runs[largest][len(found)]) / largest
         before = itertools.accumulate(sizes, initial=0)
