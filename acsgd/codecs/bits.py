@@ -7,6 +7,9 @@ byte is padded with zeros. Instead of expanding to one bit per byte, neighbourin
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import numpy
 import torch
 from torch import Tensor
@@ -79,6 +82,12 @@ def positions_of_ones(flags: Tensor) -> Tensor:
 def has_values(x: Tensor) -> bool:
     """Whether a tensor has values: those of a plan of memory have not, and show the sizes of what is allocated."""
     return not isinstance(x, FakeTensor)
+
+
+def in_blocks(length: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Divide tensors along their first dimension, those without values into one block: others need no more memory."""
+    blocks = zip(*(tensor.split(length) for tensor in tensors), strict=True)
+    return itertools.islice(blocks, None if has_values(tensors[0]) else 1)
 
 
 def has_numpy(x: Tensor) -> bool:

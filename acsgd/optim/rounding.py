@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acsgd.codecs.bits import block_size
+from acsgd.codecs.bits import block_size, in_blocks
 from acsgd.optim.ownership import rows_of_key
 from acsgd.shards.weights import Weight
 from acsgd.streams import mix_seed
@@ -58,8 +58,8 @@ def round_stochastically(values: Tensor, bits: RandomBits, *, out: Tensor) -> No
     at_once = max(1, min(len(rows), block_size(values.device) // max(1, len(columns))))
     # of all blocks: on a CPU, new memory takes longer than the work
     sums, noise = torch.empty(2, at_once, len(columns), dtype=torch.int32, device=values.device)
-    blocks = (x.view(len(rows), -1).split(at_once) for x in (values.view(torch.int32), out.view(torch.int16)))
-    for numbers, source, target in zip(rows.split(at_once), *blocks, strict=True):
+    by_rows = (x.view(len(rows), -1) for x in (values.view(torch.int32), out.view(torch.int16)))
+    for source, target, numbers in in_blocks(at_once, *by_rows, rows):
         high, low = sums[: len(numbers)], noise[: len(numbers)]
         torch.mul(numbers.unsqueeze(1), columns, out=low).bitwise_right_shift_(16).bitwise_and_(LOW_BITS)
         torch.clamp(source, max=LARGEST, out=high).add_(low).bitwise_right_shift_(16)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from acsgd.codecs.bits import block_size
+from acsgd.codecs.bits import block_size, in_blocks
 from acsgd.config.options import OptimConfig
 from acsgd.optim.base import Capability
 from acsgd.optim.torch_optimizer import TorchOptimizer
@@ -92,5 +92,4 @@ class _ScheduleFree(torch.optim.Optimizer):
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Divide tensors of one size into blocks, of which those of all tensors stay in the cache of a CPU."""
-    at_once = block_size(tensors[0].device) // len(tensors)
-    return zip(*(tensor.view(-1).split(at_once) for tensor in tensors), strict=True)
+    return in_blocks(block_size(tensors[0].device) // len(tensors), *(tensor.view(-1) for tensor in tensors))
