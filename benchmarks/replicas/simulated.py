@@ -3,9 +3,9 @@
     python -m benchmarks.replicas.simulated --pretrain a.txt --finetune b.txt [--rows MODE ...] [--until 150]
 
 The runs are those of `replicas.loss --task scratch`: initial weights, batches, AdamW, clipping and learning rate; by
-default with half of the width. The second-moment correction is exact in every step, row by row, and its bytes are not
-counted. Other messages are encoded with the codecs of acsgd, and counted without frames. With --until runs are cut, and
-the learning rate is then still high.
+default with half of the width. Of `updates` the second-moment correction is exact in every step, row by row, and its
+bytes are not counted; `local` has none. Messages are encoded with the codecs of acsgd, and counted without frames.
+With --until runs are cut, and the learning rate is then still high; weights of `local` are those of its last exchange.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from rich.console import Console
@@ -63,6 +63,26 @@ class AllReduce:
 
 
 @dataclass(frozen=True)
+class Local:
+    """Local steps, then a step with Nesterov momentum on the mean change, as in `diloco`, but with error feedback."""
+
+    optimizer: Literal["adamw", "muon"] = "muon"
+    """Optimizer of the local steps. muon is for the matrices of blocks, as in MuLoCo (Therien et al. 2025)."""
+    inner: Annotated[int, Range(0, 10000)] = 30
+    """Number of local steps between two exchanges; 0 = the mean gradient is exact in every step, as in `allreduce`."""
+    topk: float = 1.0
+    """Fraction of coordinates sent per exchange, in both directions; 1 = all, without positions."""
+    bits: Annotated[int, Range(1, 8)] = 2
+    """Bits per value."""
+    outer_lr: float = 1.0
+    """Learning rate of the outer optimizer."""
+    momentum: float = 0.0
+    """Momentum of the outer optimizer."""
+    dense: Annotated[int, Range(0, 10000)] = 0
+    """Number of first steps that send exact gradients in fp16; their bytes are counted."""
+
+
+@dataclass(frozen=True)
 class Updates:
     """Updates of AdamW from the common weights, with error feedback, as in `cocktail_grad`, and variants of it."""
 
@@ -88,7 +108,7 @@ class Updates:
     """Fraction of norms and biases that is sent where rank > 0, in 2 bits."""
 
 
-MODES: dict[str, type] = {"allreduce": AllReduce, "updates": Updates}
+MODES: dict[str, type] = {"allreduce": AllReduce, "local": Local, "updates": Updates}
 ROWS = (
     "allreduce",
     "updates:topk=0.015",
@@ -155,6 +175,8 @@ class Replicas:
         self.shapes = [param.shape for param in params]
         for param, weight, grad in zip(params, self.views(self._weights), self.views(self._grads), strict=True):
             param.data, param.grad = weight, grad
+        names = [name for name, _ in self._model.named_parameters()]
+        self.is_hidden_matrix = [".h." in name and param.dim() == 2 for name, param in zip(names, params, strict=True)]
         self.is_matrix = torch.cat([torch.full((shape.numel(),), len(shape) > 1) for shape in self.shapes])
         rows = [by_rows(view).shape for view in self.views(self.initial)]
         counts = torch.cat([torch.full((count,), length) for count, length in rows])
@@ -217,6 +239,96 @@ def train_exact(replicas: Replicas, until: int) -> Result:
         weights += replicas.update(step, weights, first / (1 - MOMENTUM ** (step + 1)), second)
         losses.append(fmean(loss for loss, _ in computed))
     return Result(losses, replicas.held_out_loss(weights), RING * 4 * len(weights))
+
+
+class LocalWeights:
+    """Weights [n] of one replica and torch's optimizers of them."""
+
+    def __init__(self, replicas: Replicas, optimizer: str) -> None:
+        self.flat, self._grad = replicas.initial.clone(), torch.zeros_like(replicas.initial)
+        self._optim = replicas.optim
+        matrices, others = list[Tensor](), {True: list[Tensor](), False: list[Tensor]()}
+        views = zip(replicas.views(self.flat), replicas.views(self._grad), replicas.is_hidden_matrix, strict=True)
+        for weight, grad, hidden in views:
+            weight.grad = grad
+            (matrices if hidden and optimizer == "muon" else others[weight.dim() > 1]).append(weight)
+        decay = self._optim.weight_decay
+        groups = [{"params": each, "weight_decay": decay * is_matrix} for is_matrix, each in others.items()]
+        self._optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(groups, betas=self._optim.betas, eps=self._optim.eps)
+        ]
+        if matrices:
+            muon = torch.optim.Muon(matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+            self._optimizers.append(muon)
+
+    def step(self, step: int, grad: Tensor) -> None:
+        """Update the weights with a gradient [n]."""
+        self._grad.copy_(grad)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, self._optim)
+            optimizer.step()
+
+
+class LocalTraining:
+    """Training with local steps."""
+
+    def __init__(self, mode: Local, replicas: Replicas) -> None:
+        self._mode, self._replicas = mode, replicas
+        self._shared = replicas.initial.clone()
+        self._local = [LocalWeights(replicas, mode.optimizer) for _ in range(REPLICAS if mode.inner else 1)]
+        self._residuals = torch.zeros(REPLICAS, len(self._shared))
+        self._mean_residual, self._momentum = torch.zeros(2, len(self._shared))
+        self._sent = 0.0
+
+    def train(self, until: int) -> Result:
+        """Run the steps."""
+        losses = [self._step(step) for step in range(until)]
+        if self._mode.inner == 0:
+            self._sent = until * RING * 4 * len(self._shared)
+        return Result(losses, self._replicas.held_out_loss(self._shared), self._sent / until)
+
+    def _step(self, step: int) -> float:
+        mode, replicas = self._mode, self._replicas
+        at = [self._local[replica % len(self._local)].flat for replica in range(REPLICAS)]
+        computed = [replicas.gradient(weights, replica, step) for replica, weights in enumerate(at)]
+        grads = [grad for _, grad in computed]
+        if exact := mode.inner == 0 or step < mode.dense:
+            grads = [torch.stack(grads).mean(0)] * REPLICAS
+            self._sent += RING * 2 * len(self._shared)
+        for local, grad in zip(self._local, grads, strict=False):
+            local.step(step, replicas.clipped(grad.clone()))
+        if exact:
+            self._shared.copy_(self._local[0].flat)
+        elif (step + 1) % mode.inner == 0:
+            self._exchange()
+        return fmean(loss for loss, _ in computed)
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """Send the changes, apply the outer step, and load the result into all local weights."""
+        mode = self._mode
+        for residual, local in zip(self._residuals, self._local, strict=True):
+            residual += local.flat - self._shared
+            self._mean_residual += self._encode(residual) / REPLICAS
+        mean = self._encode(self._mean_residual)
+        self._momentum.mul_(mode.momentum).add_(mean)
+        self._shared.add_(mean.add_(self._momentum, alpha=mode.momentum), alpha=mode.outer_lr)
+        for local in self._local:
+            local.flat.copy_(self._shared)
+
+    def _encode(self, x: Tensor) -> Tensor:
+        """Return what is decoded of a vector [n], subtract it from x in place, and count the message."""
+        if self._mode.topk < 1:
+            sent = send_largest(x, torch.ones_like(x), TopK(self._mode.topk, self._mode.bits, GROUP))
+            self._sent += RING * sent.nbytes / (REPLICAS + 1)
+            return torch.zeros_like(x).index_add_(0, sent.positions, sent.values)
+        codec = PackedCodec(Lloyd(self._mode.bits, "group", GROUP))
+        message = codec.encode(x)
+        self._sent += RING * len(message) / (REPLICAS + 1)
+        decoded = codec.decode(message, len(x))
+        x -= decoded
+        return decoded
 
 
 class UpdateTraining:
@@ -329,13 +441,15 @@ def train(mode: object, replicas: Replicas, until: int) -> Result:
     """Run a mode to step `until`."""
     if isinstance(mode, Updates):
         return UpdateTraining(mode, replicas).train(until)
+    if isinstance(mode, Local):
+        return LocalTraining(mode, replicas).train(until)
     return train_exact(replicas, until)
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", default=ROWS, help="modes; each option is a field of Updates")
+    parser.add_argument("--rows", nargs="+", default=ROWS, help="modes; options are the fields of Updates and Local")
     parser.add_argument(
         "--rates", nargs="+", type=float, default=[1.0, 2.0], help="learning rates, as in replicas.loss"
     )
