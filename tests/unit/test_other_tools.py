@@ -137,6 +137,8 @@ def test_each_option_is_answered_and_what_it_says_to_type_is_valid() -> None:
                 words = {flag[0]: flag for flag in map(shlex.split, ("--" + each for each in new[2:].split(" --")))}
                 if "--model.quantize" in words:
                     words.setdefault("--adapter.spec", ["--adapter.spec", "lora"])
+                if "--optim.masters" in words:  # not with masters in host memory
+                    words.setdefault("--optim.offload", ["--optim.offload", "none"])
                 line = next((line for line in lines if not words.keys() & line.keys()), None)
                 lines += [line := {}] if line is None else []
                 line.update(words)
