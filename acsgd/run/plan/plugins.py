@@ -165,7 +165,7 @@ def check_masters(config: Config, plugins: Plugins) -> None:
             f"optim.name={optim.name} averages weights in place of lowering the learning rate, which optim.schedule="
             f"{optim.schedule} does; use --optim.schedule constant"
         )
-    if plugins.mode.exchanges != "gradients" and (averages or optim.masters == "none"):
+    if (averages or optim.masters == "none") and plugins.mode.exchanges != "gradients":
         are = "averages" if averages else "not kept"
         raise ValueError(
             f"dp.mode={config.dp.mode} steps and exchanges fp32 masters, which are {are} with optim.name={optim.name} "
