@@ -12,9 +12,9 @@ from acsgd.config.options import OptimConfig
 from acsgd.shards.weights import StateTensor, Weight, WeightState
 
 Capability = Literal["second_moments", "no_momentum", "frozen_second_moments", "elementwise"]
-"""Optional abilities of an optimizer: second moments that modes may read, scale and accumulate by shares; steps without
-the first moment; steps with frozen second moments; steps of some rows of a weight, since each element depends on its
-own gradient and state alone."""
+"""Optional abilities of an optimizer: second moments, at least of some weights, that modes may read, scale and
+accumulate by shares; steps without the first moment; steps with frozen second moments; steps of some rows of a weight,
+since each element depends on its own gradient and state alone."""
 
 
 class LocalStep(NamedTuple):
@@ -29,7 +29,7 @@ class LocalStep(NamedTuple):
     """Number of replicas whose steps are averaged; used with `frozen`."""
     shares: Mapping[str, Tensor] = MappingProxyType({})
     """Fraction of the squared gradients that second moments accumulate, by key, [rows], in (0, 1]; empty = all of them.
-    Not empty requires "second_moments"."""
+    Not empty requires "second_moments". Those of weights that have none are not used."""
 
 
 PLAIN_STEP = LocalStep()
@@ -42,6 +42,8 @@ class SecondMoments(NamedTuple):
     """Without weights that have had no step yet."""
     decay: float
     """Decay rate per step, beta_2."""
+    without: frozenset[str] = frozenset()
+    """Weights that never have any, the same on all replicas."""
 
 
 class Optimizer(Protocol):

@@ -29,7 +29,7 @@ class Muon:
     nesterov: bool = True
     """Whether to orthogonalize the gradient plus the momentum times this sum."""
 
-    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(("second_moments",))
     averages: ClassVar[bool] = False
     states: ClassVar[tuple[StateTensor, ...]] = (
         StateTensor("momentum_buffer", of_hidden_matrices=True),
@@ -63,8 +63,10 @@ class MuonOptimizer:
         self._adamw.copy_trained(weight, out)
 
     def second_moments(self, weights: Sequence[Weight]) -> SecondMoments:
-        """Return no second moments: hidden matrices have none."""
-        return SecondMoments({}, 0.0)
+        """Return the second moments of AdamW, not copied: hidden matrices have none."""
+        hidden = frozenset(weight.key for weight in weights if weight.is_hidden_matrix)
+        others = [weight for weight in weights if not weight.is_hidden_matrix]
+        return self._adamw.second_moments(others)._replace(without=hidden)
 
     def state_of(self, weights: Sequence[Weight]) -> WeightState:
         """Return the state of some weights, not copied; empty before the first step."""

@@ -7,6 +7,7 @@
 A model of 1.3 M parameters is pretrained on one text and fine-tuned on another for one epoch, or trained on the latter
 from scratch for two, with one process per replica (common/tuning.py). All runs of a seed use the same batches; seeds
 differ in batches and new weights. Rows with the prefix "torch:" are DistributedDataParallel on the same data (ddp.py).
+The optimizer is AdamW, and in rows such as "diloco@muon" another one, as in optim.name.
 Modes are compared by the held-out loss of the final weights and by the bytes that a replica sends. With the first seed
 each mode runs at all --rates, and at up to two further ones while the best is the lowest or the highest; with the other
 seeds only at its best rate and at the best rate of all-reduce. By default the two texts are the halves of the "demo"
@@ -163,7 +164,9 @@ class Sweep:
     def outcome(self, mode: str, rate: float, seed: int) -> Outcome:
         """Return the result of a run, from the cache or by running it."""
         started = time.monotonic()
-        outcome = self.tuning.outcome(Variant(mode=mode, replicas=self.replicas, rate=rate), seed)
+        name, optimizer = _with_optimizer(mode)
+        variant = Variant(mode=name, replicas=self.replicas, rate=rate, optimizer=optimizer)
+        outcome = self.tuning.outcome(variant, seed)
         if (seconds := time.monotonic() - started) > 1:  # else it is from the cache
             result = f"held-out loss {outcome.held_out[-1]:.4f}, {seconds:.0f} s"
             self.console.print(f"{mode}, rate x {rate:g}, seed {seed}: {result}", highlight=False)
@@ -176,7 +179,8 @@ class Sweep:
         all: it is assumed to equal the one a period earlier, or, if it is the only one, the first one of a run of the
         first seed with half of the period. Raises ValueError if the only one is of one of several fragments.
         """
-        parsed = None if is_torch(mode) else from_spec(mode, MODES_OF_ACSGD, key="--modes")
+        name, optimizer = _with_optimizer(mode)
+        parsed = None if is_torch(name) else from_spec(name, MODES_OF_ACSGD, key="--modes")
         if not isinstance(parsed, AFTER_UPDATE):
             return outcome.dp_bytes
         period = getattr(parsed, "inner", 1) // getattr(parsed, "fragments", 1)
@@ -188,13 +192,19 @@ class Sweep:
         if getattr(parsed, "fragments", 1) > 1:
             raise ValueError(f"--modes {mode}: the bytes of its only exchange are not known; give fragments=1")
         halved = replace(parsed, inner=period // 2)
-        earlier = self.outcome(to_spec(halved, MODES_OF_ACSGD), rate, self.seeds[0])
+        earlier = self.outcome(f"{to_spec(halved, MODES_OF_ACSGD)}@{optimizer}", rate, self.seeds[0])
         return [*others, earlier.dp_bytes[halved.inner]]
 
     def compare_exact(self, rate: float) -> float:
         """Return the largest difference between the train losses of torch's all-reduce and acsgd's."""
         pair = [self.outcome(mode, rate, self.seeds[0]).losses for mode in (EXACT, EXACT_OF_TORCH)]
         return max(abs(mine - other) for mine, other in zip(*pair, strict=True))
+
+
+def _with_optimizer(mode: str) -> tuple[str, str]:
+    """Return the mode and the optimizer of a row."""
+    name, _, optimizer = mode.partition("@")
+    return name, optimizer or Variant().optimizer
 
 
 def table(rows: Sequence[Row], exact_bytes: float, title: str) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +16,9 @@ from acsgd.comm.waits import Meter
 from acsgd.config.options import OptimConfig
 from acsgd.dp.exchange.second_moments import SecondMomentCorrection, by_rows
 from acsgd.dp.peers import Peers
-from acsgd.optim.adamw import AdamWOptimizer
+from acsgd.optim.adamw import AdamW
 from acsgd.optim.base import LocalStep
+from acsgd.optim.muon import Muon
 from acsgd.shards.weights import Weight, WeightState
 
 SHAPE = (64, 48)
@@ -51,24 +52,26 @@ GRADS: dict[str, Callable[[int, int], Tensor]] = {
 
 
 class Replica:
-    """Weights, AdamW and the correction of its second moments on one replica."""
+    """Weights, AdamW and the correction of its second moments on one replica. hidden: those that Muon updates."""
 
-    def __init__(self, peers: Peers) -> None:
-        self.weights = [Weight(key, param, param) for key in GRADS for param in [nn.Parameter(torch.zeros(SHAPE))]]
-        self.peers, self.optimizer = peers, AdamWOptimizer(self.weights, CONFIG)
+    def __init__(self, peers: Peers, hidden: Collection[str] = ()) -> None:
+        params = {key: nn.Parameter(torch.zeros(SHAPE)) for key in [*hidden, *GRADS]}
+        self.weights = [Weight(key, param, param, is_hidden_matrix=key in hidden) for key, param in params.items()]
+        self.peers, self.meter = peers, Meter()
+        self.optimizer = (Muon() if hidden else AdamW()).open(self.weights, CONFIG)
         self.correction = SecondMomentCorrection({weight.key: weight.master for weight in self.weights}, peers)
 
     def train(self, rank: int, steps: range) -> None:
         for step in steps:
             for weight in self.weights:
-                weight.master.grad = GRADS[weight.key](step, rank)
+                weight.master.grad = GRADS.get(weight.key, GRADS["half"])(step, rank)
             self.optimizer.step(step, LocalStep(shares=self.correction.shares()))
             moments = self.optimizer.second_moments(self.weights)
             measured = None
             if self.correction.is_due(step):
                 grads = {weight.key: weight.master.grad for weight in self.weights if weight.master.grad is not None}
-                measuring = self.peers.submit(partial(self.correction.measure, step, grads, moments, Meter()))
-                measured = measuring.result(Meter())
+                measuring = self.peers.submit(partial(self.correction.measure, step, grads, moments, self.meter))
+                measured = measuring.result(self.meter)
             self.correction.update(step, moments, measured)
 
     def moments(self) -> dict[str, Tensor]:
@@ -125,6 +128,23 @@ def test_a_row_with_a_gradient_on_one_replica_is_as_large_on_the_others(trained:
     for row in (moments["lone"][LONE], others["lone"][LONE]):
         assert abs((row.mean() / expected.mean()).log2()) <= 1.0
     assert (moments["lone"][LONE] == moments["lone"][LONE][0]).all(), "rows of zeros are filled with the mean"
+
+
+def moments_with_muon(rank: int, peers: Peers) -> tuple[bool, list[int], set[str]]:
+    """Return whether moments equal those of AdamW alone, the bytes of AdamW and of both, and what has moments."""
+    plain, with_hidden = Replica(peers), Replica(peers, hidden=["hidden"])
+    for each in (plain, with_hidden):
+        each.train(rank, range(20))
+    moments = with_hidden.moments()
+    equal = all(torch.equal(moments[key], moment) for key, moment in plain.moments().items())
+    return equal, [plain.meter.sent_bytes, with_hidden.meter.sent_bytes], set(moments)
+
+
+def test_weights_without_second_moments_change_and_send_nothing(tmp_path: Path) -> None:
+    for equal, sent_bytes, keys in on_replicas(2, moments_with_muon, tmp_path / "store"):
+        assert equal
+        assert sent_bytes[0] == sent_bytes[1] > 0
+        assert keys == set(GRADS)
 
 
 def resume(rank: int, peers: Peers) -> list[int]:

@@ -157,7 +157,7 @@ OTHER_RUNS = [
     Run("allreduce", options={"dropout_mask": "sample", "recompute": "layers"}),
     Run("powersgd:rank=2,exact_steps=3", "adafactor", "bf16", tied="dense"),
     Run("local"),
-    Run("diloco:inner=3", "muon", tied="dense"),
+    Run("diloco:inner=3,moment_correction=true", "muon", tied="dense"),
     Run("sparseloco:inner=2", "lion"),
 ]
 """With RUNS, each mode, and each optimizer with modes that reduce gradients and with modes with local weights, if it

@@ -5,7 +5,8 @@ for the mean gradient it is signal + noise / R: up to R times less, so a step on
 times longer. The ratio differs most between rows: a rare token's row, for example, has a gradient on one replica only.
 So the second moments of a row keep the relative sizes that a replica's own gradients give them, and their mean is
 corrected. At some steps the replicas exchange three numbers per row. One is a random projection of the gradient row,
-whose mean over the replicas gives the square of the mean gradient without exchanging the gradient.
+whose mean over the replicas gives the square of the mean gradient without exchanging the gradient. Nothing is exchanged
+of weights that have no second moments, such as the matrices that Muon orthogonalizes.
 
 R replicas; N = rows of all weights of a stage; g = a row of a gradient.
 """
@@ -53,7 +54,7 @@ class _RowStatistics(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """What the replicas have measured of each row after a step, fp32 [N] each."""
+    """What the replicas have measured of each row after a step, fp32 [N] each; 0 for weights without second moments."""
 
     added: Tensor
     """Mean over the replicas of what gradients have added to second moments since."""
@@ -119,10 +120,11 @@ class SecondMomentCorrection:
                 piece.copy_(project(by_rows(grads[key]), step))
         levels = LogLevels()
         projected = levels.decode(levels.encode(projected), len(projected))  # so that its square is exact in a message
-        statistics = torch.cat([(present - mean).clamp_min_(0) / self._shares, projected.square(), projected])
-        mean = dense(sharded_mean(split_evenly(statistics, self._peers.size), None, levels, self._peers, meter).mean)
-        added, squares, projected = mean.split(len(present))
-        return Measurement(added, squares, projected)
+        added = (present - mean).clamp_min_(0) / self._shares
+        statistics = torch.cat([self._measured(each, moments) for each in (added, projected.square(), projected)])
+        parts = split_evenly(statistics, self._peers.size)
+        means = dense(sharded_mean(parts, None, levels, self._peers, meter).mean).view(3, -1)
+        return Measurement(*(self._with_others(each, moments) for each in means))
 
     @torch.no_grad()
     def update(self, step: int, moments: SecondMoments, measured: Measurement | None) -> None:
@@ -176,6 +178,19 @@ class SecondMomentCorrection:
         """Return the row means of this replica, [N], and those on which all have agreed before, decayed."""
         present, mean = self._present_means(moments), self._decayed_means(step, moments)
         return present, torch.where(mean.isnan(), present, mean)
+
+    def _measured(self, rows: Tensor, moments: SecondMoments) -> Tensor:
+        """Return the rows, of [N], of weights that have second moments."""
+        views = self._layout.views(rows)
+        return torch.cat([rows[:0], *(view for key, view in views.items() if key not in moments.without)])
+
+    def _with_others(self, measured: Tensor, moments: SecondMoments) -> Tensor:
+        """Return what `_measured` has selected among all rows, [N], where the others are 0."""
+        rows = torch.zeros_like(self._shares)
+        views = [view for key, view in self._layout.views(rows).items() if key not in moments.without]
+        for view, piece in zip(views, measured.split([*map(len, views)]), strict=True):
+            view.copy_(piece)
+        return rows
 
     def _present_means(self, moments: SecondMoments) -> Tensor:
         """Return the row means of second moments, [N]; 0 for weights that have none yet."""
