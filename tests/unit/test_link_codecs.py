@@ -37,7 +37,8 @@ def direction(rungs: Sequence[Rung], mbit: float, *, delay_s: float = 0.0, times
     sizes = tuple(rung.message_bytes([SPEC]) for rung in rungs)
     costs = tuple(rung.loss_cost for rung in rungs)
     of_codecs = (NO_TIME, *[times] * (len(rungs) - 1))
-    return Direction(8e-6 / mbit, delay_s, sizes, costs, of_codecs, tuple(range(len(rungs))))
+    coded = frozenset(index for index, rung in enumerate(rungs) if rung.is_entropy_coded)
+    return Direction(8e-6 / mbit, delay_s, sizes, costs, of_codecs, tuple(range(len(rungs))), coded)
 
 
 def pipeline(*mbit: float, **options: float) -> Measured:
@@ -130,6 +131,19 @@ def test_a_codec_that_takes_longer_than_it_saves_is_not_chosen() -> None:
     assert chooser(2, micros=4).choose(pipeline(200), (0, 0)) != (0, 0)
 
 
+def test_a_codec_without_entropy_coding_is_chosen_where_this_takes_too_long() -> None:
+    def with_times(seconds: float) -> Measured:
+        measured, directions = pipeline(60.0), []
+        for each in measured.directions:
+            times = [CodecTime(seconds * (codec in each.entropy_coded), 0.0) for codec in range(len(each.times))]
+            directions.append(each._replace(times=tuple(times)))
+        return measured._replace(directions=tuple(directions))
+
+    of_two = chooser(2, micros=8)
+    names = [BACKWARD[of_two.choose(with_times(seconds), (0, 0))[1]].spec for seconds in (0.0, COMPUTE_S / 4)]
+    assert names == ["transform:step=0.36", "fixpoint:bits=4"]
+
+
 def test_a_process_measures_a_codec_once_for_each_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The views of an elastic run, which choose codecs anew, are on the same device."""
     measured = list[int]()
@@ -150,7 +164,7 @@ def test_a_process_measures_a_codec_once_for_each_tensor(monkeypatch: pytest.Mon
 
 
 def test_the_loss_costs_are_those_of_the_measurements() -> None:
-    """And a codec with a higher cost has fewer bytes, else nobody would choose it."""
+    """And a codec with a higher cost has fewer bytes, or no entropy coding, else nobody would choose it."""
     page = (Path(__file__).parents[2] / "docs/measurements/stages.md").read_text()
     for name, rungs in (
         ("forward", FORWARD),
@@ -159,8 +173,9 @@ def test_the_loss_costs_are_those_of_the_measurements() -> None:
     ):
         for rung in rungs[1:]:
             assert re.search(rf"\| {name} \| `{re.escape(rung.spec)}` \| {rung.loss_cost:.4f} \|", page), rung
-        sizes = [rung.message_bytes([SPEC]) for rung in rungs]
-        assert sizes == sorted(sizes, reverse=True)
+        for index, rung in enumerate(rungs[1:], 1):
+            others = [each for each in rungs[:index] if rung.is_entropy_coded or not each.is_entropy_coded]
+            assert rung.message_bytes([SPEC]) < min(each.message_bytes([SPEC]) for each in others), rung
         assert [rung.loss_cost for rung in rungs] == sorted(rung.loss_cost for rung in rungs)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from statistics import median
@@ -43,7 +43,7 @@ Choice = tuple[int, ...]
 
 
 class Direction(NamedTuple):
-    """One direction of a link. Sequences are by codec, from the lossless one to the one with the fewest bytes."""
+    """One direction of a link. Sequences are by codec, ascending in loss cost."""
 
     s_per_byte: float
     delay_s: float
@@ -51,15 +51,22 @@ class Direction(NamedTuple):
     loss_costs: tuple[float, ...]
     times: tuple[CodecTime, ...]
     usable: tuple[int, ...]
-    """Indices of the codecs that may be chosen, ascending in loss cost and descending in bytes."""
+    """Indices of the codecs that may be chosen, ascending."""
+    entropy_coded: frozenset[int] = frozenset()
+    """Indices of those that take several times the time of the others."""
 
     def transfer_s(self, codec: int) -> float:
         """Return the time of a message on the wire."""
         return self.s_per_byte * self.message_bytes[codec]
 
-    def cheapest(self, limit_s: float) -> int:
-        """Return the codec of the least loss cost whose messages take at most some time, else the fastest."""
-        return next((codec for codec in self.usable if self.transfer_s(codec) <= limit_s), self.usable[-1])
+    def cheapest(self, limit_s: float, *, entropy_coded: bool = True) -> int:
+        """Return the codec of the least loss cost whose messages take at most some time, else that of the shortest.
+
+        entropy_coded: whether it may be one with entropy coding, where there are others.
+        """
+        codecs = [codec for codec in self.usable if entropy_coded or codec not in self.entropy_coded] or self.usable
+        shortest = min(codecs, key=self.transfer_s)
+        return next((codec for codec in codecs if self.transfer_s(codec) <= limit_s), shortest)
 
 
 class Measured(NamedTuple):
@@ -164,17 +171,21 @@ class Chooser:
             self._known[measured] = next(choice for choice, seconds in times.items() if seconds <= limit)
         return self._known[measured]
 
-    def _candidates(self, measured: Measured) -> Iterator[Choice]:
-        """Yield choices from the least loss cost to the shortest messages, as far as max_loss_cost allows.
+    def _candidates(self, measured: Measured) -> list[Choice]:
+        """Return choices, ascending in loss cost, as far as max_loss_cost allows.
 
-        In each, every direction has the codec of the least loss cost whose messages are no longer than a common time.
+        In each, every direction has the codec of the least loss cost whose messages are no longer than a common time,
+        among all codecs, or among those without entropy coding.
         """
         directions = measured.directions
         limits = {direction.transfer_s(codec) for direction in directions for codec in direction.usable}
-        for limit in (math.inf, *sorted(limits, reverse=True)):
-            choice = tuple(direction.cheapest(limit) for direction in directions)
-            if measured.loss_cost(choice) <= self._max_loss_cost:
-                yield choice
+        choices = dict.fromkeys(
+            tuple(direction.cheapest(limit, entropy_coded=entropy_coded) for direction in directions)
+            for limit in (math.inf, *sorted(limits, reverse=True))
+            for entropy_coded in (False, True)
+        )
+        allowed = [choice for choice in choices if measured.loss_cost(choice) <= self._max_loss_cost]
+        return sorted(allowed, key=measured.loss_cost)
 
 
 PROBE_EVERY = 5
@@ -275,7 +286,8 @@ class LinkCodecs(StepHook):
         sizes = [rung.message_bytes(specs) for rung in rungs]
         usable = [0]
         for index, rung in enumerate(rungs):
-            if rung.loss_cost <= ladder.max_loss_cost and sizes[index] < sizes[usable[-1]]:
+            others = [sizes[each] for each in usable if rung.is_entropy_coded or not rungs[each].is_entropy_coded]
+            if rung.loss_cost <= ladder.max_loss_cost and sizes[index] < min(others):
                 usable.append(index)
         if not self._chooser.is_used(ACTIVATION if is_forward else GRADIENT, boundary):
             usable = [0]
@@ -286,6 +298,7 @@ class LinkCodecs(StepHook):
             tuple(rung.loss_cost for rung in rungs),
             tuple(times[specs][rung.spec] for rung in rungs),
             tuple(usable) if fixed is None else (fixed,),
+            frozenset(index for index, rung in enumerate(rungs) if rung.is_entropy_coded),
         )
 
     def _directions_to(self, rank: int) -> list[int]:
