@@ -118,6 +118,13 @@ WRONG: list[tuple[dict[str, dict[str, Any]], float, str]] = [
     ({"dp": {"replicas": 2, "mode": "local", "transport": "gloo"}}, 2, "replicas of dp.mode=local exchange nothing"),
     ({"dp": {"replicas": 2, "mode": "local", "local": "none"}}, 2, "dp.local=none has no effect: with dp.mode=local"),
     ({"dp": {"replicas": 2, "mode": "diloco:inner=101"}}, 2, "replicas are never the same model; give a smaller inner"),
+    (
+        {"dp": {"replicas": 2, "mode": "diloco:inner=30"}},
+        2,
+        "the run of 100 steps ends between two exchanges of weights",
+    ),
+    ({"dp": {"replicas": 2, "mode": "diloco:inner=10,delay=2"}}, 2, "nothing of the steps after the last one; give an"),
+    ({"dp": {"replicas": 2, "mode": "sparseloco:inner=30"}}, 2, "with which the last step is followed by an exchange"),
 ]
 """Options of a run, its number of epochs, and a part of the sentence. dp.replicas: number of replicas."""
 GOOD: list[tuple[dict[str, dict[str, Any]], float]] = [
@@ -128,6 +135,14 @@ GOOD: list[tuple[dict[str, dict[str, Any]], float]] = [
     ({"pp": {"stages": 2, "forward": "delta:bits=4"}, "model": {"name": QUIET}}, 3),
     ({"data": {"eval_fraction": 0.1}, "eval": {"metrics": "perplexity"}}, 3),
     ({"checkpoint": {"every": "5", "keep_every": 10}}, 3),
+    ({"dp": {"replicas": 2, "mode": "diloco:inner=50"}}, 3),
+    (
+        {
+            "dp": {"replicas": 2, "mode": "diloco:inner=10,fragments=2,delay=2", "transport": "gloo"},
+            "optim": {"steps": 92},
+        },
+        3,
+    ),
     ({"data": {"batch": 3, "deal": "speed"}, "dp": {"replicas": 2}, "optim": {"warmup": 99}}, 3),
     ({"dp": {"replicas": 2, "mode": "diloco:inner=100"}, "log": {"trace": "100:105"}}, 3),
     ({"dp": {"replicas": 2, "mode": "cocktail_grad", "transport": "gloo"}}, 3),

@@ -188,13 +188,15 @@ CHOICES = (
         "{config.optim.steps} steps; give fewer, or --dp.mode allreduce",
     ),
     Choice(
-        lambda job, _: (
-            not _is_alone(job)
-            and isinstance(mode := job.plugins.mode, DiLoCo | SparseLoCo)
-            and mode.inner > job.config.optim.num_steps
-        ),
+        lambda job, _: not _is_alone(job) and _steps_after_exchange(job) >= job.config.optim.num_steps,
         "dp.mode={config.dp.mode} exchanges weights after `inner` steps, but the run has {config.optim.steps}: "
         "replicas are never the same model; give a smaller inner, or a longer run",
+    ),
+    Choice(
+        lambda job, _: not _is_alone(job) and 0 < _steps_after_exchange(job) < job.config.optim.num_steps,
+        "dp.mode={config.dp.mode}: the run of {config.optim.steps} steps ends between two exchanges of weights, so the "
+        "model will have nothing of the steps after the last one; give an inner, or optim.steps, with which the last "
+        "step is followed by an exchange",
     ),
     Choice(
         lambda job, _: job.streams.device.type == "cpu" and job.config.optim.offload == "cpu",
@@ -420,6 +422,15 @@ def _has_caches(job: Job, direction: str | None = None) -> bool:
 
 def _has_dropout(job: Job) -> bool:
     return any(layer.random for layer in job.model.layers)
+
+
+def _steps_after_exchange(job: Job) -> int:
+    """Return the number of steps of a run after the last one that an exchange of local weights has followed."""
+    mode, steps = job.plugins.mode, job.config.optim.num_steps
+    if isinstance(mode, DiLoCo):
+        last = mode.last_send(steps - 1 - mode.delay)
+        return steps if last is None else steps - 1 - mode.delay - last
+    return steps % mode.inner if isinstance(mode, SparseLoCo) else 0
 
 
 def _is_alone(job: Job) -> bool:
