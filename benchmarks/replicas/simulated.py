@@ -3,9 +3,9 @@
     python -m benchmarks.replicas.simulated --pretrain a.txt --finetune b.txt [--rows MODE ...] [--until 150]
 
 The runs are those of `replicas.loss --task scratch`: initial weights, batches, AdamW, clipping and learning rate; by
-default with half of the width. Of `updates` the second-moment correction is exact in every step, row by row, and its
-bytes are not counted; `local` has none. Messages are encoded with the codecs of acsgd, and counted without frames.
-With --until runs are cut, and the learning rate is then still high; weights of `local` are those of its last exchange.
+default with half of the width. The second-moment correction is exact in every step, row by row, and its bytes are not
+counted. Messages are encoded with the codecs of acsgd, and counted without frames. With --until runs are cut, and the
+learning rate is then still high.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.lloyd import Lloyd
 from acsgd.codecs.message import PackedCodec
 from acsgd.codecs.topk import TopK
@@ -53,33 +54,37 @@ HEAD = 32
 """Width of an attention head."""
 GROUP = 128
 """Values that share a scale."""
-MOMENTUM = 0.9
+MOMENTUM, MUON_MOMENTUM = 0.9, 0.95
 split = partial(split_evenly, count=REPLICAS)
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """Exact mean of the gradients; AdamW with momentum."""
+    """Exact mean of the gradients."""
+
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """As in `Local`."""
 
 
 @dataclass(frozen=True)
 class Local:
-    """Local steps, then a step with Nesterov momentum on the mean change, as in `diloco`, but with error feedback."""
+    """Local steps, then a step with Nesterov momentum on the mean change, as in `diloco`."""
 
     optimizer: Literal["adamw", "muon"] = "muon"
     """Optimizer of the local steps. muon is for the matrices of blocks, as in MuLoCo (Therien et al. 2025)."""
-    inner: Annotated[int, Range(0, 10000)] = 30
-    """Number of local steps between two exchanges; 0 = the mean gradient is exact in every step, as in `allreduce`."""
-    topk: float = 1.0
-    """Fraction of coordinates sent per exchange, in both directions; 1 = all, without positions."""
+    inner: Annotated[int, Range(1, 10000)] = 37
+    """Number of local steps between two exchanges. The last step is followed by one, too."""
     bits: Annotated[int, Range(1, 8)] = 2
     """Bits per value."""
     outer_lr: float = 1.0
     """Learning rate of the outer optimizer."""
-    momentum: float = 0.0
+    momentum: float = 0.4
     """Momentum of the outer optimizer."""
-    dense: Annotated[int, Range(0, 10000)] = 0
-    """Number of first steps that send exact gradients in fp16; their bytes are counted."""
+    together: Annotated[int, Range(0, 10000)] = 0
+    """Number of first steps in which each replica computes the gradients of all, so that nothing has to be sent. With
+    all steps this is an all-reduce."""
+    moment_correction: bool = True
+    """Whether second moments are corrected, with exact statistics, where the optimizer has some."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +117,13 @@ MODES: dict[str, type] = {"allreduce": AllReduce, "local": Local, "updates": Upd
 ROWS = (
     "allreduce",
     "updates:topk=0.015",
-    "updates:topk=0.005",
     "updates:topk=0.005,importance=0.25",
-    "updates:topk=0.005,importance=0.25,decay=0.95",
-    "updates:topk=0,rank=4,factor_bits=4",
     "updates:topk=0.0025,importance=0.25,rank=2",
-    "updates:topk=0.0025,importance=0.25,rank=2,local=1",
-    "updates:topk=0.1,inner=10,momentum=true",
+    "local:optimizer=adamw",
+    "local:optimizer=adamw,inner=30,together=60",
+    "allreduce:optimizer=muon",
+    "local",
+    "local:inner=30,together=60",
 )
 
 
@@ -227,108 +232,107 @@ class Replicas:
         return grad.div(root).add_(decayed).mul_(-rate)
 
 
-def train_exact(replicas: Replicas, until: int) -> Result:
-    """Train with all-reduce."""
-    weights, losses = replicas.initial.clone(), []
-    first, second = torch.zeros_like(weights), torch.zeros_like(weights)
-    for step in range(until):
-        computed = [replicas.gradient(weights, replica, step) for replica in range(REPLICAS)]
-        grad = replicas.clipped(torch.stack([grad for _, grad in computed]).mean(0))
-        first.lerp_(grad, 1 - MOMENTUM)
-        second.lerp_(grad.square(), 1 - replicas.optim.betas[1])
-        weights += replicas.update(step, weights, first / (1 - MOMENTUM ** (step + 1)), second)
-        losses.append(fmean(loss for loss, _ in computed))
-    return Result(losses, replicas.held_out_loss(weights), RING * 4 * len(weights))
-
-
-class LocalWeights:
-    """Weights [n] of one replica and torch's optimizers of them."""
-
-    def __init__(self, replicas: Replicas, optimizer: str) -> None:
-        self.flat, self._grad = replicas.initial.clone(), torch.zeros_like(replicas.initial)
-        self._optim = replicas.optim
-        matrices, others = list[Tensor](), {True: list[Tensor](), False: list[Tensor]()}
-        views = zip(replicas.views(self.flat), replicas.views(self._grad), replicas.is_hidden_matrix, strict=True)
-        for weight, grad, hidden in views:
-            weight.grad = grad
-            (matrices if hidden and optimizer == "muon" else others[weight.dim() > 1]).append(weight)
-        decay = self._optim.weight_decay
-        groups = [{"params": each, "weight_decay": decay * is_matrix} for is_matrix, each in others.items()]
-        self._optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(groups, betas=self._optim.betas, eps=self._optim.eps)
-        ]
-        if matrices:
-            muon = torch.optim.Muon(matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-            self._optimizers.append(muon)
-
-    def step(self, step: int, grad: Tensor) -> None:
-        """Update the weights with a gradient [n]."""
-        self._grad.copy_(grad)
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, self._optim)
-            optimizer.step()
-
-
 class LocalTraining:
-    """Training with local steps."""
+    """Training with local steps. [R, n] = of all replicas."""
 
     def __init__(self, mode: Local, replicas: Replicas) -> None:
         self._mode, self._replicas = mode, replicas
+        self._codec = PackedCodec(FixPoint(mode.bits, dims="group", group=GROUP))
         self._shared = replicas.initial.clone()
-        self._local = [LocalWeights(replicas, mode.optimizer) for _ in range(REPLICAS if mode.inner else 1)]
-        self._residuals = torch.zeros(REPLICAS, len(self._shared))
-        self._mean_residual, self._momentum = torch.zeros(2, len(self._shared))
+        self._changes, self._first, self._second = torch.zeros(3, REPLICAS, len(self._shared))
+        self._momentum = torch.zeros_like(self._shared)
+        self._shares = Shares(replicas)
         self._sent = 0.0
 
     def train(self, until: int) -> Result:
         """Run the steps."""
-        losses = [self._step(step) for step in range(until)]
-        if self._mode.inner == 0:
-            self._sent = until * RING * 4 * len(self._shared)
+        losses = [self._step(step, is_last=step + 1 == until) for step in range(until)]
         return Result(losses, self._replicas.held_out_loss(self._shared), self._sent / until)
 
-    def _step(self, step: int) -> float:
+    @torch.no_grad()
+    def _step(self, step: int, *, is_last: bool) -> float:
         mode, replicas = self._mode, self._replicas
-        at = [self._local[replica % len(self._local)].flat for replica in range(REPLICAS)]
-        computed = [replicas.gradient(weights, replica, step) for replica, weights in enumerate(at)]
-        grads = [grad for _, grad in computed]
-        if exact := mode.inner == 0 or step < mode.dense:
-            grads = [torch.stack(grads).mean(0)] * REPLICAS
-            self._sent += RING * 2 * len(self._shared)
-        for local, grad in zip(self._local, grads, strict=False):
-            local.step(step, replicas.clipped(grad.clone()))
-        if exact:
-            self._shared.copy_(self._local[0].flat)
-        elif (step + 1) % mode.inner == 0:
+        at = [self._shared + change for change in self._changes]
+        with torch.enable_grad():
+            computed = [replicas.gradient(weights, replica, step) for replica, weights in enumerate(at)]
+        grads = torch.stack([grad for _, grad in computed])
+        if is_together := step < mode.together:
+            grads = grads.mean(0).expand_as(grads)
+        grads = torch.stack([replicas.clipped(grad.clone()) for grad in grads])
+        shares = self._shares.after(grads) if mode.moment_correction else torch.ones_like(self._shared)
+        self._second.mul_(replicas.optim.betas[1]).add_(grads.square() * shares, alpha=1 - replicas.optim.betas[1])
+        momentum = self._momenta(grads)
+        for change, weights, grad, first, second in zip(self._changes, at, grads, momentum, self._second, strict=True):
+            update = replicas.update(step, weights, first / (1 - MOMENTUM ** (step + 1)), second)
+            change += self._with_muon(step, update, weights, grad, first) if mode.optimizer == "muon" else update
+        if is_together:
+            self._shared += self._changes[0]
+            self._changes.zero_()
+        elif (step + 1 - mode.together) % mode.inner == 0 or is_last:
             self._exchange()
         return fmean(loss for loss, _ in computed)
 
-    @torch.no_grad()
+    def _momenta(self, grads: Tensor) -> Tensor:
+        """Return the means of gradients after others [R, n]: those of AdamW, and for hidden matrices those of Muon."""
+        decay = torch.full_like(self._shared, MOMENTUM)
+        if self._mode.optimizer == "muon":
+            for view, hidden in zip(self._replicas.views(decay), self._replicas.is_hidden_matrix, strict=True):
+                view.fill_(MUON_MOMENTUM if hidden else MOMENTUM)
+        return self._first.mul_(decay).add_(grads * (1 - decay))
+
+    def _with_muon(self, step: int, update: Tensor, weights: Tensor, grad: Tensor, momentum: Tensor) -> Tensor:
+        """Return an update [n] with Muon's of the hidden matrices, as torch has it with "match_rms_adamw"."""
+        replicas, rate = self._replicas, learning_rate(step, self._replicas.optim)
+        views = zip(*map(replicas.views, (update, weights, grad, momentum)), replicas.is_hidden_matrix, strict=True)
+        for changed, weight, direction, mean, hidden in views:
+            if hidden:
+                length = rate * 0.2 * max(weight.shape) ** 0.5
+                changed.copy_(orthogonalized(direction.lerp(mean, MUON_MOMENTUM)).mul_(-length))
+                changed.sub_(weight, alpha=rate * replicas.optim.weight_decay)
+        return update
+
     def _exchange(self) -> None:
-        """Send the changes, apply the outer step, and load the result into all local weights."""
+        """Exchange the changes and apply the outer step."""
         mode = self._mode
-        for residual, local in zip(self._residuals, self._local, strict=True):
-            residual += local.flat - self._shared
-            self._mean_residual += self._encode(residual) / REPLICAS
-        mean = self._encode(self._mean_residual)
+        mean = self._sent_as(torch.stack([self._sent_as(change) for change in self._changes]).mean(0))
         self._momentum.mul_(mode.momentum).add_(mean)
         self._shared.add_(mean.add_(self._momentum, alpha=mode.momentum), alpha=mode.outer_lr)
-        for local in self._local:
-            local.flat.copy_(self._shared)
+        self._changes.zero_()
 
-    def _encode(self, x: Tensor) -> Tensor:
-        """Return what is decoded of a vector [n], subtract it from x in place, and count the message."""
-        if self._mode.topk < 1:
-            sent = send_largest(x, torch.ones_like(x), TopK(self._mode.topk, self._mode.bits, GROUP))
-            self._sent += RING * sent.nbytes / (REPLICAS + 1)
-            return torch.zeros_like(x).index_add_(0, sent.positions, sent.values)
-        codec = PackedCodec(Lloyd(self._mode.bits, "group", GROUP))
-        message = codec.encode(x)
+    def _sent_as(self, x: Tensor) -> Tensor:
+        """Return what is decoded of a vector [n], and count the message."""
+        message = self._codec.encode(x)
         self._sent += RING * len(message) / (REPLICAS + 1)
-        decoded = codec.decode(message, len(x))
-        x -= decoded
-        return decoded
+        return self._codec.decode(message, len(x))
+
+
+def orthogonalized(x: Tensor) -> Tensor:
+    """Return the orthogonal factor of a matrix, nearly: torch's Newton-Schulz iteration of Muon, but in fp32.
+
+    On CPUs without products in bf16, torch's own takes ten times as long.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    wide = x.t() if len(x) > x.shape[1] else x
+    wide = wide / wide.norm().clamp_min(1e-7)
+    for _ in range(5):
+        product = wide @ wide.t()
+        wide = a * wide + (b * product + c * product @ product) @ wide
+    return wide.t() if len(x) > x.shape[1] else wide
+
+
+class Shares:
+    """Of each row, the squared mean gradient relative to the mean of squares, over all steps so far."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._squares = torch.zeros(2, len(replicas.row_means(replicas.initial)))
+        """Sums over the steps of the row means of the squared mean gradient, and of the mean of squares."""
+
+    def after(self, grads: Tensor) -> Tensor:
+        """Add the gradients [R, n] of a step; return the shares, [n]."""
+        rows = self._replicas.row_means
+        self._squares += torch.stack([rows(grads.mean(0).square()), rows(grads.square().mean(0))])
+        return (self._squares[0] / self._squares[1]).nan_to_num_(1.0)[self._replicas.row_of]
 
 
 class UpdateTraining:
@@ -340,9 +344,7 @@ class UpdateTraining:
         n = len(self._weights)
         self._residuals, self._local, self._first, self._second = torch.zeros(4, REPLICAS, n)
         self._server_residual = torch.zeros(n)
-        rows = len(replicas.row_means(self._weights))
-        self._squares = torch.zeros(2, rows)
-        """Sums over the steps of the row means of the squared mean gradient, and of the mean of squares."""
+        self._shares = Shares(replicas)
         generator = torch.Generator().manual_seed(0)
         self._bases = {
             index: torch.randn(shape[1], mode.rank, generator=generator)
@@ -365,7 +367,7 @@ class UpdateTraining:
         with torch.enable_grad():
             computed = [replicas.gradient(weights, replica, step) for replica, weights in enumerate(at)]
         grads = torch.stack([replicas.clipped(grad) for _, grad in computed])
-        shares = self._shares(grads)[replicas.row_of]
+        shares = self._shares.after(grads)
         self._second.mul_(replicas.optim.betas[1]).add_(grads.square() * shares, alpha=1 - replicas.optim.betas[1])
         if mode.momentum:
             self._first.lerp_(grads, 1 - MOMENTUM)
@@ -380,12 +382,6 @@ class UpdateTraining:
             if mode.topk:
                 self._exchange_coordinates()
         return fmean(loss for loss, _ in computed)
-
-    def _shares(self, grads: Tensor) -> Tensor:
-        """Return for each row the squared mean gradient relative to the mean of squares, over all steps."""
-        rows = self._replicas.row_means
-        self._squares += torch.stack([rows(grads.mean(0).square()), rows(grads.square().mean(0))])
-        return (self._squares[0] / self._squares[1]).nan_to_num_(1.0)
 
     def _exchange_coordinates(self) -> None:
         """Exchange the largest coordinates through the owners of parts, and apply the mean."""
@@ -443,7 +439,9 @@ def train(mode: object, replicas: Replicas, until: int) -> Result:
         return UpdateTraining(mode, replicas).train(until)
     if isinstance(mode, Local):
         return LocalTraining(mode, replicas).train(until)
-    return train_exact(replicas, until)
+    assert isinstance(mode, AllReduce)
+    result = LocalTraining(Local(mode.optimizer, together=until), replicas).train(until)
+    return result._replace(sent=RING * 4 * len(replicas.initial))
 
 
 def parse_arguments() -> argparse.Namespace:
