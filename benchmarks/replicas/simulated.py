@@ -113,17 +113,17 @@ class Updates:
     """Fraction of norms and biases that is sent where rank > 0, in 2 bits."""
 
 
-MODES: dict[str, type] = {"allreduce": AllReduce, "local": Local, "updates": Updates}
+MODES: dict[str, type] = {"exact": AllReduce, "local_steps": Local, "updates": Updates}
 ROWS = (
-    "allreduce",
+    "exact",
     "updates:topk=0.015",
     "updates:topk=0.005,importance=0.25",
     "updates:topk=0.0025,importance=0.25,rank=2",
-    "local:optimizer=adamw",
-    "local:optimizer=adamw,inner=30,together=60",
-    "allreduce:optimizer=muon",
-    "local",
-    "local:inner=30,together=60",
+    "local_steps:optimizer=adamw",
+    "local_steps:optimizer=adamw,inner=30,together=60",
+    "exact:optimizer=muon",
+    "local_steps",
+    "local_steps:inner=30,together=60",
 )
 
 
