@@ -238,6 +238,10 @@ def test_deltas_are_no_choice_where_caches_are_not_possible(tmp_path: Path) -> N
     assert loose.without_chosen_delta() == loose
     given = parse_plugins(parsed(tmp_path, "--pp.compress auto:max_loss_cost=1 --pp.forward.0 transform:step=0.1"))
     assert given.forward == loose.forward, "once"
+    flags = "--pp.compress auto:max_loss_cost=1,delta=false --pp.stages 4 --pp.forward.0 transform:step=0.1"
+    others = parse_plugins(parsed(tmp_path, flags)).ladder
+    assert others is not None
+    assert others.codecs_at(2)[-1] == NO_CACHE[0].codec, "a choice of other links, too"
 
 
 def test_a_delta_that_is_given_for_a_link_is_used_on_no_other(tmp_path: Path) -> None:

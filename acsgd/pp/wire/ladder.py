@@ -149,9 +149,9 @@ class Ladder:
         """
         given = set(self.fixed_forward.values())
         kept = [index for index, rung in enumerate(self.forward) if index in given or not rung.is_delta]
-        rungs = [self.forward[index] for index in kept]
-        codecs = [rung.codec for rung in rungs]
-        rungs += [rung for rung in NO_CACHE if rung.loss_cost <= self.max_loss_cost and rung.codec not in codecs]
+        choices = {rung.codec: rung for rung in NO_CACHE if rung.loss_cost <= self.max_loss_cost}
+        rungs = [choices.pop(self.forward[index].codec, self.forward[index]) for index in kept]
+        rungs += choices.values()
         return replace(
             self,
             forward=tuple(rung._replace(loss_cost=math.inf) if rung.is_delta else rung for rung in rungs),
@@ -218,7 +218,8 @@ def _with_fixed(
             raise ValueError(f'{key}="{spec}": with pp.compress=auto all caches are alike; remove cache options')
         same = next((index for index, rung in enumerate(found) if rung.codec == codec), None)
         if same is None:
-            found.append(Rung(spec, math.inf))  # never chosen
+            known = next((rung for rung in NO_CACHE if rung.codec == codec), Rung(spec, math.inf))
+            found.append(known._replace(loss_cost=math.inf))  # never chosen
         fixed[number] = len(found) - 1 if same is None else same
     return tuple(found), fixed
 
