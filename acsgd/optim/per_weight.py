@@ -17,7 +17,7 @@ from acsgd.streams import Streams
 
 
 class PerWeightOptimizer(ABC):
-    """An optimizer of which each weight has one of its own.
+    """Steps each weight with an optimizer of its own.
 
     stand_ins: the weights as these optimizers get them, in the order of `weights`.
     """

@@ -20,8 +20,6 @@ from acsgd.streams import mix_seed
 
 LOW_BITS = 0xFFFF
 """Bits of an fp32 number that bf16 does not have."""
-LARGEST = 0x7FFF0000
-"""Bits of the largest positive bf16 NaN: a carry from beyond, where the NaN of CUDA is, would end at -0."""
 
 
 class RandomBits(NamedTuple):
@@ -31,6 +29,7 @@ class RandomBits(NamedTuple):
 
     The upper half of the product of both gives each element its bits, so that parts of a weight have those of the
     whole. Each is uniform, and two are as good as independent (multiply-shift hashing, Dietzfelbinger et al. 1997).
+    They do not depend on the seed of the run.
     """
 
     rows: Tensor
@@ -54,13 +53,16 @@ def round_stochastically(values: Tensor, bits: RandomBits, *, out: Tensor) -> No
 
     values: contiguous; inf and NaN stay. out: of the same shape, changed in place.
     """
+    if not values.numel():
+        return
     rows, columns = bits
     at_once = max(1, min(len(rows), block_size(values.device) // max(1, len(columns))))
     # of all blocks: on a CPU, new memory takes longer than the work
     sums, noise = torch.empty(2, at_once, len(columns), dtype=torch.int32, device=values.device)
-    by_rows = (x.view(len(rows), -1) for x in (values.view(torch.int32), out.view(torch.int16)))
+    by_rows = (x.view(len(rows), -1) for x in (values, out.view(torch.int16)))
     for source, target, numbers in in_blocks(at_once, *by_rows, rows):
         high, low = sums[: len(numbers)], noise[: len(numbers)]
         torch.mul(numbers.unsqueeze(1), columns, out=low).bitwise_right_shift_(16).bitwise_and_(LOW_BITS)
-        torch.clamp(source, max=LARGEST, out=high).add_(low).bitwise_right_shift_(16)
-        target.copy_(high)
+        # all NaN become the one whose bits, with noise, are a NaN: those of CUDA, 0x7FFFFFFF, would become -0
+        torch.nan_to_num(source, nan=math.nan, posinf=math.inf, neginf=-math.inf, out=high.view(torch.float32))
+        target.copy_(high.add_(low).bitwise_right_shift_(16))

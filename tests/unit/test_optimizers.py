@@ -225,14 +225,16 @@ def test_parts_of_a_weight_are_rounded_as_the_whole_one_and_no_two_steps_alike(k
 
 
 def test_infinite_values_and_nan_survive_rounding() -> None:
-    of_cuda = torch.tensor([2**31 - 1], dtype=torch.int32).view(torch.float32)  # as bits, the largest positive number
+    of_cuda = torch.tensor([2**31 - 1, -1], dtype=torch.int32).view(torch.float32)  # all bits 1, with either sign
     special = torch.cat((torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0]), of_cuda))
     weight = Weight("w", nn.Parameter(special.bfloat16()), nn.Parameter(special))
-    out = torch.ones(6, dtype=torch.bfloat16)
+    out = torch.ones(7, dtype=torch.bfloat16)
     for step in range(50):
         round_stochastically(special, random_bits(weight, step), out=out)
         torch.testing.assert_close(out.float(), special, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(out.signbit()[:5], special.signbit()[:5])
+    empty = Weight("w", nn.Parameter(torch.empty(0, 4)), nn.Parameter(torch.empty(0, 4)))
+    round_stochastically(empty.master, random_bits(empty, 0), out=torch.empty(0, 4, dtype=torch.bfloat16))
 
 
 def decayed(weight: Tensor, step: int) -> Tensor:
