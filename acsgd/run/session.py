@@ -336,20 +336,21 @@ def _evaluated_weights(session: Session) -> Iterator[None]:
     They are the global weights where replicas have local ones, and the masters if the optimizer averages.
     """
     restore, changed = list[Callable[[], object]](), list[Stage]()
-    for stage in session.stages.values():
-        shared, weights = stage.sync.global_weights(), session.owned.of(stage.weights)
-        if shared is not None:
-            restore += [partial(weight.param.copy_, weight.param.clone()) for weight in weights]
-        elif session.job.plugins.optimizer.averages:
-            shared = {weight.key: weight.master for weight in weights}
-            restore += [partial(session.optimizer.copy_trained, weight, weight.param.detach()) for weight in weights]
-        else:
-            continue
-        for weight in weights:
-            weight.param.copy_(shared[weight.key])
-        stage.sync.share_parts()
-        changed.append(stage)
     try:
+        for stage in session.stages.values():
+            shared, weights = stage.sync.global_weights(), session.owned.of(stage.weights)
+            if shared is not None:
+                restore += [partial(weight.param.copy_, weight.param.clone()) for weight in weights]
+            elif session.job.plugins.optimizer.averages:
+                shared = {weight.key: weight.master for weight in weights}
+                copy = session.optimizer.copy_trained
+                restore += [partial(copy, weight, weight.param.detach()) for weight in weights]
+            else:
+                continue
+            for weight in weights:
+                weight.param.copy_(shared[weight.key])
+            stage.sync.share_parts()
+            changed.append(stage)
         yield
     finally:
         for each in restore:

@@ -17,7 +17,7 @@ from acsgd.config.options import OptimConfig
 from acsgd.dp.exchange.second_moments import SecondMomentCorrection, by_rows
 from acsgd.dp.peers import Peers
 from acsgd.optim.adamw import AdamW
-from acsgd.optim.base import LocalStep
+from acsgd.optim.base import LocalStep, SecondMoments
 from acsgd.optim.muon import Muon
 from acsgd.shards.weights import Weight, WeightState
 
@@ -140,7 +140,20 @@ def moments_with_muon(rank: int, peers: Peers) -> tuple[bool, list[int], set[str
     return equal, [plain.meter.sent_bytes, with_hidden.meter.sent_bytes], set(moments)
 
 
+def measure_nothing(rank: int, peers: Peers) -> Tensor:
+    """Return the shares after a measurement of a stage that has weights without second moments alone."""
+    correction, moments = (
+        SecondMomentCorrection({"w": torch.zeros(SHAPE)}, peers),
+        SecondMoments({}, 0.9, frozenset("w")),
+    )
+    measuring = peers.submit(partial(correction.measure, 0, {"w": torch.ones(SHAPE)}, moments, Meter()))
+    correction.update(0, moments, measuring.result(Meter()))
+    return correction.shares()["w"]
+
+
 def test_weights_without_second_moments_change_and_send_nothing(tmp_path: Path) -> None:
+    for shares in on_replicas(2, measure_nothing, tmp_path / "nothing"):
+        assert (shares == 1).all()
     for equal, sent_bytes, keys in on_replicas(2, moments_with_muon, tmp_path / "store"):
         assert equal
         assert sent_bytes[0] == sent_bytes[1] > 0
