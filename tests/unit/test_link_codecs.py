@@ -21,9 +21,10 @@ from acsgd.pp.wire import ladder
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
 from acsgd.pp.wire.ladder import BACKWARD, FORWARD, NO_CACHE, CodecTime, Rung, measure_codec
+from acsgd.pp.wire.probe import PROBE_S
 from acsgd.run.plan.partition import with_useful_delta
 from acsgd.run.plan.plugins import parse_plugins
-from acsgd.run.step.link_codecs import BAND, Choice, Chooser, Direction, Measured
+from acsgd.run.step.link_codecs import BAND, PROBE_EVERY, Choice, Chooser, Direction, Measured, steps_between
 from acsgd.streams import open_streams
 
 SPEC = TensorSpec((4, 256, 512), torch.float32)
@@ -142,6 +143,18 @@ def test_a_codec_without_entropy_coding_is_chosen_where_this_takes_too_long() ->
     of_two = chooser(2, micros=8)
     names = [BACKWARD[of_two.choose(with_times(seconds), (0, 0))[1]].spec for seconds in (0.0, COMPUTE_S / 4)]
     assert names == ["transform:step=0.36", "fixpoint:bits=4"]
+
+
+def test_measurements_take_a_hundredth_of_the_time_and_answer_in_50_steps() -> None:
+    """The median of five follows a link after three."""
+    slow, fast = pipeline(2.0), pipeline(UNLIMITED)
+    assert 2 * PROBE_S <= slow.probe_s() <= 4 * PROBE_S
+    assert fast.probe_s() < 0.01 * PROBE_S
+    steps = [steps_between(slow.probe_s(), seconds) for seconds in (0.01, 0.4, 1.0, 10.0)]
+    assert steps == sorted(steps, reverse=True)
+    assert 3 * steps[0] <= 50
+    assert slow.probe_s() <= 0.01 * 0.4 * steps[1] <= 1.5 * slow.probe_s()
+    assert steps[-1] == PROBE_EVERY == steps_between(fast.probe_s(), 0.4)
 
 
 def test_a_process_measures_a_codec_once_for_each_tensor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,20 @@ class Measured(NamedTuple):
         """Return the same with slower links."""
         return self._replace(directions=tuple(d._replace(s_per_byte=d.s_per_byte * factor) for d in self.directions))
 
+    def without_links(self) -> Measured:
+        """Return the same with links and codecs that take no time."""
+        nothing = CodecTime(0.0, 0.0)
+        directions = (
+            each._replace(s_per_byte=0.0, delay_s=0.0, times=(nothing,) * len(each.times)) for each in self.directions
+        )
+        return self._replace(directions=tuple(directions))
+
+    def probe_s(self) -> float:
+        """Return the time of a measurement of all links."""
+        measured = [each for each in self.directions if each.s_per_byte]
+        times = (2 * probe_size(each.s_per_byte) * each.s_per_byte + 2 * each.delay_s for each in measured)
+        return max(times, default=0.0)
+
     def is_near(self, other: Measured) -> bool:
         """Return whether computing times and uncompressed transfers differ little, or count as 0 in both."""
         least = NEGLIGIBLE * max(self.compute_s)
@@ -165,6 +179,9 @@ class Chooser:
     def _best(self, measured: Measured) -> Choice:
         """Return the choice of the least loss cost among those whose step is nearly as short as that of any."""
         measured = measured.rounded()
+        lossless = tuple(each.usable[0] for each in measured.directions)
+        if self.step_s(measured, lossless) <= (1 + TOLERANCE) * self.step_s(measured.without_links(), lossless):
+            return lossless  # as any simulation of others would end: none is shorter than without links
         if measured not in self._known:
             times = {choice: self.step_s(measured, choice) for choice in self._candidates(measured)}
             limit = (1 + TOLERANCE) * min(times.values())
@@ -188,12 +205,19 @@ class Chooser:
         return sorted(allowed, key=measured.loss_cost)
 
 
-PROBE_EVERY = 5
-"""Steps between two measurements of the links."""
+PROBE_EVERY, LONGEST = 5, 15
+"""Steps between two measurements of the links: between the first PROBES ones, and at most."""
+PROBE_SHARE = 0.01
+"""Fraction of the time that later measurements may take, with no more than LONGEST steps between two."""
 PROBES = 5
 """Number of measurements of a link whose median counts."""
 WINDOW = 5
 """Number of steps whose median is the computing time of a rank."""
+
+
+def steps_between(probe_s: float, step_s: float) -> int:
+    """Return the number of steps between two measurements. probe_s: time of one; step_s: of a step."""
+    return min(LONGEST, max(PROBE_EVERY, math.ceil(probe_s / (PROBE_SHARE * step_s))))
 
 
 class LinkCodecs(StepHook):
@@ -208,8 +232,11 @@ class LinkCodecs(StepHook):
         job, ladder = session.job, session.job.plugins.ladder
         assert ladder is not None
         self._session, self._note, self._ladder = session, note, ladder
-        micros = min(MAX_MICROS, -(-job.shapes.num_micros // job.topology.replicas))
+        all_micros = -(-job.shapes.num_micros // job.topology.replicas)
+        micros = min(MAX_MICROS, all_micros)
         self._chooser = Chooser(job.programs.program(micros), ladder.max_loss_cost)
+        self._steps_of_simulated = all_micros / micros
+        """Time of a step relative to a simulated one, about."""
         self._links = len(job.layout.specs) - 1
         self._threads = ThreadPoolExecutor(max(1, len(session.pipeline.links)), thread_name_prefix="links")
         replicas, ranks = range(job.topology.replicas), range(job.topology.stages)
@@ -261,7 +288,7 @@ class LinkCodecs(StepHook):
             state.progress = replace(state.progress, codecs=tuple(map(self._specs, chosen)))
         self._steps_left -= 1
         if not self._steps_left:
-            self._steps_left = PROBE_EVERY
+            self._steps_left = self._steps_to_next(choices)
             self._measure()
 
     def _codec_times(self) -> dict[Tensors, dict[str, CodecTime]]:
@@ -385,6 +412,15 @@ class LinkCodecs(StepHook):
             return before
         self._last[replica] = measured
         return self._chooser.choose(measured, before)
+
+    def _steps_to_next(self, choices: Sequence[Choice]) -> int:
+        """Return the number of steps to the next measurement, the same on all ranks."""
+        steps = PROBE_EVERY
+        for replica, last in enumerate(self._last):
+            if last is not None and len(self._probes[replica]) == PROBES:
+                step_s = self._chooser.step_s(last, choices[replica]) * self._steps_of_simulated
+                steps = max(steps, steps_between(last.probe_s(), step_s))
+        return steps
 
     def _report_changes(self, step: int, replica: int, before: Choice, after: Choice) -> None:
         """Log an event for each direction whose codec changes."""
