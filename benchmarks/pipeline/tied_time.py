@@ -12,6 +12,8 @@ ends alone  the same if only the rows of the first micro-batch and the gradients
             computation overlaps. The rest is rows of the next few micro-batches, in which frequent tokens occur first,
             and gradients of the last few: they need more than the rate of the link
 ends halved the tie if a lossless code halved these two messages
+rows halved the tie if all rows had half of their bytes, as differences from the step before may have
+            (rows:entropy_coding=true), and gradients all of them
 ordered     the tie if the micro-batches of a step were ordered by the rows that they share: those come first, and last,
             that use few rows which the ones before, or after, do not. Sums of gradients would change in rounding
 """
@@ -23,6 +25,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -83,6 +86,18 @@ def compute_cost(vocabulary: int, micros: int) -> Cost:
     return Cost([each / 3 for each in per_micro], [each * 2 / 3 for each in per_micro])
 
 
+class Ties(NamedTuple):
+    """Shares of a tie in a step."""
+
+    tie: float
+    ends: float
+    """Of its ends alone."""
+    halved: float
+    """With ends of half the size."""
+    rows_halved: float
+    """With all rows of half the size."""
+
+
 class Prediction:
     """Predicted step times of one schedule and batch. seconds_per_byte: relative to the compute."""
 
@@ -105,14 +120,15 @@ class Prediction:
         cost = replace(self._cost, rows=rows, row_gradients=gradients)
         return float(simulate(self._program, cost).makespan)
 
-    def tie(self, how: TiedRows) -> tuple[float, float, float]:
-        """Return the share of the tie in the step, that of its ends alone, and that with ends of half the size."""
+    def tie(self, how: TiedRows) -> Ties:
+        """Return the shares of the tie in the step."""
         (first, *others), (*before, last) = self.first, self.last
         zeros = [0] * len(others)
         whole = self.step(how, self.first, self.last)
         ends = self.step(how, [first, *zeros], [*zeros, last])
         halved = self.step(how, [first // 2, *others], [*before, last // 2])
-        return 1 - self.untied / whole, 1 - self.untied / ends, 1 - self.untied / halved
+        rows_halved = self.step(how, [count // 2 for count in self.first], self.last)
+        return Ties(*(1 - self.untied / each for each in (whole, ends, halved, rows_halved)))
 
     def _seconds(self, size: float) -> float:
         return size * self._seconds_per_byte * PACKETS
@@ -135,7 +151,7 @@ def main() -> None:
     """Predict, print, save."""
     options = parse_arguments()
     tokens = zipf_tokens(options.micros, options.vocabulary)[:, :-1]
-    columns = "ratio", "pp.tied", "step", "untied", "tie", "ends alone", "ends halved", "ordered"
+    columns = "ratio", "pp.tied", "step", "untied", "tie", "ends alone", "ends halved", "rows halved", "ordered"
     table = Table(*columns, title=f"Times relative to the compute, {options.schedule}")
     results = []
     for ratio in options.ratio:
@@ -144,9 +160,9 @@ def main() -> None:
         )
         for spec in TIES:
             how = from_spec(spec, TIED, key="pp.tied")
-            tie, ends, halved = prediction.tie(how)
-            shares = {"tie": tie, "ends": ends, "halved": halved, "ordered": ordered.tie(how)[0]}
-            times = {"step": prediction.untied / (1 - tie), "untied": prediction.untied}
+            ties = prediction.tie(how)
+            shares = {**ties._asdict(), "ordered": ordered.tie(how).tie}
+            times = {"step": prediction.untied / (1 - ties.tie), "untied": prediction.untied}
             shown = [*(f"{each:.2f}" for each in times.values()), *(f"{each:.1%}" for each in shares.values())]
             table.add_row(f"{ratio:g}", spec, *shown)
             results.append({"ratio": ratio, "tied": spec, **times, **shares})
