@@ -56,7 +56,7 @@ class PerWeightOptimizer(ABC):
         found = [self._optimizers[each.key].second_moments([each]) for each in stand_ins]
         by_key = {key: moment for each in found for key, moment in each.by_key.items()}
         without = frozenset[str]().union(*(each.without for each in found))
-        return SecondMoments(by_key, max((each.decay for each in found), default=0.0), without)
+        return SecondMoments(by_key, found[0].decay if found else 0.0, without)
 
     def state_of(self, weights: Sequence[Weight]) -> WeightState:
         """Return the state of some weights, not copied; empty before the first step."""

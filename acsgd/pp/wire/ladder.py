@@ -218,8 +218,7 @@ def _with_fixed(
             raise ValueError(f'{key}="{spec}": with pp.compress=auto all caches are alike; remove cache options')
         same = next((index for index, rung in enumerate(found) if rung.codec == codec), None)
         if same is None:
-            known = next((rung for rung in NO_CACHE if rung.codec == codec), Rung(spec, math.inf))
-            found.append(known._replace(loss_cost=math.inf))  # never chosen
+            found.append(Rung(spec, math.inf))  # never chosen
         fixed[number] = len(found) - 1 if same is None else same
     return tuple(found), fixed
 
