@@ -189,11 +189,11 @@ def apply_step(session: Session, batch: Batch | None, progress: Progress, summar
     session.commit()
     updated = finite and not summary[SKIP]
     if updated:
-        replica = job.topology.replica
-        session.scale_and_clip(factors[replica], norms[replica])
+        session.scale_and_clip(factors[job.topology.replica], norms[job.topology.replica])
         session.optimizer.step(step, local_step or PLAIN_STEP)
     log.info("step %d: loss %.6g, gradient norm %.6g%s", step + 1, loss, grad_norm, "" if updated else ", skipped")
-    next_scale = progress.loss_scale.after(overflowed=overflowed)
-    after = progress.after(loss if updated else None, int(summary[TARGETS]), next_scale, spike=config.optim.spike)
+    copies, next_scale = session.copies(summary), progress.loss_scale.after(overflowed=overflowed)
+    targets = int(summary[TARGETS]) // copies
+    after = progress.after(loss if updated else None, targets, next_scale, spike=config.optim.spike)
     rate, bubble, memory = learning_rate(step, config.optim), session.schedule_bubble, job.gpu_memory_bytes
-    return StepResult(loss, grad_norm, rate, updated, after, summary, bubble, job.model.token_flops, memory)
+    return StepResult(loss, grad_norm, rate, updated, after, summary, bubble, job.model.token_flops, memory, copies)

@@ -122,6 +122,8 @@ PEAK_FLOPS = StepField("peak_flops", total_if_on_all)
 """Peak rate of matrix products of a rank's device, floating-point operations per second; 0 = unknown."""
 MICROS = StepField("micros", in_grid)
 """Number of micro-batches of the rank's replica."""
+ALL_MICROS = MICROS.reduced(lambda numbers: sum(highest_by_replica(numbers)))
+"""Number of micro-batches of all replicas; those that several of them compute count as often."""
 COMPUTE_S = StepField("compute_s", in_grid)
 """Time from the first action to the reduced gradients, without waits for other ranks, seconds."""
 STEP_FIELDS: tuple[StepField[Any], ...] = (

@@ -57,19 +57,21 @@ class StepResult(NamedTuple):
     """Arithmetic operations of the model per token, see `RunModel`."""
     device_memory_bytes: int = 0
     """See `StepRecord`."""
+    copies: int = 1
+    """See `Session.copies`."""
 
     def record(self, step_s: float) -> StepRecord:
         """Return the line of metrics.jsonl for this step, without what follows the update. step_s: its duration."""
         summary, progress, in_flight_s = self.summary, self.progress, self.summary[report.IN_FLIGHT_S]
         waited_s = sum(summary[field] for field in report.WAITS)
-        tokens_per_s = int(summary[report.TOKENS]) / step_s
+        tokens_per_s = summary[report.TOKENS] / self.copies / step_s
         model_flops, peak_flops = self.token_flops * tokens_per_s, summary[report.PEAK_FLOPS]
         return StepRecord(
             step=progress.step,
             loss=self.loss if math.isfinite(self.loss) else None,
             tokens=progress.tokens,
             tokens_per_s=tokens_per_s,
-            targets_per_s=summary[report.TARGETS] / step_s,
+            targets_per_s=summary[report.TARGETS] / self.copies / step_s,
             step_s=step_s,
             lr=self.lr,
             grad_norm=self.grad_norm if math.isfinite(self.grad_norm) else None,
@@ -177,6 +179,10 @@ class Session:
         for meter in meters:
             meter.reset()
         return numbers
+
+    def copies(self, summary: StepSummary) -> int:
+        """Return how many replicas, or domains, have computed each micro-batch of a step, all the same."""
+        return max(1, round(summary[report.ALL_MICROS] / self.job.shapes.num_micros))
 
     def meters(self) -> list[tuple[str, Meter]]:
         """Return all meters of this rank, each with what its transfers are."""

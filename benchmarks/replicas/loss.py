@@ -176,8 +176,8 @@ class Sweep:
         """Return the bytes that all replicas sent for each step of a run.
 
         The metrics count an exchange after the update of a step in the next step, and one after the last step not at
-        all: it is assumed to equal the one a period earlier, or, if it is the only one, the first one of a run of the
-        first seed with half of the period. Raises ValueError if the only one is of one of several fragments.
+        all: it is assumed to equal the one a period earlier, or, if it is the only one of the mode, the first one of a
+        run of the first seed with half of the period. Raises ValueError if the only one is of one of several fragments.
         """
         name, optimizer = _with_optimizer(mode)
         parsed = None if is_torch(name) else from_spec(name, MODES_OF_ACSGD, key="--modes")
@@ -186,14 +186,14 @@ class Sweep:
         period = getattr(parsed, "inner", 1) // getattr(parsed, "fragments", 1)
         first, *others = outcome.dp_bytes
         others[0] += first  # of an exact step, which exchanges before its update
-        steps = len(outcome.dp_bytes)
-        if period != steps or not isinstance(parsed, DiLoCo | SparseLoCo):
-            return [*others, outcome.dp_bytes[-period] if period < steps else 0]
+        steps, redundant = len(outcome.dp_bytes), getattr(parsed, "redundant_steps", 0)
+        if period != steps - redundant or not isinstance(parsed, DiLoCo | SparseLoCo):
+            return [*others, outcome.dp_bytes[-period] if period < steps - redundant else 0]
         if getattr(parsed, "fragments", 1) > 1:
             raise ValueError(f"--modes {mode}: the bytes of its only exchange are not known; give fragments=1")
         halved = replace(parsed, inner=period // 2)
         earlier = self.outcome(f"{to_spec(halved, MODES_OF_ACSGD)}@{optimizer}", rate, self.seeds[0])
-        return [*others, earlier.dp_bytes[halved.inner]]
+        return [*others, earlier.dp_bytes[redundant + halved.inner]]
 
     def compare_exact(self, rate: float) -> float:
         """Return the largest difference between the train losses of torch's all-reduce and acsgd's."""

@@ -80,7 +80,7 @@ class Local:
     """Learning rate of the outer optimizer."""
     momentum: float = 0.4
     """Momentum of the outer optimizer."""
-    together: Annotated[int, Range(0, 10000)] = 0
+    redundant_steps: Annotated[int, Range(0, 10000)] = 0
     """Number of first steps in which each replica computes the gradients of all, so that nothing has to be sent. With
     all steps this is an all-reduce."""
     moment_correction: bool = True
@@ -120,10 +120,10 @@ ROWS = (
     "updates:topk=0.005,importance=0.25",
     "updates:topk=0.0025,importance=0.25,rank=2",
     "local_steps:optimizer=adamw",
-    "local_steps:optimizer=adamw,inner=30,together=60",
+    "local_steps:optimizer=adamw,inner=30,redundant_steps=60",
     "exact:optimizer=muon",
     "local_steps",
-    "local_steps:inner=30,together=60",
+    "local_steps:inner=30,redundant_steps=60",
 )
 
 
@@ -256,7 +256,7 @@ class LocalTraining:
         with torch.enable_grad():
             computed = [replicas.gradient(weights, replica, step) for replica, weights in enumerate(at)]
         grads = torch.stack([grad for _, grad in computed])
-        if is_together := step < mode.together:
+        if is_redundant := step < mode.redundant_steps:
             grads = grads.mean(0).expand_as(grads)
         grads = torch.stack([replicas.clipped(grad.clone()) for grad in grads])
         shares = self._shares.after(grads) if mode.moment_correction else torch.ones_like(self._shared)
@@ -265,10 +265,10 @@ class LocalTraining:
         for change, weights, grad, first, second in zip(self._changes, at, grads, momentum, self._second, strict=True):
             update = replicas.update(step, weights, first / (1 - MOMENTUM ** (step + 1)), second)
             change += self._with_muon(step, update, weights, grad, first) if mode.optimizer == "muon" else update
-        if is_together:
+        if is_redundant:
             self._shared += self._changes[0]
             self._changes.zero_()
-        elif (step + 1 - mode.together) % mode.inner == 0 or is_last:
+        elif (step + 1 - mode.redundant_steps) % mode.inner == 0 or is_last:
             self._exchange()
         return fmean(loss for loss, _ in computed)
 
@@ -440,7 +440,7 @@ def train(mode: object, replicas: Replicas, until: int) -> Result:
     if isinstance(mode, Local):
         return LocalTraining(mode, replicas).train(until)
     assert isinstance(mode, AllReduce)
-    result = LocalTraining(Local(mode.optimizer, together=until), replicas).train(until)
+    result = LocalTraining(Local(mode.optimizer, redundant_steps=until), replicas).train(until)
     return result._replace(sent=RING * 4 * len(replicas.initial))
 
 

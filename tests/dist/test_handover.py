@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from acsgd.config.options import AdapterConfig, ReplicaConfig
 
 STEPS = 7
-EXCHANGES = ("cocktail_grad:topk=.25", "diloco:inner=4")
+EXCHANGES = ("cocktail_grad:topk=.25", "diloco:inner=4", "sparseloco:inner=2,redundant_steps=4")
 """Modes that exchange weights after step 4."""
 OTHERS = (
     "powersgd:rank=1",

@@ -20,6 +20,7 @@ from lib.replicas import (
     copied,
     count_sent,
     gradients,
+    make_step,
     make_weights,
     on_replicas,
 )
@@ -46,6 +47,7 @@ LOSSLESS = {
     "sparseloco:inner=1,topk=1,chunk=0,bits=8,outer_lr=1": 0,
     "cocktail_grad:topk=1,bits=8": 0,
     "quantized:exact_steps=1,bits=8": 0,
+    "sparseloco:inner=1,topk=1,chunk=0,bits=8,outer_lr=1,redundant_steps=5": 0,
 }
 """Specs that exchange nearly all of every update, with the number of steps until it is applied."""
 CARRIED = {"local_weights", "residual", "server_residual", "outer_momentum", "sent_update"}
@@ -237,6 +239,66 @@ def test_the_outer_step_of_diloco_is_that_of_sgd_with_nesterov_momentum(tmp_path
         outer.step()
     for weight, value in zip(make_weights(), expected, strict=True):
         assert torch.allclose(found[weight.key], value, rtol=1e-5, atol=1e-6), weight.key
+
+
+REDUNDANT = {
+    "diloco:inner=3,redundant_steps=4": 4,
+    "diloco:inner=2,fragments=2,redundant_steps=1": 1,
+    "sparseloco:inner=2,chunk=16,redundant_steps=4": 4,
+}
+"""Specs with redundant steps, and their number."""
+
+
+class Redundant(NamedTuple):
+    """Results of the redundant steps of one replica."""
+
+    local: dict[str, Tensor]
+    """Its weights before the end of the last one."""
+    after: dict[str, Tensor]
+    shared: dict[str, Tensor]
+    """The global ones."""
+    sent: list[int]
+    """Bytes of each step."""
+
+
+def train_redundantly(rank: int, peers: Peers, rounding: float) -> dict[str, Redundant]:
+    """Make the redundant steps. rounding: relative difference of the gradients of a replica from those of the one
+    before it."""
+    results = {}
+    for spec, steps in REDUNDANT.items():
+        run, local, sent = LocalRun(spec, peers), dict[str, Tensor](), list[int]()
+
+        def keep(run: LocalRun = run, local: dict[str, Tensor] = local) -> None:
+            local |= {w.key: (w.master.detach() - LR * w.master.grad).clone() for w in run.weights}
+
+        for step in range(steps):
+            grads = [grad * (1 + rounding * rank) for grad in gradients(0, step)]
+            make_step(run.sync, run.weights, step, grads, before_commit=keep)
+            sent.append(run.sync.meter.sent_bytes)
+            run.sync.meter.reset()
+        after = {weight.key: weight.master.detach().clone() for weight in run.weights}
+        results[spec] = Redundant(local, after, run.model(), sent)
+    return results
+
+
+@pytest.mark.parametrize("rounding", [0.0, 1e-6])
+def test_replicas_end_redundant_steps_with_equal_weights_and_send_them_only_if_they_differ(
+    rounding: float, tmp_path: Path
+) -> None:
+    """Where hosts round differently, the weights are the mean of theirs."""
+    first, second = on_replicas(2, train_redundantly, tmp_path / "store", rounding)
+    numel = sum(weight.master.numel() for weight in make_weights())
+    for spec in REDUNDANT:
+        one, other = first[spec], second[spec]
+        differ = any(not torch.equal(one.local[key], other.local[key]) for key in one.local)
+        assert differ == (rounding > 0), spec
+        for key, mine in one.local.items():
+            mean = (mine + other.local[key]) / 2
+            assert torch.equal(one.after[key], mean), spec
+            assert all(torch.equal(x[key], mean) for x in (one.shared, other.after, other.shared)), spec
+        *before, last = one.sent
+        assert not any(before), spec
+        assert last > 4 * numel if differ else 0 < last < 100, (spec, last)
 
 
 def norm(tensors: Sequence[Tensor]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,32 @@ def test_a_replica_of_mode_local_trains_as_a_single_process_would(tiny_model: Ti
         [alone] = on_ranks(1, weights_after, tmp_path / f"store-{replica}", single, batches)
         assert any(not torch.equal(ours[key], together[1 - replica][key]) for key in ours)
         assert all(torch.equal(ours[key], alone[key]) for key in ours)
+
+
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_redundant_steps_are_those_of_one_replica(stages: int, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Bit for bit, with dropout; half of the steps. Nothing but a checksum is sent, and no token counted twice."""
+    model, of_runs = tiny_model("gpt2", **DROPOUT, n_layer=2), []
+    for replicas, mode in enumerate(["allreduce", f"diloco:inner=2,redundant_steps={HALF}"], start=1):
+        config = make_replica_config(model, tmp_path / str(replicas) / "run", mode, stages=stages)
+        on_ranks(stages * replicas, train_ranks, tmp_path / f"store-{replicas}", [config])
+        records = [json.loads(line) for line in (Path(config.log.dir) / "metrics.jsonl").read_text().splitlines()]
+        of_runs.append((records, {path.name: load_file(path) for path in checkpoint_of(config, HALF).glob("*.safe*")}))
+    (alone, one), (redundant, two) = of_runs
+    for name, file in one.items():
+        for replica in range(2):
+            state = two[name.replace(".", f".replica-{replica:05d}.")]
+            of_replica = two[name] | {key.removeprefix("optimizer."): tensor for key, tensor in state.items()}
+            assert all(torch.equal(tensor, of_replica[key]) for key, tensor in file.items()), (name, replica)
+    for step, (mine, other) in enumerate(zip(alone, redundant, strict=True)):
+        assert mine["tokens"] == other["tokens"]
+        assert step >= HALF or mine["loss"] == other["loss"]
+        assert step >= HALF or mine["tokens_per_s"] * mine["step_s"] == pytest.approx(
+            other["tokens_per_s"] * other["step_s"]
+        )
+    sent = [record["dp_bytes"] for record in redundant]
+    assert not any(sent[:HALF])
+    assert 0 < sent[HALF] < 1000 < sent[-1] or STEPS - HALF < 3
 
 
 Moments = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]

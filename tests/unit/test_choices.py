@@ -124,6 +124,11 @@ WRONG: list[tuple[dict[str, dict[str, Any]], float, str]] = [
         "the run of 100 steps ends between two exchanges of weights",
     ),
     ({"dp": {"replicas": 2, "mode": "diloco:inner=10,delay=2"}}, 2, "nothing of the steps after the last one; give an"),
+    (
+        {"dp": {"replicas": 2, "mode": "sparseloco:inner=5,redundant_steps=100"}},
+        2,
+        "several are no faster than one; give",
+    ),
     ({"dp": {"replicas": 2, "mode": "sparseloco:inner=30"}}, 2, "with which the last step is followed by an exchange"),
 ]
 """Options of a run, its number of epochs, and a part of the sentence. dp.replicas: number of replicas."""
@@ -136,6 +141,7 @@ GOOD: list[tuple[dict[str, dict[str, Any]], float]] = [
     ({"data": {"eval_fraction": 0.1}, "eval": {"metrics": "perplexity"}}, 3),
     ({"checkpoint": {"every": "5", "keep_every": 10}}, 3),
     ({"dp": {"replicas": 2, "mode": "diloco:inner=50"}}, 3),
+    ({"dp": {"replicas": 2, "mode": "diloco:inner=30,redundant_steps=10"}}, 3),
     (
         {
             "dp": {"replicas": 2, "mode": "diloco:inner=10,fragments=2,delay=2", "transport": "gloo"},

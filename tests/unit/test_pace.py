@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 
+from acsgd.dp.modes.diloco import DiLoCo
 from acsgd.io.checkpoint.progress import Progress
 from acsgd.io.telemetry.record import RunEvent
 from acsgd.pp.schedules.schedules import OneFOneB
@@ -62,16 +63,40 @@ def test_replicas_without_state_get_nothing_and_the_others_an_even_split() -> No
     assert dealer.counts == Dealer(8, 3, 0.0).counts
 
 
+def session_of(topology: object, *, mode: object = None, groups: object = None, members: Sequence[int] = ()) -> Session:
+    """Return a session of two replicas of 8 micro-batches in all, as far as their pace depends on it.
+
+    members: replicas of the domain.
+    """
+    job = SimpleNamespace(
+        topology=topology,
+        config=SimpleNamespace(data=SimpleNamespace(deal="even")),
+        plugins=SimpleNamespace(schedule=OneFOneB(), mode=mode),
+        shapes=SimpleNamespace(num_micros=8),
+        micros_per_replica=4,
+    )
+    return cast(Session, SimpleNamespace(job=job, groups=groups, peers=SimpleNamespace(members=members)))
+
+
+@pytest.mark.parametrize(
+    ("members", "idle", "micros"), [((1,), (), range(8)), ((0, 1), (), range(4, 8)), ((0, 1), (0,), range(8))]
+)
+def test_in_redundant_steps_a_domain_gets_all_micro_batches(
+    members: Sequence[int], idle: Sequence[int], micros: range
+) -> None:
+    """After them, an even share of all replicas."""
+    topology = SimpleNamespace(replica=1, replicas=2, stages=1)
+    session = session_of(topology, mode=DiLoCo(redundant_steps=3), members=members)
+    pace = Pace(session, lambda _: None, idle=idle)
+    assert [pace.micros(step) for step in range(4)] == [micros] * 3 + [range(0 if idle else 4, 8)]
+    others = Pace(session, lambda _: None, idle=(1,))
+    assert not any(others.micros(step) for step in range(4))
+
+
 def test_replicas_that_are_ready_when_the_run_returns_to_a_step_get_micro_batches_in_it() -> None:
     """They take part in its exchanges."""
-    job = SimpleNamespace(
-        topology=SimpleNamespace(replica=1, replicas=2, stages=1),
-        config=SimpleNamespace(data=SimpleNamespace(deal="even")),
-        plugins=SimpleNamespace(schedule=OneFOneB()),
-        shapes=SimpleNamespace(num_micros=8),
-    )
     events = list[RunEvent]()
-    pace = Pace(cast(Session, SimpleNamespace(job=job, groups=None)), events.append, idle=(1,))
+    pace = Pace(session_of(SimpleNamespace(replica=1, replicas=2, stages=1)), events.append, idle=(1,))
     pace.at_return(LoopState(Progress(), idle=[1]))
     assert not pace.micros(0)
     assert not events
@@ -82,15 +107,9 @@ def test_replicas_that_are_ready_when_the_run_returns_to_a_step_get_micro_batche
 
 def test_a_slow_rank_has_its_own_number_where_hosts_have_another_order() -> None:
     """The second one of the first pipeline is rank 3, on the last host."""
-    job = SimpleNamespace(
-        topology=Topology.of(0, 4, 2, (2, 3, 0, 1)),
-        config=SimpleNamespace(data=SimpleNamespace(deal="even")),
-        plugins=SimpleNamespace(schedule=OneFOneB()),
-        shapes=SimpleNamespace(num_micros=8),
-    )
     groups = SimpleNamespace(all_gather_text=lambda *_, **__: ["a", "b", "c", "d"], timeout_s=1.0)
     events = list[RunEvent]()
-    pace = Pace(cast(Session, SimpleNamespace(job=job, groups=groups)), events.append)
+    pace = Pace(session_of(Topology.of(0, 4, 2, (2, 3, 0, 1)), groups=groups), events.append)
     pace._name([SpeedChange(1, True, 3.0)], 5)
     assert [event.fields for event in events] == [{"rank": 3, "host": "d", "factor": 3.0}]
 

@@ -12,18 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acsgd.dp.exchange.averaging import split_evenly
+from acsgd.codecs.identity import Identity
+from acsgd.codecs.message import PackedCodec
+from acsgd.dp.exchange.averaging import sharded_mean, split_evenly
 from acsgd.dp.exchange.buckets import AllReduceSync, BucketSync, DomainSync, FlatLayout, make_buckets
 from acsgd.dp.exchange.error_feedback import pad_part
 from acsgd.dp.exchange.second_moments import Measurement, SecondMomentCorrection
-from acsgd.dp.exchange.vectors import Vector, add_to
+from acsgd.dp.exchange.vectors import Vector, add_to, dense
 from acsgd.dp.peers import Peers
 from acsgd.dp.resize import ReplicaState, check_names, restore
 from acsgd.dp.sync import GradSync
+from acsgd.io.files.checksum import checksum
 from acsgd.optim.base import LocalStep, SecondMoments
 from acsgd.shards.weights import Weight, WeightState, part_of
 
 LOCAL_WEIGHTS = ReplicaState("local_weights", merge="mean", single="replace_weight")
+EXACT = PackedCodec(Identity("fp32"))
 MAX_ELEMENTS = 1 << 25
 """Elements of a buffer, unless one weight has more. An exchange may need memory for a few times its buffer, besides its
 results; more buffers are more messages, each of which waits for the latency of the link."""
@@ -91,17 +95,22 @@ class LocalWeightsSync(GradSync):
         states: Sequence[ReplicaState],
         *,
         exact_steps: int = 0,
+        redundant_steps: int = 0,
         how: LocalStep = LocalStep(),  # noqa: B008 -- a tuple
         moment_correction: bool = False,
     ) -> None:
         """states: those of the mode. exact_steps: number of initial steps that use exact all-reduce.
 
-        how: options of the local steps. moment_correction: whether to keep second moments as large as those of the mean
-        gradient.
+        redundant_steps: number of initial steps in which each replica has the gradients of all micro-batches, so that
+        all make the same step. how: options of the local steps. moment_correction: whether to keep second moments as
+        large as those of the mean gradient.
         """
         super().__init__()
         self.peers = peers
         self.exact_steps = exact_steps
+        self._redundant_steps = redundant_steps
+        self._equal_steps = max(exact_steps, redundant_steps)
+        """Number of initial steps after which all replicas have the same weights."""
         self.buffers = make_buffers(weights)
         self._states = states
         self._weights = tuple(weights)
@@ -123,7 +132,9 @@ class LocalWeightsSync(GradSync):
     def local_step(self, step: int) -> LocalStep | None:
         if step < self.exact_steps:
             return None
-        return self._how._replace(shares=self._correction.shares()) if self._correction is not None else self._how
+        if self._correction is None or step < self._redundant_steps:
+            return self._how
+        return self._how._replace(shares=self._correction.shares())
 
     def begin_step(self, step: int, scale: float = 1.0) -> None:
         for weight in self._weights:
@@ -153,16 +164,30 @@ class LocalWeightsSync(GradSync):
         if self._reduction is not None:
             self._reduction.wait()
 
+    def exchanges_after(self, step: int) -> bool:
+        return step == self._redundant_steps - 1
+
+    @torch.no_grad()
     def exchange(self, step: int, moments: SecondMoments) -> None:
+        if step == self._redundant_steps - 1:
+            self.received = self.peers.submit(self._differing_weights).result(self.meter)
         self.measured = None
-        correction, local_steps = self._correction, step - self.exact_steps
+        correction, local_steps = self._correction, step - self._equal_steps
         if correction is not None and local_steps >= 0 and correction.is_due(local_steps):
             grads = {weight.key: weight.master.grad for weight in self._weights if weight.master.grad is not None}
             measuring = self.peers.submit(partial(correction.measure, step, grads, moments, self.meter))
             self.measured = measuring.result(self.meter)
 
+    @torch.no_grad()
     def after_step(self, step: int, moments: SecondMoments) -> None:
-        if self._correction is not None and step >= self.exact_steps:
+        if step < self._equal_steps:
+            for buffer, mean in zip(self.buffers, self.received, strict=False):
+                buffer.local.copy_(mean)
+                buffer.update_params()
+            self.received = []
+            for buffer in self.buffers:
+                buffer.shared.copy_(buffer.local)
+        elif self._correction is not None:
             self._correction.update(step, moments, self.measured)
             self.measured = None
 
@@ -222,6 +247,23 @@ class LocalWeightsSync(GradSync):
         common = {state.name for state in self._states if state.is_common}
         first = {name: by_key for name, by_key in saved[0].items() if name in common} if saved else {}
         self.load_state_dict([first, *({} for _ in range(1, self.peers.size))])
+
+    def _differing_weights(self) -> list[Tensor]:
+        """Return the mean weights of each buffer, [n], if those of replicas differ: their hosts round differently.
+
+        Else an empty list. Runs in the thread of the peers.
+        """
+        if not self.buffers:
+            return []
+        peers, of_buffers = self.peers, [checksum(b"", buffer.local.cpu().view(torch.uint8)) for buffer in self.buffers]
+        mine = torch.tensor(of_buffers, dtype=torch.uint64).view(torch.uint8).to(peers.device)
+        received = peers.exchange(
+            dict.fromkeys(peers.receivers, mine), dict.fromkeys(peers.others, len(mine)), self.meter
+        )
+        if not peers.observers and all(torch.equal(mine, other) for other in received.values()):
+            return []
+        copies = (split_evenly(buffer.local.clone(), peers.size) for buffer in self.buffers)
+        return [dense(sharded_mean(parts, None, EXACT, peers, self.meter).mean) for parts in copies]
 
     def _by_weight(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         by_key: dict[str, Tensor] = {}

@@ -73,11 +73,7 @@ class ReducedUpdateSync(LocalWeightsSync):
 
     @torch.no_grad()
     def after_step(self, step: int, moments: SecondMoments) -> None:
-        if step < self.exact_steps:
-            for buffer in self.buffers:
-                buffer.shared.copy_(buffer.local)
-            return
-        for buffer, feedback, exchanged in zip(self.buffers, self._feedback, self.received, strict=True):
+        for buffer, feedback, exchanged in zip(self.buffers, self._feedback, self.received, strict=False):
             feedback.apply(exchanged)
             buffer.load_shared(exchanged.mean)
         self.received = []

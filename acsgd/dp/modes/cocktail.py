@@ -21,7 +21,7 @@ from acsgd.dp.exchange.vectors import dense
 from acsgd.dp.peers import AsyncResult, Peers
 from acsgd.dp.resize import ReplicaState
 from acsgd.dp.sync import Exchanges, GradSync, SingleReplicaSync
-from acsgd.optim.base import Capability, SecondMoments
+from acsgd.optim.base import Capability
 from acsgd.shards.weights import Weight, WeightState
 from acsgd.streams import load_onto, mix_seed
 
@@ -180,12 +180,6 @@ class CocktailSync(LocalWeightsSync):
             for buffer, feedback, exchange in zip(self.buffers, self._feedback, self.received, strict=True):
                 self._apply(buffer, feedback, exchange)
             self.received = []
-
-    def after_step(self, step: int, moments: SecondMoments) -> None:
-        if step < self.exact_steps:
-            for buffer in self.buffers:
-                buffer.shared.copy_(buffer.local)
-        super().after_step(step, moments)
 
     def load_state_dict(self, saved: Sequence[WeightState]) -> None:
         super().load_state_dict(saved)

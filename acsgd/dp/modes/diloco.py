@@ -18,7 +18,7 @@ from acsgd.codecs.base import Codec
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.identity import Identity
 from acsgd.codecs.message import PackedCodec
-from acsgd.config.ranges import Range
+from acsgd.config.ranges import COUNT_OR_NONE, Range
 from acsgd.dp.exchange.averaging import sharded_mean, split_evenly
 from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync, WeightBuffer
 from acsgd.dp.exchange.second_moments import moment_states
@@ -62,6 +62,8 @@ class DiLoCo:
     """Bits per value: 32, 16 (bf16), or 1 to 8 with a scale per 128 values."""
     moment_correction: bool = False
     """Whether to keep AdamW's second moments as large as those of the mean gradient, row by row."""
+    redundant_steps: Annotated[int, COUNT_OR_NONE] = 0
+    """Number of initial steps in which each replica computes all micro-batches: nothing is exchanged, none differs."""
 
     def __post_init__(self) -> None:
         if self.inner < 1 or self.fragments < 1 or self.inner % self.fragments:
@@ -98,15 +100,29 @@ class DiLoCo:
 
     def last_send(self, step: int) -> int | None:
         """Return the last step, up to this one, after which a fragment was sent."""
-        last = step - (step + 1) % (self.inner // self.fragments)
-        return last if last >= 0 else None
+        last = step - self._local_steps(step) % (self.inner // self.fragments)
+        return last if last >= self.redundant_steps else None
+
+    def fragment(self, last: int) -> int:
+        """Return the index of the fragment that is sent after step `last`."""
+        return self._local_steps(last) // (self.inner // self.fragments) % self.fragments
+
+    def _local_steps(self, step: int) -> int:
+        """Return the number of local steps up to and with this one."""
+        return step + 1 - self.redundant_steps
 
 
 class DiLoCoSync(LocalWeightsSync):
     """Local weights with an outer optimizer."""
 
     def __init__(self, mode: DiLoCo, weights: Sequence[Weight], peers: Peers) -> None:
-        super().__init__(weights, peers, mode.states, moment_correction=mode.moment_correction)
+        super().__init__(
+            weights,
+            peers,
+            mode.states,
+            redundant_steps=mode.redundant_steps,
+            moment_correction=mode.moment_correction,
+        )
         self._mode = mode
         self._codec = PackedCodec(mode.codec())
         self._momentum = [torch.zeros_like(buffer.local) for buffer in self.buffers]
@@ -125,7 +141,7 @@ class DiLoCoSync(LocalWeightsSync):
 
     def exchanges_after(self, step: int) -> bool:
         last = self._mode.last_send(step)
-        return last is not None and last + self._mode.delay == step
+        return super().exchanges_after(step) or (last is not None and last + self._mode.delay == step)
 
     @torch.no_grad()
     def exchange(self, step: int, moments: SecondMoments) -> None:
@@ -146,10 +162,9 @@ class DiLoCoSync(LocalWeightsSync):
         if last == step:
             for sent, buffer in zip(self._sent, self.buffers, strict=False):
                 self._fragment(sent, step).copy_(self._update(buffer, step))
-        if self.received:
-            assert last is not None
+        if last is not None and self.received:
             self._outer_step(last, self.received)
-        self.received = []
+            self.received = []
         super().after_step(step, moments)
 
     @torch.no_grad()
@@ -189,5 +204,4 @@ class DiLoCoSync(LocalWeightsSync):
 
     def _fragment(self, flat: Tensor, last: int) -> Tensor:
         """View the fragment of a tensor [n] that is sent after step `last`."""
-        fragment = (last + 1) // (self._mode.inner // self._mode.fragments) % self._mode.fragments
-        return split_evenly(flat, self._mode.fragments)[fragment]
+        return split_evenly(flat, self._mode.fragments)[self._mode.fragment(last)]

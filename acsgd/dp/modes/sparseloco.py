@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from acsgd.codecs.topk import TopK
-from acsgd.config.ranges import Range
+from acsgd.config.ranges import COUNT_OR_NONE, Range
 from acsgd.dp.exchange.error_feedback import RESIDUAL, ErrorFeedback
 from acsgd.dp.exchange.local_weights import LOCAL_WEIGHTS, LocalWeightsSync
 from acsgd.dp.exchange.second_moments import moment_states
@@ -49,6 +49,8 @@ class SparseLoCo:
     """Multiplier on the decoded mean update (outer learning rate)."""
     moment_correction: bool = False
     """Whether to keep AdamW's second moments as large as those of the mean gradient, row by row."""
+    redundant_steps: Annotated[int, COUNT_OR_NONE] = 0
+    """Number of initial steps in which each replica computes all micro-batches: nothing is exchanged, none differs."""
 
     def __post_init__(self) -> None:
         if self.inner < 1:
@@ -77,12 +79,22 @@ class SparseLoCo:
             return SingleReplicaSync(weights, self.states)
         return SparseLoCoSync(self, weights, peers)
 
+    def is_sent(self, step: int) -> bool:
+        """Return whether updates are exchanged after a step."""
+        return step >= self.redundant_steps and (step + 1 - self.redundant_steps) % self.inner == 0
+
 
 class SparseLoCoSync(LocalWeightsSync):
     """Local weights with one error feedback per buffer, on the sender's side."""
 
     def __init__(self, mode: SparseLoCo, weights: Sequence[Weight], peers: Peers) -> None:
-        super().__init__(weights, peers, mode.states, moment_correction=mode.moment_correction)
+        super().__init__(
+            weights,
+            peers,
+            mode.states,
+            redundant_steps=mode.redundant_steps,
+            moment_correction=mode.moment_correction,
+        )
         self._mode = mode
         self._feedback = [ErrorFeedback(buffer.local, peers, server=False) for buffer in self.buffers]
 
@@ -90,12 +102,12 @@ class SparseLoCoSync(LocalWeightsSync):
         return super().tensors() | {RESIDUAL.name: [feedback.residual for feedback in self._feedback]}
 
     def exchanges_after(self, step: int) -> bool:
-        return (step + 1) % self._mode.inner == 0
+        return super().exchanges_after(step) or self._mode.is_sent(step)
 
     @torch.no_grad()
     def exchange(self, step: int, moments: SecondMoments) -> None:
         self.received = []
-        if self.exchanges_after(step):
+        if self._mode.is_sent(step):
             for buffer, feedback in zip(self.buffers, self._feedback, strict=True):
                 x = (feedback.residual * self._mode.decay).add_(buffer.local).sub_(buffer.shared)
                 exchange = partial(feedback.exchange_gathered, x, self._mode.codec(), self.meter)
@@ -103,8 +115,9 @@ class SparseLoCoSync(LocalWeightsSync):
         super().exchange(step, moments)
 
     def after_step(self, step: int, moments: SecondMoments) -> None:
-        for buffer, feedback, exchanged in zip(self.buffers, self._feedback, self.received, strict=False):
-            feedback.apply(exchanged)
-            buffer.load_shared(exchanged.mean, self._mode.outer_lr)
-        self.received = []
+        if self._mode.is_sent(step):
+            for buffer, feedback, exchanged in zip(self.buffers, self._feedback, self.received, strict=True):
+                feedback.apply(exchanged)
+                buffer.load_shared(exchanged.mean, self._mode.outer_lr)
+            self.received = []
         super().after_step(step, moments)

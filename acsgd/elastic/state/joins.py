@@ -236,9 +236,11 @@ def plan_joins(
 
     All ranks call it together. session: of this rank in the view before, if it holds state; constants: of the model;
     host: address of this host. Opens the ports to which ranks that join connect. None does if replicas divide the
-    state, since all of them compute in each step then. Raises RunError if a rank fails.
+    state, since all of them compute in each step then, or in redundant steps, in which nothing is exchanged that a rank
+    could follow. Raises RunError if a rank fails.
     """
-    if job.config.dp.shard != "none" or not (holders := _possible_sources(plan)):
+    is_redundant = plan.step < getattr(job.plugins.mode, "redundant_steps", 0)
+    if is_redundant or job.config.dp.shard != "none" or not (holders := _possible_sources(plan)):
         return BackgroundJoins({}, {}, {}, {}, {})
     members = _members(plan, holders)
     sources = {rank: holder if members[rank][0] == rank else members[rank][0] for rank, holder in holders.items()}

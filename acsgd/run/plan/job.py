@@ -89,8 +89,14 @@ class Job(Partition):
             f"on {self.streams.device.type}: {topology.stages} pipeline ranks x {topology.replicas} replicas\n"
             f"stages: {layers}\n"
             f"a step: {config.data.batch} sequences of {config.data.sequence} tokens, "
-            f"{self.shapes.num_micros} micro-batches of {config.pp.micro}, {config.pp.schedule}"
+            f"{self.shapes.num_micros} micro-batches of {config.pp.micro}, {config.pp.schedule}{self._redundance}"
         )
+
+    @property
+    def _redundance(self) -> str:
+        """Text about redundant steps, to append to another; empty without any."""
+        steps = getattr(self.plugins.mode, "redundant_steps", 0) if self.topology.replicas > 1 else 0
+        return f"; in the first {steps} steps each replica, or domain, computes all of them" if steps else ""
 
     def with_steps(self, steps: int, sampler: Sampler) -> Job:
         """Return the job with the numbers of steps that epochs amount to. steps: of the run; sampler: of its data."""
@@ -181,7 +187,7 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True, model: RunMo
     grid = open_grid(config, launch)
     sources, eval_sources = _open_sources(config, grid.plugins)
     metrics = _choose_metrics(config, eval_sources or sources)
-    check_reading(config, most_micros(config, grid.topology.replicas), launch.local_world_size)
+    check_reading(config, most_micros(config, grid.plugins, grid.topology.replicas), launch.local_world_size)
     streams = open_streams(config.run.device, launch.local_rank)
     check_transports(config, grid.plugins, on_gpu=bool(streams.gpu), has_mesh=launch.mesh is not None)
     model = model or _open_model(config, launch, streams, trains=trains)
@@ -203,7 +209,7 @@ def prepare(config: Config, launch: Launch, *, trains: bool = True, model: RunMo
         is_elastic=bool(launch.daemon),
         has_mesh=launch.mesh is not None,
     )
-    job.programs.actions(len(job.micro_ids))  # raises ValueError if they cannot run
+    job.programs.actions(job.most_micros)  # raises ValueError if they cannot run
     return job
 
 

@@ -203,7 +203,8 @@ def _cpu_per_parameter(groups: Groups, seconds: float, mode: Mode) -> float:
     """
     weight, peers, inner = _new_weight(MODE_ELEMENTS), Peers(groups.world, groups.waits), getattr(mode, "inner", 1)
     sync, noise, times = mode.open([weight], peers), torch.randn_like(weight.master), list[float]()
-    moments, first = SecondMoments({weight.key: noise.square()}, DECAY), getattr(mode, "exact_steps", 0) + INTERVAL + 1
+    moments = SecondMoments({weight.key: noise.square()}, DECAY)
+    first = sum(getattr(mode, initial, 0) for initial in ("exact_steps", "redundant_steps")) + INTERVAL + 1
     for number in _rounds(groups, seconds):
         weight.master.data.add_(noise)
         began, worked = time.perf_counter(), time.process_time()

@@ -307,7 +307,7 @@ class _RankPlan:
 
     @cached_property
     def _actions(self) -> Sequence[Action]:
-        return self._partition.programs.actions(len(self._partition.micro_ids)).train
+        return self._partition.programs.actions(self._partition.most_micros).train
 
     def _peak(self, *, has_buckets: bool) -> StepPeak:
         walk = StepWalk(self._partition, self._traced, self._weights, offloads=self._offloads)
@@ -346,7 +346,7 @@ class _RankPlan:
     def _cache_bytes(self, sequences: int) -> int:
         """Return the bytes of the activation caches in host memory. sequences: number in the data."""
         partition, total = self._partition, 0
-        delta, per_step = partition.plugins.delta, len(partition.micro_ids) * partition.config.pp.micro
+        delta, per_step = partition.plugins.delta, partition.most_micros * partition.config.pp.micro
         if delta is None or delta.cache != "ram":
             return 0
         tensors = partition.cached_tensors

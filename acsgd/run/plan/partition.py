@@ -78,6 +78,11 @@ class Partition:
         return -(-self.shapes.num_micros // self.topology.replicas)
 
     @property
+    def most_micros(self) -> int:
+        """Largest number of micro-batches of a replica in any step."""
+        return most_micros(self.config, self.plugins, self.topology.replicas)
+
+    @property
     def cached_boundaries(self) -> list[int]:
         """Boundaries of which this rank has an end with activation caches."""
         tensors = self.cached_tensors
@@ -212,7 +217,7 @@ def open_grid(config: Config, launch: Launch) -> RankGrid:
     check_masters(config, plugins)
     check_deal(config, plugins)
     micro_ids = _deal(config, topology)
-    check_computes(config, topology.stages * plugins.schedule.chunks, most_micros(config, topology.replicas))
+    check_computes(config, topology.stages * plugins.schedule.chunks, most_micros(config, plugins, topology.replicas))
     splits_backward = RankPrograms(plugins.schedule, topology.stages, topology.stage_rank).splits_backward
     check_shard(config, plugins, splits_backward=splits_backward, is_alone=replicas == 1)
     check_equal_micros(config, topology.replicas)
@@ -251,10 +256,10 @@ def most_replicas(config: Config) -> int:
     return min(config.elastic.max_replicas or micros, micros)
 
 
-def most_micros(config: Config, replicas: int) -> int:
+def most_micros(config: Config, plugins: Plugins, replicas: int) -> int:
     """Return the largest number of micro-batches of a replica in a step."""
-    micros = config.data.batch // config.pp.micro
-    return micros if config.data.deal == "speed" else -(-micros // replicas)
+    micros, is_redundant = config.data.batch // config.pp.micro, getattr(plugins.mode, "redundant_steps", 0) > 0
+    return micros if is_redundant or config.data.deal == "speed" else -(-micros // replicas)
 
 
 def divide_model(

@@ -188,6 +188,13 @@ CHOICES = (
         "{config.optim.steps} steps; give fewer, or --dp.mode allreduce",
     ),
     Choice(
+        lambda job, _: (
+            not _is_alone(job) and getattr(job.plugins.mode, "redundant_steps", 0) >= job.config.optim.num_steps
+        ),
+        "dp.mode={config.dp.mode}: in redundant_steps, all {config.optim.steps} of the run, each replica computes all "
+        "micro-batches, so that several are no faster than one; give fewer",
+    ),
+    Choice(
         lambda job, _: not _is_alone(job) and _steps_after_exchange(job) >= job.config.optim.num_steps,
         "dp.mode={config.dp.mode} exchanges weights after `inner` steps, but the run has {config.optim.steps}: "
         "replicas are never the same model; give a smaller inner, or a longer run",
@@ -429,8 +436,8 @@ def _steps_after_exchange(job: Job) -> int:
     mode, steps = job.plugins.mode, job.config.optim.num_steps
     if isinstance(mode, DiLoCo):
         last = mode.last_send(steps - 1 - mode.delay)
-        return steps if last is None else steps - 1 - mode.delay - last
-    return steps % mode.inner if isinstance(mode, SparseLoCo) else 0
+        return max(0, steps - mode.redundant_steps if last is None else steps - 1 - mode.delay - last)
+    return max(0, steps - mode.redundant_steps) % mode.inner if isinstance(mode, SparseLoCo) else 0
 
 
 def _is_alone(job: Job) -> bool:

@@ -72,7 +72,7 @@ def _describe(job: Job, tied: TiedWeight, shape: tuple[int, ...]) -> str:
     assert isinstance(how, TiedRows)
     users = []
     for rank, inputs in tied.lookups.items():
-        most = (min(shape[0], job.shapes.max_lookups(inputs, len(job.micro_ids))), *shape[1:])
+        most = (min(shape[0], job.shapes.max_lookups(inputs, job.most_micros)), *shape[1:])
         sent = _megabytes(wire_bytes(how.rows.wire(most, DTYPES[job.config.model.dtype])))
         returned = _megabytes(wire_bytes(how.gradients.wire(most, torch.float32)))
         users.append(

@@ -191,7 +191,7 @@ def plan_activation_caches(
             delta,
             tensors,
             samples=samples,
-            per_step=len(job.micro_ids) * job.config.pp.micro,
+            per_step=job.most_micros * job.config.pp.micro,
             ends=job.cached_boundaries,
             processes=job.local_world_size,
             directory=Path(job.config.log.dir) / "activation-cache",

@@ -18,6 +18,7 @@ from acsgd.run.step.hooks import LoopState, StepHook
 class Pace(StepHook):
     """Deals micro-batches to replicas, and names slow ranks. All ranks decide alike, by the reports that all have.
 
+    In the redundant steps of dp.mode, each replica gets all micro-batches, or each domain, among its replicas.
     A change of the dealing holds from the first step whose batch is not being read yet. note: logs an event; idle:
     replicas that get no micro-batches, until `LoopState.idle` is another.
     """
@@ -25,21 +26,27 @@ class Pace(StepHook):
     def __init__(self, session: Session, note: Callable[[RunEvent], None], idle: Collection[int] = ()) -> None:
         job = session.job
         self._groups = session.groups
+        self._peers = session.peers
+        self._redundant_steps = getattr(job.plugins.mode, "redundant_steps", 0)
         self._topology = job.topology
         self._note = note
         self._is_by_speed = job.config.data.deal == "speed"
         self._idle = tuple(idle)
         # time to fill and drain the pipeline of a replica, in micro-batches, without that of messages
-        micros, replicas = job.shapes.num_micros, job.topology.replicas
-        of_replica = -(-micros // replicas)
+        self._num_micros, replicas = job.shapes.num_micros, job.topology.replicas
+        of_replica = job.micros_per_replica
         bubble = job.plugins.schedule.bubble(job.topology.stages, of_replica)
-        self._dealer = Dealer(micros, replicas, float(of_replica * bubble / (1 - bubble)))
+        self._dealer = Dealer(self._num_micros, replicas, float(of_replica * bubble / (1 - bubble)))
         self._dealer.deal_evenly(without=idle)
         self._stragglers = Stragglers()
 
     def micros(self, step: int) -> range:
         """Return the micro-batches of this replica in a step whose batch is read from now on."""
-        return self._dealer.shares[self._topology.replica]
+        me = self._topology.replica
+        if step >= self._redundant_steps or me in self._idle:
+            return self._dealer.shares[me]
+        members = [each for each in self._peers.members if each not in self._idle]
+        return deal(self._num_micros, [1.0] * len(members))[members.index(me)]
 
     def before_next(self, state: LoopState) -> None:
         """Record the last step, deal by it, and name ranks that have become slow.
