@@ -3,7 +3,8 @@
     .venv/bin/python -m benchmarks.pipeline.convergence [--rows "delta*" ...] [--pretrain a.txt --finetune b.txt]
 
 A model of 1.3 M parameters, whose head is its embedding, is pretrained on one text and fine-tuned on 256 sequences of
-another for 10 epochs, on two stages in two processes, cut in the middle (common/tuning.py). Rows differ in the codecs
+another for 10 epochs, on two stages in two processes, cut in the middle (common/tuning.py); with --size large one of
+106 M parameters, on 64 sequences for 5. Rows differ in the codecs
 of that boundary, and in that of the rows of the embedding. Each row is compared with the uncompressed run of the same
 seed on the same batches: its excess is the difference of the mean train losses of the last epoch. Bits per element
 count all bytes of activations after the first epoch, which is uncompressed in every run. By default the two texts are
@@ -22,7 +23,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import fmean
@@ -32,7 +33,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common.tuning import Outcome, Setting, Tuning, Variant, read
+from benchmarks.common.tuning import SIZES, Outcome, Setting, Tuning, Variant, read
 
 
 class Row(NamedTuple):
@@ -232,8 +233,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--pretrain", help="text, as in data.sources")
     parser.add_argument("--finetune", help="another text, as in data.sources")
-    parser.add_argument("--epochs", type=int, default=Setting.epochs)
-    parser.add_argument("--lr", type=float, default=Setting.lr)
+    parser.add_argument("--size", choices=SIZES, default="small", help="1.3 M or 106 M parameters")
+    parser.add_argument("--epochs", type=int, help="default: 10, or 5 of the large model")
+    parser.add_argument("--lr", type=float, help="default: 5e-4, or 1e-4 of the large model")
     parser.add_argument("--dir", type=Path, default=Path("runs/benchmarks/convergence"), help="cache of results")
     parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/convergence.json"), help="the numbers")
     parser.add_argument("--svg", type=Path, default=Path("runs/benchmarks/convergence.svg"), help="the picture")
@@ -254,7 +256,8 @@ def main() -> None:
     rows = choose(options.rows)
     if not rows:
         sys.exit(f"--rows matches none of: {'; '.join(row.label for row in ROWS)}")
-    setting = Setting(epochs=options.epochs, lr=options.lr)
+    given = {name: getattr(options, name) for name in ("epochs", "lr") if getattr(options, name) is not None}
+    setting = replace(SIZES[options.size], **given)
     console = Console(width=160)
     pretrain, finetune = texts(options.pretrain, options.finetune)
     tuning = Tuning.open(options.dir, setting, pretrain=pretrain, finetune=finetune)

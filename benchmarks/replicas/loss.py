@@ -4,9 +4,10 @@
     python -m benchmarks.replicas.loss --task scratch ...
     python -m benchmarks.replicas.loss --svg docs/replicas_loss.svg        # draws the results of both tasks
 
-A model of 1.3 M parameters is pretrained on one text and fine-tuned on another for one epoch, or trained on the latter
-from scratch for two, with one process per replica (common/tuning.py). All runs of a seed use the same batches; seeds
-differ in batches and new weights. Rows with the prefix "torch:" are DistributedDataParallel on the same data (ddp.py).
+A model of 1.3 M parameters, or with --size large of 106 M, is pretrained on one text and fine-tuned on another for one
+epoch, or trained on the latter from scratch for two, with one process per replica (common/tuning.py). All runs of a
+seed use the same batches; seeds differ in batches and new weights. Rows with the prefix "torch:" are
+DistributedDataParallel on the same data (ddp.py).
 The optimizer is AdamW, and in rows such as "diloco@muon" another one, as in optim.name.
 Modes are compared by the held-out loss of the final weights and by the bytes that a replica sends. With the first seed
 each mode runs at all --rates, and at up to two further ones while the best is the lowest or the highest; with the other
@@ -43,7 +44,7 @@ from acsgd.dp.modes.diloco import DiLoCo
 from acsgd.dp.modes.quantized import Quantized
 from acsgd.dp.modes.sparseloco import SparseLoCo
 from acsgd.shards.config import parameter_count, read_config
-from benchmarks.common.tuning import Outcome, Setting, Tuning, Variant
+from benchmarks.common.tuning import SIZES, Outcome, Setting, Tuning, Variant
 from benchmarks.pipeline.convergence import texts
 from benchmarks.replicas.ddp import is_torch
 
@@ -83,10 +84,11 @@ class Task(NamedTuple):
     """Learning rate, multiplied by each of --rates."""
     epochs: int
 
-    def setting(self, steps: int) -> Setting:
+    def setting(self, steps: int, size: str = "small") -> Setting:
         """Return the options that all runs share. steps: per epoch; a tenth of all steps are warm-up."""
-        return Setting(
-            trained=steps * Setting.batch,
+        return replace(
+            SIZES[size],
+            trained=steps * SIZES[size].batch,
             init=self.init,
             epochs=self.epochs,
             exact_epochs=0,
@@ -245,6 +247,7 @@ def parse_arguments() -> argparse.Namespace:
         "--rows", nargs="+", default=["*"], help='modes to run; wildcards such as "cocktail*" match several'
     )
     parser.add_argument("--modes", nargs="+", default=MODES, help="modes that --rows chooses from")
+    parser.add_argument("--size", choices=SIZES, default="small", help="1.3 M or 106 M parameters")
     parser.add_argument("--replicas", type=int, default=4, help="number of replicas, one process each")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument(
@@ -274,7 +277,7 @@ def main() -> None:
         save(draw([json.loads(path.read_text()) for path in paths]), options.svg)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the ranks are terminated, too
-    setting = TASKS[options.task].setting(options.steps)
+    setting = TASKS[options.task].setting(options.steps, options.size)
     options.dir.mkdir(parents=True, exist_ok=True)
     pretrain, finetune = texts(options.pretrain, options.finetune)
     tuning = Tuning.open(options.dir, setting, pretrain=pretrain, finetune=finetune)

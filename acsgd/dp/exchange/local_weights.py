@@ -181,12 +181,12 @@ class LocalWeightsSync(GradSync):
     @torch.no_grad()
     def after_step(self, step: int, moments: SecondMoments) -> None:
         if step < self._equal_steps:
-            for buffer, mean in zip(self.buffers, self.received, strict=False):
-                buffer.local.copy_(mean)
-                buffer.update_params()
-            self.received = []
-            for buffer in self.buffers:
+            for index, buffer in enumerate(self.buffers):
+                if self.received:
+                    buffer.local.copy_(self.received[index])
+                    buffer.update_params()
                 buffer.shared.copy_(buffer.local)
+            self.received = []
         elif self._correction is not None:
             self._correction.update(step, moments, self.measured)
             self.measured = None
