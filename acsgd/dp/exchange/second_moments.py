@@ -38,6 +38,8 @@ PRIOR = 2.0
 """Measurements of a row that the ratio of its whole weight counts for, since one projection is noisy."""
 SIGN_ROWS = 128
 """Rows that share two draws of random signs."""
+BLOCK = 1 << 20
+"""Largest number of elements that are projected at once, unless SIGN_ROWS rows have more."""
 
 
 class _RowStatistics(NamedTuple):
@@ -235,11 +237,12 @@ def project(grad: Tensor, step: int) -> Tensor:
     """
     n, count = grad.shape[1], min(SIGN_ROWS, grad.shape[1])
     generator = torch.Generator().manual_seed(mix_seed(step, grad.numel()))
-    pieces = []
-    for rows in grad.split(count):
-        drawn = torch.randint(0, 2, (2, n), generator=generator).mul_(2).sub_(1).to(grad.dtype)
-        one, other = load_onto(grad.device, drawn)
+    draws = torch.randint(0, 2, (-(-len(grad) // count), 2, n), generator=generator)
+    draws = load_onto(grad.device, draws.mul_(2).sub_(1).to(grad.dtype))
+    at_once, pieces = max(1, BLOCK // (count * n)), []
+    for rows, drawn in zip(grad.split(at_once * count), draws.split(at_once), strict=True):
+        one, other = (each.repeat(1, 2).unfold(1, n, 1)[:, :count] for each in drawn.unbind(1))
         # one vector rotated by the index of the row, times the other rotated in the opposite direction
-        signs = one.repeat(2).unfold(0, n, 1)[:count] * other.repeat(2).unfold(0, n, 1)[:count].flip(0)
+        signs = one.contiguous().mul_(other.flip(1)).view(-1, n)
         pieces.append((rows * signs[: len(rows)]).sum(1))
     return torch.cat(pieces) / n**0.5
