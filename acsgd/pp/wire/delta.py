@@ -259,7 +259,7 @@ class DeltaCoder:
         m = self._read_entries(info, hits)
         is_cached = self._is_frozen and bool(hits) and torch.equal(_as_entry(_rows(x, hits), m.dtype), m)
         hit_fields = self._encode_hits(info, _rows(x, hits), m) if hits and not is_cached else ()
-        if misses:
+        if misses and self._caches_misses(info):
             self._cache_misses(info, misses, codec.decode(miss_fields, self._shape(len(misses)), x.dtype))
         if hit_fields:
             self._write_entries(info, hits, m)
@@ -273,7 +273,8 @@ class DeltaCoder:
         parts = []
         if misses:
             parts.append(codec.decode(fields[:count], self._shape(len(misses)), dtype))
-            self._cache_misses(info, misses, parts[0])
+            if self._caches_misses(info):
+                self._cache_misses(info, misses, parts[0])
         if hits and len(fields) == count:  # as in `hits_as_cached`
             parts.append(m.to(dtype))
         elif hits:
@@ -350,10 +351,13 @@ class DeltaCoder:
             row.copy_(codec.decode(unpack(entry, codec.wire(shape, dtype)), shape, dtype))
         return m
 
+    def _caches_misses(self, info: TransferInfo) -> bool:
+        """Return whether what is sent without a cache entry is cached."""
+        return bool(info.samples) and (self._caches_all or isinstance(self._codecs[info.codec], Delta))
+
     def _cache_misses(self, info: TransferInfo, rows: Sequence[int], values: Tensor) -> None:
         """Write the decoded values of cache misses to the cache, unless one of them is not finite."""
-        is_cached = self._caches_all or isinstance(self._codecs[info.codec], Delta)
-        if info.samples and is_cached and values.isfinite().all():
+        if values.isfinite().all():
             self._write_entries(info, rows, _as_entry(values, self._entry_dtype))
 
     def _write_entries(self, info: TransferInfo, rows: Sequence[int], m: Tensor) -> None:
