@@ -16,8 +16,9 @@ from acsgd.config.options import Config
 from acsgd.pp.wire.probe import Probed
 from acsgd.run.session import Session
 from acsgd.run.step import link_codecs
+from acsgd.run.step.codec_choice import Choice, Chooser, Measured
 from acsgd.run.step.hooks import LoopState
-from acsgd.run.step.link_codecs import Choice, Chooser, LinkCodecs, Measured
+from acsgd.run.step.link_codecs import LinkCodecs
 
 STEPS, CHANGED, STOPPED = 9, 2, 4
 """Number of steps; those before the change, which follows the first measurement; those of a run that is resumed."""

@@ -24,7 +24,8 @@ from acsgd.pp.wire.ladder import BACKWARD, FORWARD, NO_CACHE, CodecTime, Rung, m
 from acsgd.pp.wire.probe import PROBE_S
 from acsgd.run.plan.partition import with_useful_delta
 from acsgd.run.plan.plugins import parse_plugins
-from acsgd.run.step.link_codecs import BAND, PROBE_EVERY, Choice, Chooser, Direction, Measured, steps_between
+from acsgd.run.step.codec_choice import BAND, Choice, Chooser, Direction, Measured
+from acsgd.run.step.link_codecs import PROBE_EVERY, steps_between
 from acsgd.streams import open_streams
 
 SPEC = TensorSpec((4, 256, 512), torch.float32)
