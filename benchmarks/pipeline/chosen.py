@@ -9,7 +9,8 @@ one     four stages; the last link is so slow that uncompressed messages take --
         hand for that link, within the max_loss_cost of the default, and chosen ones take turns, step by step
 falls   two stages; the link has 1 Gbit/s, then --slow, then 1 Gbit/s. Each change of a codec is printed with the
         number of steps since the link has changed
-none    two stages on an unlimited link: steps with pp.compress=auto and steps without it take turns
+none    two stages on an unlimited link: steps with pp.compress=auto and steps without it take turns, of a wider model,
+        whose steps take .3 to .8 s on two cores
 modes   as "falls", two replicas with dp.compress=auto: each change of the mode is printed
 hosts   four stages without codecs; the second host is so slow that the messages of one boundary take --ratio times the
         compute. Runs with hosts in order, and in the order that pp.hosts=auto takes, take turns
@@ -60,7 +61,7 @@ from acsgd.run.setup.build import build_session
 from acsgd.run.setup.inputs import plan_activation_caches
 from acsgd.run.setup.measured import find_transports
 from acsgd.run.step.hooks import LoopState, StepHook
-from acsgd.run.step.link_codecs import LinkCodecs
+from acsgd.run.step.link_codecs import LONGEST, LinkCodecs
 from acsgd.run.step.replica_mode import ReplicaMode
 from acsgd.train import train_step
 from benchmarks.common import netlab
@@ -73,7 +74,7 @@ from benchmarks.pipeline.network_ranks import (
     zipf_tokens,
 )
 
-SEQUENCE, WIDTH = 128, 64
+SEQUENCE, WIDTH, WIDTH_OF_NONE = 128, 64, 256
 CHOSEN, PLAIN = "chosen", "none/none"
 BY_HAND = (
     PLAIN,
@@ -136,6 +137,8 @@ class Step(NamedTuple):
     seconds: float
     changes: list[str]
     """Sentences on the codecs, or the mode, that have changed after it."""
+    cpu_s: float
+    """CPU time of the rank, or of all ranks."""
 
 
 class Run:
@@ -156,7 +159,7 @@ class Run:
         """Run one step, together with the other ranks."""
         hook, state, votes = self._hook, self._state, {}
         dist.barrier()
-        start = time.perf_counter()
+        start, worked = time.perf_counter(), time.process_time()
         if hook is not None:
             hook.before_step(state)
             reported = hook.report(state)
@@ -165,7 +168,7 @@ class Run:
         if hook is not None:
             hook.before_next(state)
         changes, self._changes = self._changes, []
-        return Step(time.perf_counter() - start, changes)
+        return Step(time.perf_counter() - start, changes, time.process_time() - worked)
 
 
 def be_rank(rank: int, setting: Setting, store: str, pipe: Connection) -> None:
@@ -213,7 +216,7 @@ def running(setting: Setting, network: netlab.Lab) -> Iterator[list[Connection]]
 def run_step(pipes: Sequence[Connection], form: str) -> Step:
     """Run one step on all ranks; its time is that of the slowest."""
     steps: list[Step] = request_all(pipes, form)
-    return Step(max(step.seconds for step in steps), steps[0].changes)
+    return Step(max(step.seconds for step in steps), steps[0].changes, sum(step.cpu_s for step in steps))
 
 
 def measure_one(model: Path, options: argparse.Namespace, console: Console) -> dict[str, object]:
@@ -277,21 +280,26 @@ def fall(setting: Setting, options: argparse.Namespace, console: Console) -> lis
 
 def measure_none(model: Path, options: argparse.Namespace, console: Console) -> dict[str, object]:
     """Compare chosen codecs with none on an unlimited link."""
-    setting, ratios = Setting(model, 2, options.micros, (PLAIN, CHOSEN)), list[float]()
+    setting = Setting(model, 2, options.micros, (PLAIN, CHOSEN))
+    seconds, worked = (dict[str, list[float]]((form, []) for form in setting.forms) for _ in range(2))
     with netlab.lab(hosts=2) as network, running(setting, network) as pipes:
         changes = [text for _ in range(SETTLE) for text in run_step(pipes, CHOSEN).changes]
         for number in range(options.rounds):
-            seconds = dict.fromkeys(setting.forms, 0.0)
-            for _ in range(5):  # of which one measures the link
+            steps: dict[str, list[Step]] = {form: [] for form in setting.forms}
+            for _ in range(LONGEST):  # of which one measures the link
                 for form in setting.forms[:: -1 if number % 2 else 1]:
-                    step = run_step(pipes, form)
-                    seconds[form] += step.seconds
-                    changes += step.changes
-            ratios.append(seconds[CHOSEN] / seconds[PLAIN])
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    console.print(f"unlimited: {middle:.3f} times the time of steps without (quartiles {low:.3f} to {high:.3f})")
+                    steps[form].append(run_step(pipes, form))
+            for form, of_form in steps.items():
+                seconds[form].append(sum(step.seconds for step in of_form))
+                worked[form].append(sum(step.cpu_s for step in of_form))
+                changes += [text for step in of_form for text in step.changes]
+    console.print(f"a step without pp.compress takes {statistics.median(seconds[PLAIN]) / LONGEST:.2f} s")
+    for name, times in (("time", seconds), ("CPU time", worked)):
+        ratios = [chosen / plain for plain, chosen in zip(times[PLAIN], times[CHOSEN], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        console.print(f"unlimited: {middle:.3f} times the {name} of steps without (quartiles {low:.3f} to {high:.3f})")
     console.print(f"{len(changes)} changes: {'; '.join(changes)}")
-    return {"ratios": ratios, "none_changes": changes}
+    return {"none": {"seconds": seconds, "cpu_s": worked, "changes": changes}}
 
 
 def measure_hosts(model: Path, options: argparse.Namespace, console: Console) -> dict[str, object]:
@@ -341,8 +349,9 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     results: dict[str, object] = {"max_loss_cost": asdict(Auto())["max_loss_cost"]}
     with tempfile.TemporaryDirectory() as directory:
-        model = save_model(Path(directory) / "model", vocabulary=Setting.vocabulary, tied=False, width=WIDTH)
         for part in options.parts:
+            width = WIDTH_OF_NONE if part == "none" else WIDTH
+            model = save_model(Path(directory) / part, vocabulary=Setting.vocabulary, tied=False, width=width)
             results |= MEASURES[part](model, options, console)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(results, indent=1))
