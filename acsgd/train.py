@@ -146,7 +146,7 @@ def train_step(
 
     with session.phase("update"):
         result = apply_step(session, batch, progress, summary)
-    if result.updated:
+    if result.updated or session.exchanges_without_update(progress.step):
         state.complete(result, is_synced=False)
         with session.phase("exchange between replicas"):
             session.sync_after_step(progress.step)
@@ -195,5 +195,5 @@ def apply_step(session: Session, batch: Batch | None, progress: Progress, summar
     copies, next_scale = session.copies(summary), progress.loss_scale.after(overflowed=overflowed)
     targets = int(summary[TARGETS]) // copies
     after = progress.after(loss if updated else None, targets, next_scale, spike=config.optim.spike)
-    rate, bubble, memory = learning_rate(step, config.optim), session.schedule_bubble, job.gpu_memory_bytes
+    rate, bubble, memory = learning_rate(step, config.optim), session.schedule_bubble(copies), job.gpu_memory_bytes
     return StepResult(loss, grad_norm, rate, updated, after, summary, bubble, job.model.token_flops, memory, copies)

@@ -243,7 +243,7 @@ class ReplicaConfig:
 
     mode: str = "allreduce"
     """Data-parallel mode: "allreduce", or a compressed one such as "cocktail:random=0.1,topk=0.2,bits=4". Its
-    exact_steps may be epochs, "quantized:exact_steps=1 epoch"."""
+    exact_steps or redundant_steps may be epochs, "quantized:exact_steps=1 epoch"."""
     compress: str | None = None
     """How the mode is chosen: "auto", or "auto:max_loss_cost=0.02", measures the links between replicas, and takes
     another mode when they change. Default: dp.mode is the mode."""

@@ -66,6 +66,10 @@ class GradSync:
         """
         return False
 
+    def exchanges_without_update(self, step: int) -> bool:
+        """Return whether an exchange follows step `step` even if its update is skipped."""
+        return False
+
     @property
     def has_buckets(self) -> bool:
         """Whether gradients of the present step are stored in buffers that exist between steps, too."""

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 
+from acsgd.dp.modes import redundant_steps
 from acsgd.elastic.control import Control
 from acsgd.elastic.state.joins import JoiningRank, StateSource
 from acsgd.elastic.state.transfer import align_domain
@@ -54,7 +55,9 @@ class BackgroundJoin(StepHook):
     def report(self, state: LoopState) -> Report:
         if not isinstance(self._transfers, JoiningRank):
             return {}
-        wanted = self._transfers.wanted
+        # in redundant steps nothing is exchanged by which this rank could keep up with a layer that it has
+        is_redundant = state.progress.step < redundant_steps(self._session.job.plugins.mode)
+        wanted = None if is_redundant else self._transfers.wanted
         return {JOINS: self._transfers.is_pending, WANTED: 0 if wanted is None else 1 + wanted}
 
     def after_step(self, state: LoopState) -> None:

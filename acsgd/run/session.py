@@ -229,15 +229,21 @@ class Session:
         for stage in self.stages.values():
             stage.sync.commit()
 
-    @property
-    def schedule_bubble(self) -> float:
-        """Idle share of the ranks of this rank's pipeline by the schedule alone, if micro-batches are dealt evenly."""
-        micros = len(self.job.micro_ids)
+    def schedule_bubble(self, copies: int) -> float:
+        """Return the idle share of the ranks of a pipeline by the schedule alone, if micro-batches are dealt evenly.
+
+        copies: see `copies`.
+        """
+        micros = len(self.job.micro_ids) * copies
         return float(self.job.plugins.schedule.bubble(self.job.topology.stages, micros)) if micros else 0.0
 
     def exchanges_after(self, step: int) -> bool:
         """Return whether the weights after step `step` depend on an exchange that follows it."""
         return any(stage.sync.exchanges_after(step) for stage in self.stages.values())
+
+    def exchanges_without_update(self, step: int) -> bool:
+        """Return whether an exchange follows step `step` even if its update is skipped."""
+        return any(stage.sync.exchanges_without_update(step) for stage in self.stages.values())
 
     def sync_after_step(self, step: int) -> None:
         """Run the part of data-parallel synchronization that follows the optimizer step.

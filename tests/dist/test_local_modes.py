@@ -301,6 +301,29 @@ def test_replicas_end_redundant_steps_with_equal_weights_and_send_them_only_if_t
         assert last > 4 * numel if differ else 0 < last < 100, (spec, last)
 
 
+def restore_in_redundant_steps(rank: int, peers: Peers) -> list[dict[str, Tensor]]:
+    """Make local steps, and go on in a run that has more redundant ones; return the global and the local weights."""
+    run = LocalRun("diloco:inner=4", peers)
+    run.train(rank, range(3))
+    states, resumed = gather_states(copied(run.sync.state_dict()), peers.group), LocalRun(REDUNDANT_TO_5, peers)
+    resumed.restore(run.model(), states)
+    resumed.train(0, range(3, 4))
+    return [run.model(), resumed.model(), {w.key: w.master.detach().clone() for w in resumed.weights}]
+
+
+REDUNDANT_TO_5 = "diloco:inner=4,redundant_steps=5"
+
+
+def test_redundant_steps_begin_with_the_global_weights(tmp_path: Path) -> None:
+    """Also if local steps come before them: a run is resumed with more of them."""
+    grads = gradients(0, 3)
+    for before, shared, local in on_replicas(2, restore_in_redundant_steps, tmp_path / "store"):
+        for weight, grad in zip(make_weights(), grads, strict=True):
+            expected = before[weight.key] - LR * grad
+            assert torch.equal(shared[weight.key], expected)
+            assert torch.equal(local[weight.key], expected)
+
+
 def norm(tensors: Sequence[Tensor]) -> float:
     return float(torch.cat([tensor.flatten() for tensor in tensors]).norm())
 

@@ -19,12 +19,14 @@ from safetensors.torch import load_file
 from acsgd.config.options import Config
 from acsgd.dp.exchange.second_moments import by_rows
 from acsgd.groups import connect
+from acsgd.io.checkpoint.progress import Progress
 from acsgd.launch import Launch
 from acsgd.layers.batch import Batch
 from acsgd.run.initial_weights import open_weight_source
 from acsgd.run.plan.job import prepare
 from acsgd.run.setup.build import build_session
 from acsgd.shards.disk import ShardDirectory
+from acsgd.train import train_step
 
 MODES = {
     "local": "fp32",
@@ -86,6 +88,39 @@ def test_redundant_steps_are_those_of_one_replica(stages: int, tiny_model: TinyM
     sent = [record["dp_bytes"] for record in redundant]
     assert not any(sent[:HALF])
     assert 0 < sent[HALF] < 1000 < sent[-1] or STEPS - HALF < 3
+
+
+def end_without_update(rank: int, world_size: int, store: Path, config: Config) -> list[dict[str, torch.Tensor]]:
+    """Make two redundant steps, the first on other data than other ranks, the second without targets.
+
+    Returns the weights and the global weights after each.
+    """
+    torch.set_num_threads(1)
+    job = prepare(config, Launch(rank, rank, world_size))
+    with connect(job.topology, timeout=TIMEOUT, store=dist.FileStore(str(store), world_size)) as groups:
+        session, progress, found = build_session(job, open_weight_source(job), groups), Progress(), []
+        first, second, *_ = batches_of(job)
+        assert second.labels is not None
+        for batch in (first, dataclasses.replace(second, labels=torch.full_like(second.labels, -100))):
+            result = train_step(session, batch, progress)
+            assert result.updated == (batch is first)
+            progress, [stage] = result.progress, session.stages.values()
+            shared = stage.sync.global_weights()
+            assert shared is not None
+            for weights in ({weight.key: weight.master for weight in session.weights}, shared):
+                found.append({key: tensor.detach().clone() for key, tensor in weights.items()})
+        return found
+
+
+def test_replicas_end_redundant_steps_with_equal_weights_also_without_an_update(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    mode = "diloco:inner=9,redundant_steps=2"
+    config = make_replica_config(tiny_model("llama", num_hidden_layers=1), tmp_path / "run", mode, stages=1)
+    one, other = on_ranks(2, end_without_update, tmp_path / "store", config)
+    for key in one[0]:
+        assert not torch.equal(one[0][key], other[0][key])
+        assert all(torch.equal(weights[key], (one[0][key] + other[0][key]) / 2) for weights in (*one[2:], *other[2:]))
 
 
 Moments = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]

@@ -129,6 +129,15 @@ WRONG: list[tuple[dict[str, dict[str, Any]], float, str]] = [
         2,
         "several are no faster than one; give",
     ),
+    (
+        {
+            "pp": {"stages": 2, "forward": "delta:cache_gib=1"},
+            "dp": {"replicas": 2, "mode": "diloco:inner=10,redundant_steps=10"},
+            "model": {"name": QUIET},
+        },
+        2,
+        "in redundant steps each replica caches the sequences of all",
+    ),
     ({"dp": {"replicas": 2, "mode": "sparseloco:inner=30"}}, 2, "with which the last step is followed by an exchange"),
 ]
 """Options of a run, its number of epochs, and a part of the sentence. dp.replicas: number of replicas."""

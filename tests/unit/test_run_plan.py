@@ -178,6 +178,33 @@ def test_the_state_of_a_mode_is_counted_in_copies_of_the_weights(mode: str, copi
         assert memory.has_buckets == (members > 1 or mode in ("allreduce", "powersgd"))
 
 
+@pytest.mark.parametrize(
+    ("mode", "initial"),
+    [
+        ("quantized:bits=4", "exact_steps=20000"),
+        ("cocktail:topk=0.1", "exact_steps=20000"),
+        ("sparseloco:inner=4", "redundant_steps=60"),
+        ("diloco:inner=4,delay=2", "redundant_steps=60"),
+    ],
+)
+def test_initial_steps_hide_no_memory_of_what_follows_them(mode: str, initial: str) -> None:
+    """Replicas that end redundant steps average their weights in fp32: one copy to send, one of the mean."""
+    param = nn.Parameter(torch.empty(4096, 64, device="meta"))
+    plain, late = (
+        dry_run(
+            from_spec(spec, MODES, key="dp.mode"),
+            OPTIMIZERS["adamw"](),
+            OptimConfig(lr=1, steps=1),
+            [[Weight("w", param, param)]],
+            3,
+        )
+        for spec in (mode, f"{mode},{initial}")
+    )
+    assert late.state == plain.state > 0
+    assert late.update_peak >= plain.update_peak
+    assert late.update_peak >= 2 * param.nbytes * ("redundant" in initial)
+
+
 @pytest.mark.parametrize(("mode", "copies"), [("allreduce", 1), ("diloco", 3), ("cocktail_grad", 3.25)])
 def test_the_state_of_a_mode_of_parts_is_counted_in_copies_of_the_parts(mode: str, copies: float) -> None:
     """Of 4 domains whose 2 replicas divide the weights. All-reduce keeps a buffer of gradients, and modes with local

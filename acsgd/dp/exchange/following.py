@@ -114,6 +114,9 @@ class FollowingSync(GradSync):
     def exchanges_after(self, step: int) -> bool:
         return self._sync.exchanges_after(step)
 
+    def exchanges_without_update(self, step: int) -> bool:
+        return self._sync.exchanges_without_update(step)
+
     def exchange(self, step: int, moments: SecondMoments) -> None:
         self._sync.exchange(step, moments)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acsgd.codecs.bits import has_values
 from acsgd.codecs.identity import Identity
 from acsgd.codecs.message import PackedCodec
 from acsgd.dp.exchange.averaging import sharded_mean, split_evenly
@@ -110,7 +111,7 @@ class LocalWeightsSync(GradSync):
         self.exact_steps = exact_steps
         self._redundant_steps = redundant_steps
         self._equal_steps = max(exact_steps, redundant_steps)
-        """Number of initial steps after which all replicas have the same weights."""
+        """Number of initial steps after each of which all replicas have the same weights."""
         self.buffers = make_buffers(weights)
         self._states = states
         self._weights = tuple(weights)
@@ -120,6 +121,7 @@ class LocalWeightsSync(GradSync):
         """Reduces the gradients: of exact steps over all replicas, of local steps over the domain, if it has several.
         """
         self._correction = SecondMomentCorrection(self._by_key, peers) if moment_correction and weights else None
+        self._is_restored = self._is_redundant = False
         self.received: list[Any] = []
         """What this step has received for each buffer, until it is applied; empty if nothing is due."""
         self.measured: Measurement | None = None
@@ -137,6 +139,10 @@ class LocalWeightsSync(GradSync):
         return self._how._replace(shares=self._correction.shares())
 
     def begin_step(self, step: int, scale: float = 1.0) -> None:
+        self._is_redundant = step < self._redundant_steps
+        if self._is_redundant and self._is_restored:  # perhaps after local steps of a run with fewer redundant ones
+            self.load_global()
+        self._is_restored = False
         for weight in self._weights:
             weight.master.grad = None
         kind = AllReduceSync if step < self.exact_steps else DomainSync if len(self.peers.members) > 1 else None
@@ -165,11 +171,14 @@ class LocalWeightsSync(GradSync):
             self._reduction.wait()
 
     def exchanges_after(self, step: int) -> bool:
+        return self.exchanges_without_update(step)
+
+    def exchanges_without_update(self, step: int) -> bool:
         return step == self._redundant_steps - 1
 
     @torch.no_grad()
     def exchange(self, step: int, moments: SecondMoments) -> None:
-        if step == self._redundant_steps - 1:
+        if self.exchanges_without_update(step):
             self.received = self.peers.submit(self._differing_weights).result(self.meter)
         self.measured = None
         correction, local_steps = self._correction, step - self._equal_steps
@@ -198,8 +207,11 @@ class LocalWeightsSync(GradSync):
         by_name = {name: self._by_weight(tensors) for name, tensors in self.tensors().items()}
         return by_name | (self._correction.state_dict() if self._correction is not None else {})
 
+    @torch.no_grad()
     def take_state(self) -> WeightState:
         for buffer in self.buffers:
+            if self._is_redundant:
+                buffer.shared.copy_(buffer.local)
             for key, view in buffer.layout.views(buffer.shared).items():
                 self._by_key[key].data = view
         return self.state_dict()
@@ -241,6 +253,7 @@ class LocalWeightsSync(GradSync):
             buffer.update_params()
         if self._correction is not None:
             self._correction.load_state_dict(saved)
+        self._is_restored = True
 
     def load_common(self, saved: Sequence[WeightState]) -> None:
         """Restore what the replicas that saved have in common; the local weights are the global ones."""
@@ -253,17 +266,18 @@ class LocalWeightsSync(GradSync):
 
         Else an empty list. Runs in the thread of the peers.
         """
-        if not self.buffers:
+        if not self.buffers or (has_values(self.buffers[0].local) and self._are_equal()):
             return []
+        copies = (split_evenly(buffer.local.clone(), self.peers.size) for buffer in self.buffers)
+        return [dense(sharded_mean(parts, None, EXACT, self.peers, self.meter).mean) for parts in copies]
+
+    def _are_equal(self) -> bool:
+        """Return whether all replicas have the same weights, by their checksums; not if there are observers."""
         peers, of_buffers = self.peers, [checksum(b"", buffer.local.cpu().view(torch.uint8)) for buffer in self.buffers]
-        mine = torch.tensor(of_buffers, dtype=torch.uint64).view(torch.uint8).to(peers.device)
-        received = peers.exchange(
-            dict.fromkeys(peers.receivers, mine), dict.fromkeys(peers.others, len(mine)), self.meter
-        )
-        if not peers.observers and all(torch.equal(mine, other) for other in received.values()):
-            return []
-        copies = (split_evenly(buffer.local.clone(), peers.size) for buffer in self.buffers)
-        return [dense(sharded_mean(parts, None, EXACT, peers, self.meter).mean) for parts in copies]
+        mine = torch.tensor(of_buffers, dtype=torch.uint64).view(torch.uint8)
+        outgoing = dict.fromkeys(peers.receivers, mine.to(peers.device))
+        received = peers.exchange(outgoing, dict.fromkeys(peers.others, len(mine)), self.meter)
+        return not peers.observers and all(torch.equal(mine, other.cpu()) for other in received.values())
 
     def _by_weight(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         by_key: dict[str, Tensor] = {}

@@ -73,10 +73,11 @@ class ReducedUpdateSync(LocalWeightsSync):
 
     @torch.no_grad()
     def after_step(self, step: int, moments: SecondMoments) -> None:
-        for buffer, feedback, exchanged in zip(self.buffers, self._feedback, self.received, strict=False):
-            feedback.apply(exchanged)
-            buffer.load_shared(exchanged.mean)
-        self.received = []
+        if step >= self.exact_steps:
+            for buffer, feedback, exchanged in zip(self.buffers, self._feedback, self.received, strict=True):
+                feedback.apply(exchanged)
+                buffer.load_shared(exchanged.mean)
+            self.received = []
         super().after_step(step, moments)
 
     @torch.no_grad()

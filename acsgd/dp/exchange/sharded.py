@@ -207,6 +207,9 @@ class ShardedSync(GradSync):
     def exchanges_after(self, step: int) -> bool:
         return self._across_domains.exchanges_after(step)
 
+    def exchanges_without_update(self, step: int) -> bool:
+        return self._across_domains.exchanges_without_update(step)
+
     def exchange(self, step: int, moments: SecondMoments) -> None:
         self._across_domains.exchange(step, moments)
 

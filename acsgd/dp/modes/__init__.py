@@ -54,6 +54,16 @@ def compression(mode: str) -> float:
     return 32 / getattr(parsed, "bits", bits) * getattr(parsed, "inner", 1)
 
 
+def redundant_steps(mode: Mode) -> int:
+    """Return the number of initial steps in which each replica computes all micro-batches."""
+    return getattr(mode, "redundant_steps", 0)
+
+
+def initial_steps(mode: Mode) -> int:
+    """Return the number of initial steps after which a mode works as it does from then on; 1 if given in epochs."""
+    return max(getattr(mode, "exact_steps", 0), redundant_steps(mode))
+
+
 def overlaps_next_step(mode: Mode) -> bool:
     """Return whether the exchange of a mode travels behind the computations of the next step."""
     return isinstance(mode, Cocktail) or getattr(mode, "delay", 0) > 0

@@ -78,8 +78,9 @@ def complete_step(session: Session, state: LoopState, plan: Plan, *, is_behind: 
     """
     if is_behind:
         assert plan.summary is not None
+        step = state.progress.step
         result = apply_step(session, None, state.progress, StepSummary(plan.summary))
-        state.complete(result, is_synced=not result.updated)
+        state.complete(result, is_synced=not (result.updated or session.exchanges_without_update(step)))
     last = state.progress.step - 1
     if not state.is_synced and not session.exchanges_after(last):
         session.sync_alone(last)

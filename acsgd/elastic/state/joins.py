@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import load
 
+from acsgd.dp.modes import redundant_steps
 from acsgd.elastic.membership.plan import Plan
 from acsgd.elastic.state.channel import Address, StateReceiver, StateSender
 from acsgd.elastic.state.transfer import LayersInMemory, answer_link, layer_message, measure_link, state_bytes
@@ -239,7 +240,7 @@ def plan_joins(
     state, since all of them compute in each step then, or in redundant steps, in which nothing is exchanged that a rank
     could follow. Raises RunError if a rank fails.
     """
-    is_redundant = plan.step < getattr(job.plugins.mode, "redundant_steps", 0)
+    is_redundant = plan.step < redundant_steps(job.plugins.mode)
     if is_redundant or job.config.dp.shard != "none" or not (holders := _possible_sources(plan)):
         return BackgroundJoins({}, {}, {}, {}, {})
     members = _members(plan, holders)

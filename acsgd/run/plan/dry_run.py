@@ -24,6 +24,7 @@ from acsgd.comm.waits import DirectWaits, Meter
 from acsgd.config.options import OptimConfig, ShardKind
 from acsgd.dp.exchange.buckets import bucket_mb, split_weights
 from acsgd.dp.exchange.local_weights import group_weights
+from acsgd.dp.modes import initial_steps, redundant_steps
 from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.dp.peers import AsyncResult, Peers
 from acsgd.dp.sync import GradSync, Mode
@@ -50,8 +51,8 @@ class UpdateMemory(NamedTuple):
     """The same of the optimizer step and of the exchange after it."""
 
 
-LAST_SEARCHED = 10_000
-"""Steps among which one with an exchange is looked for."""
+SEARCHED = 10_000
+"""Steps, after the initial ones of a mode, among which one with an exchange is looked for."""
 
 
 class _FakeTensors(FakeTensorMode):
@@ -148,7 +149,7 @@ def dry_run(
         held, gradients = tracker.now, sum(each.grad_bytes for each in owned.of(weights))
         peers = AbsentPeers(0, replicas, members, runs=not has_updates)
         syncs = [mode.open(owned.of(each), peers) for each in fakes]
-        step = _step_with_exchange(syncs)
+        step = _step_with_exchange(syncs, initial_steps(mode))
         if not has_updates:  # a mode may have no state before its first step
             _reduce(syncs, [owned.of(each) for each in fakes], step, tracker)
             for sync in syncs:
@@ -165,7 +166,9 @@ def dry_run(
     if has_updates:
         groups = [*chain.from_iterable(group_weights(owned.of(each)) for each in fakes)]
         exchanging = AbsentPeers(0, replicas, members)
-        run = partial(_run_exchange, mode, optimizer, config, exchanging, step)
+        # replicas that end redundant steps with different weights average these
+        steps = [step] if not redundant_steps(mode) else [step, redundant_steps(mode) - 1]
+        run = partial(_run_exchanges, mode, optimizer, config, exchanging, steps)
         common = repr((mode, optimizer, config, replicas, members))
         exchange = _exchange_memory(groups, run, {} if known is None else known, common)
         state, update_peak = state + exchange.in_flight, max(update_peak, exchange.peak)
@@ -173,10 +176,10 @@ def dry_run(
     return _with_parts(update, owned, mode) if in_domains else update
 
 
-def _step_with_exchange(syncs: Sequence[GradSync]) -> int:
-    """Return the first step that an exchange follows, or one that initial exact steps are unlikely to last until."""
-    steps = range(LAST_SEARCHED)
-    return next((step for step in steps if any(sync.exchanges_after(step) for sync in syncs)), LAST_SEARCHED)
+def _step_with_exchange(syncs: Sequence[GradSync], first: int) -> int:
+    """Return the first step from `first` on that an exchange follows, or, if there is none, one of the next."""
+    steps = range(first, first + SEARCHED)
+    return next((step for step in steps if any(sync.exchanges_after(step) for sync in syncs)), first + SEARCHED)
 
 
 class _Started(NamedTuple):
@@ -248,6 +251,19 @@ def _exchange_memory(
         before = itertools.accumulate(sizes, initial=0)
         found.append(max(int(kept * size) + each for size, each in zip(before, alone, strict=False)))
     return ExchangeMemory(*found)
+
+
+def _run_exchanges(
+    mode: Mode,
+    optimizer: OptimizerSpec,
+    config: OptimConfig,
+    peers: Peers,
+    steps: Sequence[int],
+    groups: Sequence[Sequence[Weight]],
+) -> ExchangeMemory:
+    """Return the largest memory of the exchanges after some steps."""
+    found = [_run_exchange(mode, optimizer, config, peers, step, groups) for step in steps]
+    return ExchangeMemory(*map(max, zip(*found, strict=True)))
 
 
 def _run_exchange(

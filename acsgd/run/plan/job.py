@@ -17,6 +17,7 @@ from acsgd.codecs.identity import DTYPES
 from acsgd.config.options import Config
 from acsgd.config.run_file import to_toml
 from acsgd.config.spec import suggest, to_spec
+from acsgd.dp.modes import redundant_steps
 from acsgd.dp.modes.allreduce import AllReduce
 from acsgd.dp.modes.powersgd import PowerSGD
 from acsgd.groups import machine_name
@@ -95,7 +96,7 @@ class Job(Partition):
     @property
     def _redundance(self) -> str:
         """Text about redundant steps, to append to another; empty without any."""
-        steps = getattr(self.plugins.mode, "redundant_steps", 0) if self.topology.replicas > 1 else 0
+        steps = redundant_steps(self.plugins.mode) if self.topology.replicas > 1 else 0
         return f"; in the first {steps} steps each replica, or domain, computes all of them" if steps else ""
 
     def with_steps(self, steps: int, sampler: Sampler) -> Job:

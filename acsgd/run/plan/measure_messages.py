@@ -29,7 +29,7 @@ from acsgd.config.options import in_steps
 from acsgd.config.spec import from_spec
 from acsgd.dp.exchange.buckets import BUCKET_MB
 from acsgd.dp.exchange.second_moments import INTERVAL
-from acsgd.dp.modes import MODES
+from acsgd.dp.modes import MODES, initial_steps
 from acsgd.dp.modes.allreduce import AllReduce, open_sync
 from acsgd.dp.peers import Peers
 from acsgd.dp.sync import GradSync, Mode
@@ -204,7 +204,7 @@ def _cpu_per_parameter(groups: Groups, seconds: float, mode: Mode) -> float:
     weight, peers, inner = _new_weight(MODE_ELEMENTS), Peers(groups.world, groups.waits), getattr(mode, "inner", 1)
     sync, noise, times = mode.open([weight], peers), torch.randn_like(weight.master), list[float]()
     moments = SecondMoments({weight.key: noise.square()}, DECAY)
-    first = sum(getattr(mode, initial, 0) for initial in ("exact_steps", "redundant_steps")) + INTERVAL + 1
+    first = initial_steps(mode) + INTERVAL + 1
     for number in _rounds(groups, seconds):
         weight.master.data.add_(noise)
         began, worked = time.perf_counter(), time.process_time()

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from acsgd.codecs.identity import DTYPES
 from acsgd.config.options import Config
+from acsgd.dp.modes import redundant_steps
 from acsgd.io.data.sampler import deal
 from acsgd.launch import Launch
 from acsgd.optim.ownership import Ownership
@@ -79,8 +80,10 @@ class Partition:
 
     @property
     def most_micros(self) -> int:
-        """Largest number of micro-batches of a replica in any step."""
-        return most_micros(self.config, self.plugins, self.topology.replicas)
+        """The same in redundant steps, if there are any, in which a domain gets all of them."""
+        if not redundant_steps(self.plugins.mode):
+            return self.micros_per_replica
+        return -(-self.shapes.num_micros // min(map(len, self.domains)))
 
     @property
     def cached_boundaries(self) -> list[int]:
@@ -257,8 +260,8 @@ def most_replicas(config: Config) -> int:
 
 
 def most_micros(config: Config, plugins: Plugins, replicas: int) -> int:
-    """Return the largest number of micro-batches of a replica in a step."""
-    micros, is_redundant = config.data.batch // config.pp.micro, getattr(plugins.mode, "redundant_steps", 0) > 0
+    """Return the largest number of micro-batches that a replica may get in a step, whatever domains there are."""
+    micros, is_redundant = config.data.batch // config.pp.micro, redundant_steps(plugins.mode) > 0
     return micros if is_redundant or config.data.deal == "speed" else -(-micros // replicas)
 
 

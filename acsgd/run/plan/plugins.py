@@ -70,7 +70,7 @@ class Plugins(NamedTuple):
 def parse_plugins(config: Config) -> Plugins:
     """Parse the spec strings of a configuration. Raises ValueError that names the key.
 
-    exact_steps of dp.mode is 1 if it is given in epochs, whose lengths are not known yet; see `Job.with_steps`.
+    Steps of dp.mode that are given in epochs are 1, as their lengths are not known yet; see `Job.with_steps`.
     """
     parse_schedule(config.optim.schedule)  # kept in a cache for `learning_rate`
     schedule = _parse_schedule(config.pp.schedule)

@@ -13,6 +13,7 @@ import torch
 from acsgd.config.adapters import LoRA
 from acsgd.config.checks import traced_steps
 from acsgd.config.options import Config, DataConfig, ElasticConfig, ModelConfig, OptimConfig
+from acsgd.dp.modes import redundant_steps
 from acsgd.dp.modes.diloco import DiLoCo
 from acsgd.dp.modes.sparseloco import SparseLoCo
 from acsgd.io.checkpoint.progress import RECENT
@@ -140,6 +141,16 @@ CHOICES = (
     *_of_delta("forward", "activations"),
     *_of_delta("backward", "gradients"),
     Choice(
+        lambda job, _: bool(
+            not _is_alone(job)
+            and redundant_steps(job.plugins.mode)
+            and job.plugins.delta is not None
+            and job.plugins.delta.cache_gib
+        ),
+        "dp.mode={config.dp.mode}: in redundant steps each replica caches the sequences of all, and keeps them where "
+        "cache_gib leaves no room for its own; give no cache_gib, or fewer redundant_steps",
+    ),
+    Choice(
         lambda job, _: _has_caches(job, "backward") and job.config.model.dtype == "fp16",
         "pp.backward={config.pp.backward} caches gradients times the loss scale of model.dtype=fp16, so that their "
         "differences are large whenever it changes; give --model.dtype bf16, or --pp.backward fixpoint:bits=8",
@@ -188,9 +199,7 @@ CHOICES = (
         "{config.optim.steps} steps; give fewer, or --dp.mode allreduce",
     ),
     Choice(
-        lambda job, _: (
-            not _is_alone(job) and getattr(job.plugins.mode, "redundant_steps", 0) >= job.config.optim.num_steps
-        ),
+        lambda job, _: not _is_alone(job) and redundant_steps(job.plugins.mode) >= job.config.optim.num_steps,
         "dp.mode={config.dp.mode}: in redundant_steps, all {config.optim.steps} of the run, each replica computes all "
         "micro-batches, so that several are no faster than one; give fewer",
     ),

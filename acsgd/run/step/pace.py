@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from statistics import median
 from typing import NamedTuple
 
+from acsgd.dp.modes import redundant_steps
 from acsgd.io.data.sampler import deal
 from acsgd.io.telemetry.record import RunEvent
 from acsgd.run.report import COMPUTE_S, MICROS, StepSummary
@@ -27,7 +28,7 @@ class Pace(StepHook):
         job = session.job
         self._groups = session.groups
         self._peers = session.peers
-        self._redundant_steps = getattr(job.plugins.mode, "redundant_steps", 0)
+        self._redundant_steps = redundant_steps(job.plugins.mode)
         self._topology = job.topology
         self._note = note
         self._is_by_speed = job.config.data.deal == "speed"
