@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import chain
@@ -12,11 +11,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from acsgd.codecs.identity import DTYPES
 from acsgd.comm.process_groups import Group
@@ -198,8 +193,7 @@ def _reduce(
     """
     tracker.peak = tracker.now
     for sync in syncs:
-        with _until_values_are_read():
-            sync.begin_step(step)
+        sync.begin_step(step)
     started = _Started(tracker.now, tracker.peak)
     for sync, weights in zip(syncs, stages, strict=True):
         for weight in reversed(weights):
@@ -289,15 +283,12 @@ def _run_exchange(
         for sync in syncs:
             sync.commit()
         commit_peak = tracker.peak - held - gradients - in_flight
-        before, moments = tracker.now, SecondMoments({}, 0.0)
-        with _until_values_are_read():
-            opened = open_optimizer(optimizer, weights, config, Streams(peers.device))
-            opened.step(step)
-            moments = opened.second_moments(weights)
+        before = tracker.now
+        opened = open_optimizer(optimizer, weights, config, Streams(peers.device))
+        opened.step(step)
         held += tracker.now - before
         tracker.peak = tracker.now
-        with _until_values_are_read():
-            _exchange(syncs, step, moments)
+        _exchange(syncs, step, opened.second_moments(weights))
         return ExchangeMemory(in_flight, max(commit_peak, tracker.peak - held - gradients - in_flight))
 
 
@@ -364,18 +355,14 @@ def _update_peak(
     weights: Sequence[Weight],
 ) -> int:
     """Make a step of the optimizer and the exchange after it; return their largest memory, beyond that before each."""
-    peak, moments = 0, SecondMoments({}, 0.0)
-    with _until_values_are_read():
-        opened = open_own()
-        if isinstance(opened, PerWeightOptimizer):  # whose largest memory is that of one weight
-            _keep_one_gradient_of_each_shape(weights)
-        tracker.peak = before = tracker.now
-        opened.step(step)
-        peak = tracker.peak - max(before, tracker.now)
-        moments = opened.second_moments(weights)
+    opened = open_own()
+    if isinstance(opened, PerWeightOptimizer):  # whose largest memory is that of one weight
+        _keep_one_gradient_of_each_shape(weights)
     tracker.peak = before = tracker.now
-    with _until_values_are_read():
-        _exchange(syncs, step, moments)
+    opened.step(step)
+    peak = tracker.peak - max(before, tracker.now)
+    tracker.peak = before = tracker.now
+    _exchange(syncs, step, opened.second_moments(weights))
     return max(peak, tracker.peak - before)
 
 
@@ -385,17 +372,6 @@ def _keep_one_gradient_of_each_shape(weights: Iterable[Weight]) -> None:
         if (kind := (weight.master.shape, weight.is_hidden_matrix)) in kept:
             weight.master.grad = None
         kept.add(kind)
-
-
-@contextlib.contextmanager
-def _until_values_are_read() -> Iterator[None]:
-    """Context that ends where code reads values, which fake tensors do not have."""
-    with contextlib.suppress(DataDependentOutputException, DynamicOutputShapeException):
-        try:
-            yield
-        except RuntimeError as error:
-            if "numpy() is not supported" not in str(error):
-                raise
 
 
 def _fake(weight: Weight) -> Weight:
