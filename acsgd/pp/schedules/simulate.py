@@ -159,26 +159,70 @@ def _peak_in_flight(actions: list[Action]) -> int:
     return peak
 
 
-def simulate(program: Program, cost: Cost) -> Timeline:
-    """Run a lowered program as fast as its messages allow. Raises ValueError if it deadlocks.
+class _Step(NamedTuple):
+    """An action and what it waits for, in an order in which the ranks can run it."""
 
-    Sends overlap with computations. The link from one rank to another carries one message at a time, in sending
-    order, each no sooner than its receive is posted.
+    rank: int
+    needs: tuple[int, ...]
+    """Indices of the steps that must have ended."""
+    link: tuple[int, int] | None
+    """Sending and receiving rank; None = it is no send."""
+    is_compute: bool
+    kind: int
+    """Index among the kinds of actions, those of equal cost."""
+
+
+class Simulator:
+    """A lowered program, to be simulated with any costs. Raises ValueError if it deadlocks.
+
+    Sends overlap with computations. The link from one rank to another carries one message at a time, in sending order,
+    each no sooner than its receive is posted.
     """
-    dependencies = Dependencies.of(program)
-    rank_free: defaultdict[int, Time] = defaultdict(int)
-    link_free: defaultdict[tuple[int, int], Time] = defaultdict(int)
-    spans: dict[Action, ActionSpan] = {}
-    for rank, action in walk(program, dependencies.needs):
-        start = max([rank_free[rank], *(spans[need].end for need in dependencies.needs(action))])
-        if action.operation.kind == "send":
-            link = rank, dependencies.placement.rank_of(action.peer)
-            start = max(start, link_free[link])
-            link_free[link] = start + cost.of(action)
-        spans[action] = ActionSpan(start, start + cost.of(action) + cost.delay_of(action))
-        if action.is_compute:
-            rank_free[rank] = spans[action].end
-    return Timeline(program, spans)
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        dependencies, index = Dependencies.of(program), dict[Action, int]()
+        kinds = dict[Action, int]()
+        self._steps: list[_Step] = []
+        for rank, action in walk(program, dependencies.needs):
+            needs = tuple(index[need] for need in dependencies.needs(action))
+            is_send, is_row = action.operation.kind == "send", action.operation.route in (ROWS, ROW_GRADIENTS)
+            link = (rank, dependencies.placement.rank_of(action.peer)) if is_send else None
+            kind = kinds.setdefault(action if is_row else action._replace(micro=-1), len(kinds))
+            index[action] = len(self._steps)
+            self._steps.append(_Step(rank, needs, link, action.is_compute, kind))
+        self._actions, self._kinds = [*index], [*kinds]
+
+    def run(self, cost: Cost) -> Timeline:
+        """Run the program as fast as its messages allow; return when which action runs."""
+        return Timeline(self.program, dict(zip(self._actions, map(ActionSpan, *self._times(cost)), strict=True)))
+
+    def makespan(self, cost: Cost) -> Time:
+        """Return the time at which the last action ends."""
+        return max(self._times(cost)[1])
+
+    def _times(self, cost: Cost) -> tuple[list[Time], list[Time]]:
+        """Return start and end of all steps."""
+        durations = [(cost.of(action), cost.delay_of(action)) for action in self._kinds]
+        rank_free: defaultdict[int, Time] = defaultdict(int)
+        link_free: defaultdict[tuple[int, int], Time] = defaultdict(int)
+        starts, ends = list[Time](), list[Time]()
+        for rank, needs, link, is_compute, kind in self._steps:
+            length, delay = durations[kind]
+            start = max([rank_free[rank], *(ends[need] for need in needs)])
+            if link is not None:
+                start = max(start, link_free[link])
+                link_free[link] = start + length
+            starts.append(start)
+            ends.append(start + length + delay)
+            if is_compute:
+                rank_free[rank] = ends[-1]
+        return starts, ends
+
+
+def simulate(program: Program, cost: Cost) -> Timeline:
+    """Simulate a lowered program once, see `Simulator`."""
+    return Simulator(program).run(cost)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

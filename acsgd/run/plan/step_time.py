@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 
 from torch import nn
@@ -14,7 +15,8 @@ from acsgd.dp.exchange.buckets import bucket_mb
 from acsgd.dp.modes import compression, measured_work, overlaps_next_step
 from acsgd.layers.description import LayerSpec
 from acsgd.pp.recompute import Recompute, attention_modules
-from acsgd.pp.schedules.simulate import Cost, simulate
+from acsgd.pp.schedules.programs import RankPrograms
+from acsgd.pp.schedules.simulate import Cost, Simulator
 from acsgd.pp.wire.ladder import BACKWARD, FORWARD, NO_CACHE, Rung
 from acsgd.run.plan.memory import PlanCache
 from acsgd.run.plan.partition import Partition
@@ -491,8 +493,13 @@ def ends_of(partition: Partition, micros: int, cost: Cost) -> list[float]:
     return [b + (b - a) * (micros - 2 * fewer) / fewer for a, b in zip(some, more, strict=True)]
 
 
+@functools.lru_cache(maxsize=8)  # a search simulates the same program with many costs
+def _simulator(programs: RankPrograms, micros: int) -> Simulator:
+    return Simulator(programs.program(micros))
+
+
 def _simulated_ends(partition: Partition, micros: int, cost: Cost) -> list[float]:
-    timeline = simulate(partition.programs.program(micros), cost)
+    timeline = _simulator(replace(partition.programs, rank=0), micros).run(cost)
     return [
         float(max(timeline.spans[action].end for action in actions if action.operation.kind in ("compute", "reduce")))
         for actions in timeline.program

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from acsgd.pp.schedules.actions import ACTIVATION, GRADIENT, Program, Route
 from acsgd.pp.schedules.dependencies import Dependencies
-from acsgd.pp.schedules.simulate import Cost, simulate
+from acsgd.pp.schedules.simulate import Cost, Simulator
 from acsgd.pp.wire.ladder import CodecTime
 from acsgd.pp.wire.probe import probe_size
 from acsgd.run.plan.choose import BAND
@@ -119,7 +119,7 @@ class Chooser:
     """
 
     def __init__(self, program: Program, max_loss_cost: float) -> None:
-        self._program = program
+        self._simulator = Simulator(program)
         self.placement = Dependencies.of(program).placement
         self._sent = {
             (action.operation.route, action.boundary)
@@ -144,7 +144,7 @@ class Chooser:
 
     def step_s(self, measured: Measured, choice: Choice) -> float:
         """Return the time of a step with some codecs, as the simulator predicts it."""
-        ranks, stages, links = len(self._program), self.placement.stages, len(choice) // 2
+        ranks, stages, links = len(self._simulator.program), self.placement.stages, len(choice) // 2
         base = [measured.compute_s[self.placement.rank_of(stage)] * ranks / stages for stage in range(stages)]
         forward, backward = [seconds / 3 for seconds in base], [2 * seconds / 3 for seconds in base]
         for number, (direction, codec) in enumerate(zip(measured.directions, choice, strict=True)):
@@ -158,7 +158,7 @@ class Chooser:
         transfers = [each.transfer_s(codec) for each, codec in zip(measured.directions, choice, strict=True)]
         delays = [each.delay_s for each in measured.directions[:links]]
         cost = Cost(forward, backward, transfers[:links], transfers[links:], delays)
-        return float(simulate(self._program, cost).makespan)
+        return float(self._simulator.makespan(cost))
 
     def _best(self, measured: Measured) -> Choice:
         """Return the choice of the least loss cost among those whose step is nearly as short as that of any."""
