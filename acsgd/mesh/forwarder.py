@@ -30,7 +30,7 @@ from acsgd.mesh.messages import (
     to_line,
 )
 from acsgd.mesh.mirrors import PortExchange
-from acsgd.mesh.peers import PING_S, MeshPeer
+from acsgd.mesh.peers import HEARD_S, PING_S, MeshPeer
 from acsgd.mesh.rotation import SecretRotation
 from acsgd.mesh.streams import FirstLine, Lines
 from acsgd.mesh.tls import HANDSHAKE_S, OTHER_SECRET, Entrance, dial
@@ -224,7 +224,7 @@ class Forwarder:
 
     def _attach(self, peer: MeshPeer, connection: FirstLine) -> None:
         """Use a new connection for the messages of a host, in place of the one that it may have."""
-        if peer.heard_at and (outage_s := time.monotonic() - peer.heard_at) > 3 * PING_S:
+        if peer.heard_at and (outage_s := time.monotonic() - peer.heard_at) > HEARD_S:
             self._spawn(self._carrier.end_stuck(peer.member.address, outage_s))
         lines = Lines(lambda line: self._receive(peer, line), lambda: self._lost(peer, lines))
         old, peer.lines, peer.heard_at = peer.lines, lines, time.monotonic()

@@ -12,6 +12,8 @@ from acsgd.mesh.streams import Lines
 
 PING_S = 0.5
 """Interval of pings, seconds."""
+HEARD_S = 3 * PING_S
+"""Time without a ping after which a host is not awaited, seconds."""
 
 
 @dataclass
@@ -48,4 +50,4 @@ class MeshPeer:
 
     def is_heard(self) -> bool:
         """Return whether its latest pings have arrived."""
-        return self.lines is not None and time.monotonic() - self.heard_at < 3 * PING_S
+        return self.lines is not None and time.monotonic() - self.heard_at < HEARD_S

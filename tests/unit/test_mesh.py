@@ -48,6 +48,7 @@ WAIT_S = stretched(20.0)
 LIMITS = [
     *((forwarder, limit) for limit in ("SILENCE_S", "CONNECT_S")),
     (mirrors, "OPENED_S"),
+    (peers, "HEARD_S"),
     (carrier, "OPEN_S"),
     *((mesh, limit) for limit in ("PUBLISH_S", "END_S")),
 ]
