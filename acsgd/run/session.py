@@ -181,7 +181,7 @@ class Session:
         return numbers
 
     def copies(self, summary: StepSummary) -> int:
-        """Return how many replicas, or domains, have computed each micro-batch of a step, all the same."""
+        """Return how many replicas, or domains, have computed each micro-batch of a step: 1 unless it was redundant."""
         return max(1, round(summary[report.ALL_MICROS] / self.job.shapes.num_micros))
 
     def meters(self) -> list[tuple[str, Meter]]:

@@ -324,6 +324,23 @@ def test_redundant_steps_begin_with_the_global_weights(tmp_path: Path) -> None:
             assert torch.equal(local[weight.key], expected)
 
 
+def stop_in_a_redundant_step(rank: int, peers: Peers) -> dict[str, Tensor]:
+    """Hand over the state between the update of a redundant step and its end; return the weights."""
+    run = LocalRun(REDUNDANT_TO_5, peers)
+    run.sync.begin_step(0)
+    with torch.no_grad():
+        for weight, grad in zip(run.weights, gradients(0, 0), strict=True):
+            weight.master.sub_(LR * grad)
+    run.sync.take_state()
+    return {weight.key: weight.master.detach().clone() for weight in run.weights}
+
+
+def test_a_redundant_step_is_not_lost_when_replicas_change_before_its_end(tmp_path: Path) -> None:
+    for weights in on_replicas(2, stop_in_a_redundant_step, tmp_path / "store"):
+        for weight, grad in zip(make_weights(), gradients(0, 0), strict=True):
+            assert torch.equal(weights[weight.key], -LR * grad)
+
+
 def norm(tensors: Sequence[Tensor]) -> float:
     return float(torch.cat([tensor.flatten() for tensor in tensors]).norm())
 

@@ -87,7 +87,7 @@ def test_redundant_steps_are_those_of_one_replica(stages: int, tiny_model: TinyM
         )
     sent = [record["dp_bytes"] for record in redundant]
     assert not any(sent[:HALF])
-    assert 0 < sent[HALF] < 1000 < sent[-1] or STEPS - HALF < 3
+    assert 0 < sent[HALF] < 1000
 
 
 def end_without_update(rank: int, world_size: int, store: Path, config: Config) -> list[dict[str, torch.Tensor]]:

@@ -29,6 +29,7 @@ from acsgd.shards.weights import Weight, WeightState, part_of
 
 LOCAL_WEIGHTS = ReplicaState("local_weights", merge="mean", single="replace_weight")
 EXACT = PackedCodec(Identity("fp32"))
+"""Codec of weights that are averaged once, after redundant steps."""
 MAX_ELEMENTS = 1 << 25
 """Elements of a buffer, unless one weight has more. An exchange may need memory for a few times its buffer, besides its
 results; more buffers are more messages, each of which waits for the latency of the link."""
@@ -121,7 +122,10 @@ class LocalWeightsSync(GradSync):
         """Reduces the gradients: of exact steps over all replicas, of local steps over the domain, if it has several.
         """
         self._correction = SecondMomentCorrection(self._by_key, peers) if moment_correction and weights else None
-        self._is_restored = self._is_redundant = False
+        self._is_restored = False
+        """Whether a checkpoint has been loaded since the last step."""
+        self._is_redundant = False
+        """Whether the present step is redundant."""
         self.received: list[Any] = []
         """What this step has received for each buffer, until it is applied; empty if nothing is due."""
         self.measured: Measurement | None = None

@@ -60,7 +60,7 @@ def redundant_steps(mode: Mode) -> int:
 
 
 def initial_steps(mode: Mode) -> int:
-    """Return the number of initial steps after which a mode works as it does from then on; 1 if given in epochs."""
+    """Return the number of steps at the start of a run that are exact or redundant; 1 if given in epochs."""
     return max(getattr(mode, "exact_steps", 0), redundant_steps(mode))
 
 

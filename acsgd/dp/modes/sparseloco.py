@@ -79,7 +79,7 @@ class SparseLoCo:
             return SingleReplicaSync(weights, self.states)
         return SparseLoCoSync(self, weights, peers)
 
-    def is_sent(self, step: int) -> bool:
+    def sends_after(self, step: int) -> bool:
         """Return whether updates are exchanged after a step."""
         return step >= self.redundant_steps and (step + 1 - self.redundant_steps) % self.inner == 0
 
@@ -102,12 +102,12 @@ class SparseLoCoSync(LocalWeightsSync):
         return super().tensors() | {RESIDUAL.name: [feedback.residual for feedback in self._feedback]}
 
     def exchanges_after(self, step: int) -> bool:
-        return super().exchanges_after(step) or self._mode.is_sent(step)
+        return super().exchanges_after(step) or self._mode.sends_after(step)
 
     @torch.no_grad()
     def exchange(self, step: int, moments: SecondMoments) -> None:
         self.received = []
-        if self._mode.is_sent(step):
+        if self._mode.sends_after(step):
             for buffer, feedback in zip(self.buffers, self._feedback, strict=True):
                 x = (feedback.residual * self._mode.decay).add_(buffer.local).sub_(buffer.shared)
                 exchange = partial(feedback.exchange_gathered, x, self._mode.codec(), self.meter)
@@ -115,7 +115,7 @@ class SparseLoCoSync(LocalWeightsSync):
         super().exchange(step, moments)
 
     def after_step(self, step: int, moments: SecondMoments) -> None:
-        if self._mode.is_sent(step):
+        if self._mode.sends_after(step):
             for buffer, feedback, exchanged in zip(self.buffers, self._feedback, self.received, strict=True):
                 feedback.apply(exchanged)
                 buffer.load_shared(exchanged.mean, self._mode.outer_lr)

@@ -352,7 +352,7 @@ class DeltaCoder:
         return m
 
     def _caches_misses(self, info: TransferInfo) -> bool:
-        """Return whether what is sent without a cache entry is cached."""
+        """Return whether a sample that has no cache entry gets one from its message."""
         return bool(info.samples) and (self._caches_all or isinstance(self._codecs[info.codec], Delta))
 
     def _cache_misses(self, info: TransferInfo, rows: Sequence[int], values: Tensor) -> None:
