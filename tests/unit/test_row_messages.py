@@ -63,10 +63,10 @@ def test_a_schedule_stops_if_no_rows_are_sent_ahead() -> None:
 
 
 def test_messages_of_a_program_of_two_ranks() -> None:
-    """The receives of all gradients are posted first, and the table is reduced last."""
+    """Rows are sent after the receives before the first forward are posted, and the table is reduced last."""
     assert [" ".join(map(str, each)) for each in lower(OneFOneB().program(2, 3), 1, routes=[RowRoute(1, 0)])] == [
         "0RR0:1 0RR1:1 0RR2:1 0F0 0SF0 0RB0 0F1 0SF1 0RB1 0B0 0SG0:1 0F2 0SF2 0RB2 0B1 0SG1:1 0B2 0SG2:1 0R",
-        "1SR0:0 1SR1:0 1RG0:0 1RG1:0 1RG2:0 1RF0 1RF1 1F0 1B0 1SB0 1RF2 1SR2:0 1F1 1B1 1SB1 1F2 1B2 1SB2 1R 1RT",
+        "1RG0:0 1RG1:0 1RG2:0 1RF0 1RF1 1SR0:0 1SR1:0 1F0 1B0 1SB0 1RF2 1SR2:0 1F1 1B1 1SB1 1F2 1B2 1SB2 1R 1RT",
     ]
 
 
@@ -103,6 +103,25 @@ def test_only_the_first_rows_and_the_last_gradients_cost_time_on_a_fast_link(sch
         rows, gradients = [3, *[1] * (micros - 1)], [*[1] * (micros - 1), 5]
         tied = simulate_tied(schedule, ranks, micros, Cost(1, 2, rows=rows, row_gradients=gradients)).makespan
         assert tied == untied + 3 + 5, (ranks, micros)
+
+
+@every_schedule
+def test_the_first_activation_does_not_wait_for_rows_that_are_sent_ahead(schedule: Schedule) -> None:
+    """It waits for the notice that its receive is posted, which has to leave the owner before the rows."""
+    for micros in (1, 2, 5, 8):
+        spans = simulate_tied(schedule, 2, micros, Cost(1, 2, rows=[3, *[100] * (micros - 1)])).spans
+        assert spans[Action(Op.SF, 0, 0)].start == spans[Action(Op.F, 0, 0)].end == 4
+
+
+def test_the_notice_of_a_receive_waits_for_the_messages_before_it() -> None:
+    """As over gloo, whose notices and messages share a connection."""
+    program = lower(OneFOneB().program(2, 3), routes=[RowRoute(1, 0)])
+    rows, receives = [Action(Op.SR, 1, micro, 0) for micro in (0, 1)], [Action(Op.RF, 1, micro) for micro in range(3)]
+    for first, known in (receives, 0), (rows, 6):
+        program[1].sort(key=lambda action, first=first: action not in first)
+        spans = simulate(program, Cost(1, 2, Fraction(1, 2), rows=3)).spans
+        assert {spans[receive].end for receive in receives} == {known}
+        assert spans[Action(Op.SF, 0, 0)].start == max(known, spans[Action(Op.F, 0, 0)].end)
 
 
 @every_schedule

@@ -70,7 +70,8 @@ def add_rows(program: Program, routes: Sequence[RowRoute], pacing: Pacing) -> Pr
     """Return a lowered program with the messages of tables, and with the reductions of these.
 
     The rows that a micro-batch is the first to use are sent before a forward of the owner, as `pacing` says, and their
-    receive is posted no later. The gradients of those that it is the last to use are sent once it is completed; their
+    receive is posted no later. They are sent after the receives that are posted before this forward, whose notices
+    would wait behind them. The gradients of those that it is the last to use are sent once it is completed; their
     receives are posted first of all.
     """
     if not routes:
@@ -110,8 +111,8 @@ def _add_to_user(actions: list[Action], route: RowRoute, order: UseOrder, pacing
 
 
 def _add_to_owner(actions: list[Action], route: RowRoute, order: UseOrder, pacing: Pacing) -> Iterator[Action]:
-    sent, forwards, last = pacing.due(0), 0, max(action.stage for action in actions)
-    yield from (Action(ROWS.send, route.owner, micro, route.user) for micro in order.first[:sent])
+    sent = forwards = 0
+    last = max(action.stage for action in actions)
     yield from (Action(ROW_GRADIENTS.receive, route.owner, micro, route.user) for micro in order.last)
     for action in actions:
         if action.operation.phase == "forward":

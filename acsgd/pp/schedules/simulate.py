@@ -166,7 +166,8 @@ class _Step(NamedTuple):
     needs: tuple[int, ...]
     """Indices of the steps that must have ended."""
     link: tuple[int, int] | None
-    """Sending and receiving rank; None = it is no send."""
+    """From this rank to the other one, of a send or a receive."""
+    is_send: bool
     is_compute: bool
     kind: int
     """Index among the kinds of actions, those of equal cost."""
@@ -176,7 +177,8 @@ class Simulator:
     """A lowered program, to be simulated with any costs. Raises ValueError if it deadlocks.
 
     Sends overlap with computations. The link from one rank to another carries one message at a time, in sending order,
-    each no sooner than its receive is posted.
+    each no sooner than its sender knows that its receive is posted. That notice waits for the messages that its link
+    has to carry by then, as gloo's does, whose notices and messages share a connection.
     """
 
     def __init__(self, program: Program) -> None:
@@ -187,10 +189,11 @@ class Simulator:
         for rank, action in walk(program, dependencies.needs):
             needs = tuple(index[need] for need in dependencies.needs(action))
             is_send, is_row = action.operation.kind == "send", action.operation.route in (ROWS, ROW_GRADIENTS)
-            link = (rank, dependencies.placement.rank_of(action.peer)) if is_send else None
+            has_peer = action.operation.kind in ("send", "receive")
+            link = (rank, dependencies.placement.rank_of(action.peer)) if has_peer else None
             kind = kinds.setdefault(action if is_row else action._replace(micro=-1), len(kinds))
             index[action] = len(self._steps)
-            self._steps.append(_Step(rank, needs, link, action.is_compute, kind))
+            self._steps.append(_Step(rank, needs, link, is_send, action.is_compute, kind))
         self._actions, self._kinds = [*index], [*kinds]
 
     def run(self, cost: Cost) -> Timeline:
@@ -205,14 +208,19 @@ class Simulator:
         """Return start and end of all steps."""
         durations = [(cost.of(action), cost.delay_of(action)) for action in self._kinds]
         rank_free: defaultdict[int, Time] = defaultdict(int)
-        link_free: defaultdict[tuple[int, int], Time] = defaultdict(int)
+        queues: defaultdict[tuple[int, int], list[ActionSpan]] = defaultdict(lambda: [ActionSpan(0, 0)])
+        """By link, when each message could start, and when it has left the link."""
         starts, ends = list[Time](), list[Time]()
-        for rank, needs, link, is_compute, kind in self._steps:
+        for rank, needs, link, is_send, is_compute, kind in self._steps:
             length, delay = durations[kind]
             start = max([rank_free[rank], *(ends[need] for need in needs)])
             if link is not None:
-                start = max(start, link_free[link])
-                link_free[link] = start + length
+                queue = queues[link]
+                if is_send:
+                    ready, start = start, max(start, queue[-1].end)
+                    queue.append(ActionSpan(ready, start + length))
+                else:
+                    delay += max(0, next(sent.end for sent in reversed(queue) if sent.start <= start) - start)
             starts.append(start)
             ends.append(start + length + delay)
             if is_compute:
