@@ -6,9 +6,8 @@
 A forward takes --forward seconds, a backward twice as long, --split times as long in two parts; messages take no time
 on the wire, and each arrives after the delay. A step ends with the delay of a message more, of the reports of all
 ranks. Measured are real steps of one process per host, each in its network namespace (netlab.py), over gloo: of a GPT-2
-that is so small that its computations are done in less time, of which each then sleeps the rest. So a step takes as
-long as on hosts with free cores, as far as this machine lets the processes run. The schedules run in turn in the same
-processes.
+that is so small that its computations are done in less time, of which each then sleeps the rest (network_ranks.py). The
+schedules run in turn in the same processes.
 
 compute   time of the computations of a stage with whole backwards; measured, also of what each does for its messages
 share     compute over the time of the step: no step is faster
@@ -20,19 +19,15 @@ measured  median of --rounds steps, with the quartiles of its ratio to the step 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 from rich.console import Console
 from rich.table import Table
@@ -42,11 +37,17 @@ from acsgd.config.spec import from_spec
 from acsgd.pp.schedules.lowering import lower
 from acsgd.pp.schedules.schedules import SCHEDULES
 from acsgd.pp.schedules.simulate import Cost, Timeline, simulate
-from acsgd.pp.stage import Stage
 from benchmarks.common import netlab
-from benchmarks.pipeline import network_ranks
 from benchmarks.pipeline.forms import UNCOMPRESSED
-from benchmarks.pipeline.network_ranks import UNTIED, Setting, Step, on_hosts, request_all, save_model
+from benchmarks.pipeline.network_ranks import (
+    UNTIED,
+    PacedSetting,
+    Step,
+    be_paced_rank,
+    on_hosts,
+    request_all,
+    save_model,
+)
 
 STAGES, DELAYS_S = (2, 4), (0.02, 0.1)
 COMPARED = (
@@ -97,11 +98,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class PacedSetting(Setting):
-    """A pipeline whose forms are schedules, and whose computations take a given time."""
-
-    forward_s: float
-    split: float
+class ScheduleSetting(PacedSetting):
+    """A paced pipeline whose forms are schedules."""
 
     def config(self, form: str) -> Config:
         """Return the configuration with a schedule."""
@@ -109,37 +107,13 @@ class PacedSetting(Setting):
         return replace(config, pp=replace(config.pp, schedule=form))
 
 
-def be_paced_rank(rank: int, setting: PacedSetting, store: str, pipe: Connection) -> None:
-    """Run one rank, see `network_ranks.be_rank`: before all else that runs here, since it needs little of a core."""
-    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))  # its threads inherit that
-    lengths = {"forward": 1.0, "backward": 2.0, "backward_input": setting.split, "backward_weight": setting.split}
-    with contextlib.ExitStack() as patched:
-        for name, length in lengths.items():
-            paced = _paced(getattr(Stage, name), length * setting.forward_s)
-            patched.enter_context(mock.patch.object(Stage, name, paced))
-        network_ranks.be_rank(rank, setting, store, pipe)
-
-
-def _paced(compute: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    """Return a function that takes so long, if it is not longer."""
-
-    def run(*args: Any, **options: Any) -> Any:
-        end = time.perf_counter() + seconds
-        result = compute(*args, **options)
-        time.sleep(max(0.0, end - time.perf_counter()))
-        return result
-
-    return run
-
-
 def measure(rows: Sequence[Row], options: argparse.Namespace) -> None:
     """Measure steps of schedules on one network, in turn."""
     stages, delay_s, schedules = rows[0].stages, rows[0].delay_s, tuple(row.schedule for row in rows)
     with tempfile.TemporaryDirectory() as directory, netlab.lab(hosts=stages, delay_s=delay_s) as network:
         model = save_model(Path(directory) / "model", vocabulary=VOCABULARY, tied=False, width=WIDTH)
-        setting = PacedSetting(
-            model, model, stages, "", options.micros, schedules, VOCABULARY, options.forward, options.split
-        )
+        paces = (options.forward,) * stages, options.split
+        setting = ScheduleSetting(model, model, stages, "", options.micros, schedules, VOCABULARY, *paces)
         with on_hosts(network, be_paced_rank, setting) as pipes:
             steps = [[_slowest(pipes, schedule) for schedule in schedules] for _ in range(1 + options.rounds)]
     for row, (_, *measured) in zip(rows, zip(*steps, strict=True), strict=True):  # the first step lets TCP adapt

@@ -20,6 +20,10 @@ bound       max(compute, traffic). A step cannot be faster. It is slower by the 
 at most     the speed-up of the bounds. Where gradients of 8 bits are all that a host sends, it cannot exceed 32 / 8
 tie         the share of a step's time by which it is longer than one of the untied model with the same codecs
 
+With --paced, computations take as long as their multiplications say, the longest forward of a stage so many seconds:
+the ranks sleep what is left of it, and run before all else (network_ranks.py). So steps are those of hosts with free
+cores; choose more than the computations take here.
+
 --schedule is that of all forms. 1F1B with a lead uses both directions at once and has more messages in flight than
 fill a link. GPipe uses one direction at a time; its gain is larger, from a slower step.
 """
@@ -49,7 +53,7 @@ from benchmarks.common import netlab, pictures
 from benchmarks.common.compare import OnLink
 from benchmarks.pipeline import network_picture
 from benchmarks.pipeline.forms import UNCOMPRESSED
-from benchmarks.pipeline.network_ranks import UNTIED, Pipeline, Setting, save_model
+from benchmarks.pipeline.network_ranks import UNTIED, PacedSetting, Pipeline, Setting, relative_forwards, save_model
 
 STAGES = (2, 4)
 DELAYS_S = (0.0, 0.02)
@@ -202,7 +206,7 @@ def mark(text: str, is_met: bool) -> str:
 def write_json(path: Path, options: argparse.Namespace, results: Sequence[Result]) -> None:
     """Write every sample."""
     about = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-    chosen = {name: getattr(options, name) for name in ("schedule", "micros", "vocabulary", "ratio", "rounds")}
+    chosen = {name: getattr(options, name) for name in ("schedule", "paced", "micros", "vocabulary", "ratio", "rounds")}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"about": {**about, **chosen}, "results": [asdict(r) for r in results]}, indent=1))
 
@@ -218,6 +222,12 @@ def parse_arguments() -> argparse.Namespace:
         help="codecs: activations/gradients, or activations/gradients/pp.tied; /untied: a head with weights of its own",
     )
     parser.add_argument("--schedule", default="1f1b:lead=6")
+    parser.add_argument(
+        "--paced",
+        type=float,
+        default=0.0,
+        help="time of the longest forward of a stage, seconds; 0: as long as it takes",
+    )
     parser.add_argument("--micros", type=int, default=64, help="micro-batches per step")
     parser.add_argument("--vocabulary", type=int, default=4096, help="of 24,576 tokens, about 3,000 are different")
     parser.add_argument("--ratio", type=float, default=4.0, help="uncompressed traffic relative to compute")
@@ -251,6 +261,9 @@ def main() -> None:
         for stages in options.stages:
             forms = UNCOMPRESSED, *options.forms
             setting = Setting(*models, stages, options.schedule, options.micros, forms, options.vocabulary)
+            if options.paced:
+                forward_s = tuple(each * options.paced for each in relative_forwards(stages, options.vocabulary))
+                setting = PacedSetting(**vars(setting), forward_s=forward_s)
             rates = RATES if stages == options.stages[0] and not options.no_picture else ()
             results.append(measure(setting, options.ratio, options.rounds, rates, console))
     console.print(table(results, options))

@@ -1,4 +1,8 @@
-"""The pipelines of network.py: one process per host of a simulated network, which runs steps on request."""
+"""The pipelines of network.py: one process per host of a simulated network, which runs steps on request.
+
+The computations of paced ranks take a given time, of which they sleep what is left. So a step takes as long as on hosts
+with free cores, as far as this machine lets the processes run: with all that messages take, codecs included.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 from acsgd.config.options import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, PipelineConfig, RunConfig
 from acsgd.launch import Launch
 from acsgd.layers.batch import Batch
+from acsgd.pp.stage import Stage
 from acsgd.run.plan.job import prepare
 from acsgd.run.report import COMPUTE_S, PP_BACKWARD_BYTES, PP_FORWARD_BYTES, TIED_BYTES, by_rank
 from benchmarks.common import netlab
@@ -68,6 +74,16 @@ class Setting:
         return with_form(config, form)
 
 
+@dataclass(frozen=True)
+class PacedSetting(Setting):
+    """A pipeline whose computations take a given time, if they are not longer."""
+
+    forward_s: tuple[float, ...]
+    """Time of a forward, by stage; a backward takes twice as long."""
+    split: float = 1.0
+    """Time of a backward in two parts relative to that of a whole one."""
+
+
 class Step(NamedTuple):
     """One optimizer step."""
 
@@ -86,12 +102,13 @@ class Pipeline:
     def __init__(self, setting: Setting, network: netlab.Lab) -> None:
         self.network = network
         self._setting = setting
+        self._body = be_paced_rank if isinstance(setting, PacedSetting) else be_rank
         self._pipes: Sequence[Connection] = ()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Pipeline]:
         """Start the ranks and terminate them at the end."""
-        with on_hosts(self.network, be_rank, self._setting) as self._pipes:
+        with on_hosts(self.network, self._body, self._setting) as self._pipes:
             yield self
 
     def step(self, form: str) -> Step:
@@ -171,6 +188,37 @@ def be_rank(rank: int, setting: Setting, store: str, pipe: Connection) -> None:
             seconds = time.perf_counter() - start
             sent = (int(summary[each]) for each in (PP_FORWARD_BYTES, PP_BACKWARD_BYTES, TIED_BYTES))
             pipe.send(Step(seconds, *sent, max(by_rank(summary[COMPUTE_S]))))
+
+
+def be_paced_rank(rank: int, setting: PacedSetting, store: str, pipe: Connection) -> None:
+    """Run one rank, see `be_rank`: before all else that runs here, since it needs little of a core."""
+    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))  # its threads inherit that
+    lengths = {"forward": 1.0, "backward": 2.0, "backward_input": setting.split, "backward_weight": setting.split}
+    with contextlib.ExitStack() as patched:
+        for name, length in lengths.items():
+            paced = _paced(getattr(Stage, name), length * setting.forward_s[rank])
+            patched.enter_context(mock.patch.object(Stage, name, paced))
+        be_rank(rank, setting, store, pipe)
+
+
+def _paced(compute: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """Return a function that takes so long, if it is not longer."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        end = time.perf_counter() + seconds
+        result = compute(*args, **options)
+        time.sleep(max(0.0, end - time.perf_counter()))
+        return result
+
+    return run
+
+
+def relative_forwards(stages: int, vocabulary: int) -> list[float]:
+    """Return the time of a forward of each stage relative to the longest one, by its number of multiplications."""
+    block = 12 * WIDTH**2 + 2 * WIDTH * SEQUENCE  # per token
+    counts = [BLOCKS // stages * block] * stages
+    counts[-1] += WIDTH * vocabulary
+    return [count / max(counts) for count in counts]
 
 
 def make_batch(rank: int, setting: Setting) -> Batch:

@@ -38,7 +38,7 @@ from acsgd.pp.schedules.rows import RowRoute
 from acsgd.pp.schedules.schedules import SCHEDULES
 from acsgd.pp.schedules.simulate import Cost, simulate
 from acsgd.pp.tied.plan import TIED, TiedRows
-from benchmarks.pipeline.network_ranks import BLOCKS, SEQUENCE, WIDTH, zipf_tokens
+from benchmarks.pipeline.network_ranks import SEQUENCE, WIDTH, relative_forwards, zipf_tokens
 
 STAGES = 2
 PACKETS = 1.06
@@ -79,10 +79,7 @@ def order_by_rows(tokens: torch.Tensor) -> torch.Tensor:
 
 def compute_cost(vocabulary: int, micros: int) -> Cost:
     """Return the times of forwards and backwards, such that an untied step on a fast link takes 1."""
-    block = 12 * WIDTH**2 + 2 * WIDTH * SEQUENCE  # multiplications per token
-    stages = [BLOCKS // STAGES * block] * STAGES
-    stages[-1] += WIDTH * vocabulary
-    per_micro = [stage / max(stages) / (micros + STAGES - 1) for stage in stages]
+    per_micro = [each / (micros + STAGES - 1) for each in relative_forwards(STAGES, vocabulary)]
     return Cost([each / 3 for each in per_micro], [each * 2 / 3 for each in per_micro])
 
 
