@@ -74,7 +74,7 @@ class Pipeline:
         self._actions = actions
         self._stages = stages
         self.links = links
-        self._ties = ties
+        self.ties = ties
         self._placeholders = placeholders
         self._shapes = shapes
         self._training = self._handlers(
@@ -85,7 +85,7 @@ class Pipeline:
     def _handlers(self, computes: Handlers) -> Handlers:
         """Return `computes` with the handlers of all other operations."""
         messages = {Op.SF: self._send, Op.SB: self._send, Op.RF: self._post_receive, Op.RB: self._post_receive}
-        rows = dict.fromkeys((Op.SR, Op.RR, Op.SG, Op.RG), self._ties.perform)
+        rows = dict.fromkeys((Op.SR, Op.RR, Op.SG, Op.RG), self.ties.perform)
         return {**computes, **messages, **rows, Op.R: self._reduce, Op.RT: self._reduce_tables}
 
     def run(self, batch: Batch, step: int, scale: float = 1.0) -> Tensor:
@@ -108,7 +108,7 @@ class Pipeline:
                 modes.enter_context(stage.evaluating())
             self._step = step
             with self._naming(Action(Op.F, min(self._stages))):
-                self._ties.begin_evaluation(batch, step)
+                self.ties.begin_evaluation(batch, step)
             self._execute(actions, self._evaluation, batch, step, self.codecs.of_evaluation(), use_caches=False)
             with self._naming(Action(Op.F, min(self._stages))):
                 self._drain()
@@ -148,29 +148,29 @@ class Pipeline:
     def send_ahead(self) -> None:
         """Send the first rows of the next step from the tables that this step has updated. Does not wait."""
         with self._naming(Action(Op.F, min(self._stages))):
-            self._ties.send_ahead()
+            self.ties.send_ahead()
 
     def discard_ahead(self) -> None:
         """Forget the rows that `send_ahead` has sent. All ranks of a pipeline call it together."""
         with self._naming(Action(Op.F, min(self._stages))):
-            self._ties.discard_ahead()
+            self.ties.discard_ahead()
 
     def settle(self) -> None:
         """Wait for the rows that `send_ahead` sends. Collective: all ranks of a pipeline call it together."""
         with self._naming(Action(Op.F, min(self._stages))):
-            self._ties.settle()
+            self.ties.settle()
 
     def close(self) -> None:
         """End the links' threads, and wait until activation caches on disk are saved."""
         for link in self.links.values():
             link.close()
-        self._ties.close()
+        self.ties.close()
 
     def abort(self) -> None:
         """End the links' threads and drop their messages, without waiting for anything; activation caches stay open."""
         for link in self.links.values():
             link.abort()
-        self._ties.abort()
+        self.ties.abort()
 
     def _train(self, batch: Batch, step: int, scale: float, handlers: Handlers) -> Tensor:
         self._scale = scale
@@ -182,7 +182,7 @@ class Pipeline:
         self._last_backward = {action.stage: action for action in actions if action.operation.completes}
         self._step = step
         with self._naming(Action(Op.F, min(self._stages))):
-            self._ties.begin_step(batch, step)
+            self.ties.begin_step(batch, step)
         if self.trace is not None:
             handlers = _traced(handlers, self.trace)
         self._execute(actions, handlers, batch, step, self.codecs.of_step(step), use_caches=True)
@@ -241,7 +241,7 @@ class Pipeline:
 
     def _inputs(self, action: Action) -> tuple[MicroBatch, Inputs, State, Tensor | None]:
         """Return the arguments of a stage's forward, once the rows that it looks up are there."""
-        self._ties.receive_rows(action, self._flush)
+        self.ties.receive_rows(action, self._flush)
         stage, micro, batch = self._stages[action.stage], action.micro, self._batch
         samples, is_split = tuple(batch.sample_ids[micro].tolist()), action._replace(op=Op.I) in self._first_parts
         micro_batch = MicroBatch(self._step, micro, batch.micro_ids[micro], samples, is_split)
@@ -307,7 +307,7 @@ class Pipeline:
     def _reduce_tables(self, action: Action) -> None:
         if len(self._batch.micro_ids):
             self._flush()
-            self._ties.add_gradients(action.stage)
+            self.ties.add_gradients(action.stage)
         self._stages[action.stage].finish_lookups()
 
     def _finish(self) -> None:
@@ -318,13 +318,13 @@ class Pipeline:
             with self._naming(Action(Op.R, index)):
                 stage.sync.wait()
         with self._naming(Action(Op.R, min(self._stages))):
-            self._ties.sum_copies(self._step)
+            self.ties.sum_copies(self._step)
             self._check_received()
 
     @property
     def _outboxes(self) -> list[AnyOutbox]:
         """Sending ends of all channels of this rank."""
-        return [link.outbox for link in self.links.values()] + self._ties.outboxes
+        return [link.outbox for link in self.links.values()] + self.ties.outboxes
 
     def _flush(self) -> None:
         """Pass all messages to the transport: a peer may need them for what this rank waits for next."""
@@ -337,7 +337,7 @@ class Pipeline:
 
     def _check_received(self) -> None:
         """Check the messages that stayed on the device, of which no header was read so far."""
-        inboxes = [link.inbox for link in self.links.values()] + self._ties.inboxes
+        inboxes = [link.inbox for link in self.links.values()] + self.ties.inboxes
         check_received(inbox for inbox in inboxes if isinstance(inbox, DeviceInbox))
 
     def _total_loss(self) -> Tensor:

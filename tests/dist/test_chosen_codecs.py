@@ -28,20 +28,25 @@ EIGHT_BITS = "fixpoint:bits=8"
 def run_with_choice(rank: int, world_size: int, store: Path, plans: Sequence[Plan]) -> list[Outcome]:
     """Run plans in which the decision is always the same: 8 bits, or the delta of 4 bits if there is one.
 
+    Rows of the tied table are entropy-coded, or in 8 bits beside the delta.
+
     The chosen codecs are in use before the first step, and links are measured while no rows of tied tables travel.
     """
     hooks, create, measure = list[LinkCodecs](), LinkCodecs.__init__, link_codecs.probe
 
     def choose(_: Chooser, measured: Measured, __: Choice) -> Choice:
-        return min(3, measured.directions[0].usable[-1]), 2
+        assert measured.rows is not None
+        codec = min(3, measured.directions[0].usable[-1])
+        assert len(measured.rows.ways) == 3
+        return codec, 2, 1 + (codec == 3)
 
     def created(hook: LinkCodecs, session: Session, note: Any, state: LoopState) -> None:
         create(hook, session, note, state)
-        assert tuple(session.pipeline.codecs.in_use[:2]) == (((2,), (2,)) if state.progress.codecs else ((0,), (0,)))
+        assert tuple(session.pipeline.codecs.in_use) == (((2,), (2,), 1) if state.progress.codecs else ((0,), (0,), 0))
         hooks.append(hook)
 
     def probed(*args: Any) -> Probed:
-        ahead = hooks[-1]._session.pipeline._ties._ahead
+        ahead = hooks[-1]._session.pipeline.ties._ahead
         assert ahead is not None
         assert all(rows.received == rows.started > 0 for rows in ahead[1]) == (rank == 0), "the first stage looks up"
         return measure(*args)
@@ -80,11 +85,18 @@ def test_a_chosen_codec_trains_as_a_given_one(tiny_model: Callable[..., Path], t
     assert [(line["after_step"], line["link"], line["of"], line["codec"]) for line in changes] == [
         (CHANGED, 0, "activations", EIGHT_BITS),
         (CHANGED, 0, "gradients", EIGHT_BITS),
+        (CHANGED, None, "rows", "rows:entropy_coding=true"),
     ]
-    assert len([line for line in _lines(resumed) if line.get("event") == "codec"]) == 2, "the choice was resumed"
+    assert len([line for line in _lines(resumed) if line.get("event") == "codec"]) == 3, "the choice was resumed"
     exact, *sent = [line["pp_forward_bytes"] for line in _lines(cached) if "loss" in line][CHANGED - 1 :]
     assert exact / 5 < sent[0] < exact / 3, "the first visit after the change travels in 8 bits"
     assert sent[-1] < sent[0], "a later one in 4"
+    rows = {
+        each.log.dir: [line["tied_bytes"] for line in _lines(each) if "loss" in line][-1]
+        for each in (given, chosen, cached)
+    }
+    exact, coded, rounded = rows.values()
+    assert exact / 5 < rounded < exact / 2 < coded < exact
 
 
 def _lines(config: Config) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import re
 from collections.abc import Sequence
@@ -16,7 +17,9 @@ import torch
 from acsgd.config.options import Config
 from acsgd.config.run_file import parse, to_toml
 from acsgd.pp.schedules.lowering import lower
+from acsgd.pp.schedules.rows import RowRoute
 from acsgd.pp.schedules.schedules import OneFOneB
+from acsgd.pp.tied.plan import ROW_RUNGS
 from acsgd.pp.wire import ladder
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
@@ -24,7 +27,7 @@ from acsgd.pp.wire.ladder import BACKWARD, FORWARD, NO_CACHE, CodecTime, Rung, m
 from acsgd.pp.wire.probe import PROBE_S
 from acsgd.run.plan.partition import with_useful_delta
 from acsgd.run.plan.plugins import parse_plugins
-from acsgd.run.step.codec_choice import BAND, Choice, Chooser, Direction, Measured
+from acsgd.run.step.codec_choice import BAND, Choice, Chooser, Direction, Measured, RowTraffic, RowWay
 from acsgd.run.step.link_codecs import PROBE_EVERY, steps_between
 from acsgd.streams import open_streams
 
@@ -102,6 +105,46 @@ def test_the_loss_cost_is_never_exceeded(limit: float) -> None:
         assert measured.loss_cost(present) <= limit
         rungs = [FORWARD, FORWARD, BACKWARD, BACKWARD]
         assert sum(each[codec].loss_cost for each, codec in zip(rungs, present, strict=True)) <= limit
+
+
+def with_rows(measured: Measured, mbit: float, *, codec_s: float = 0.0) -> Measured:
+    """Return the same with 300 rows per micro-batch of a tied table, of as many as it has tokens."""
+    ways, elements = [], 300 * SPEC.shape[2]
+    for number, rung in enumerate(ROW_RUNGS):
+        rows, gradients = (each * elements * 8e-6 / mbit for each in rung.element_bytes(SPEC.shape[2], SPEC.dtype))
+        ways.append(RowWay(rung.loss_cost, rows, gradients, *[codec_s * (number > 0)] * 2))
+    return measured._replace(rows=RowTraffic(tuple(ways), 16, 0.6))
+
+
+def test_rows_of_a_tied_table_are_sent_as_the_link_and_the_loss_cost_demand() -> None:
+    """The step is nearly as short as with any other codecs and ways, which are all tried."""
+    program = lower(OneFOneB(lead=2).program(2, 6), routes=[RowRoute(1, 0)])
+    any_cost, lossless = Chooser(program, 1.0), Chooser(program, 0.001)
+    found, exact = [], []
+    for rate in (UNLIMITED, *RATES[::-3]):
+        measured = with_rows(pipeline(rate), rate)
+        chosen = any_cost.choose(measured, (0, 0, 0))
+        every = list(itertools.product(range(len(FORWARD)), range(len(BACKWARD)), range(len(ROW_RUNGS))))
+        shortest = min(any_cost.step_s(measured, each) for each in every)
+        assert any_cost.step_s(measured, chosen) <= 1.06 * shortest, "times are on a coarse grid"
+        found.append(chosen[-1])
+        exact.append(lossless.choose(measured, (0, 0, 0))[-1])
+    assert found == sorted(found)
+    assert exact == sorted(exact)
+    assert [found[0], found[-1], exact[0], exact[-1]] == [0, 2, 0, 1]
+    slow = with_rows(pipeline(100.0), 100.0, codec_s=COMPUTE_S)
+    assert any_cost.choose(slow, (0, 0, 0))[-1] == 0, "codecs of rows that take longer than they save"
+    assert any_cost.choose(with_rows(pipeline(UNLIMITED), UNLIMITED), (3, 3, 2)) == (0, 0, 0)
+
+
+def test_micro_batches_use_fewer_and_fewer_further_rows() -> None:
+    """By Heaps' law, on average as many as there are."""
+    traffic = RowTraffic((), 64, 0.65)
+    shares = traffic.shares(64)
+    assert sum(shares) == pytest.approx(64)
+    assert shares == sorted(shares, reverse=True)
+    assert traffic.shares(16) == shares[:16]
+    assert RowTraffic((), 64, 1.0).shares(3) == pytest.approx([1, 1, 1])
 
 
 def test_measurements_that_vary_do_not_change_codecs_back_and_forth() -> None:
@@ -191,6 +234,10 @@ def test_the_loss_costs_are_those_of_the_measurements() -> None:
             others = [each for each in rungs[:index] if rung.is_entropy_coded or not each.is_entropy_coded]
             assert rung.message_bytes([SPEC]) < min(each.message_bytes([SPEC]) for each in others), rung
         assert [rung.loss_cost for rung in rungs] == sorted(rung.loss_cost for rung in rungs)
+    for rung in ROW_RUNGS[1:]:
+        assert re.search(rf"\| rows \| `{re.escape(rung.spec)}` \| {rung.loss_cost:.4f} \|", page), rung
+    sizes = [sum(rung.element_bytes(512, torch.float32)) for rung in ROW_RUNGS]
+    assert sizes == sorted(sizes, reverse=True)
 
 
 RUN_FILE = """
@@ -282,6 +329,17 @@ def test_deltas_are_no_choice_where_sequences_do_not_return_with_small_changes(t
         assert useful.ladder is not None
         assert useful.ladder.forward[useful.ladder.fixed_forward[0]].codec == FORWARD[3].codec
         assert [rung.codec for rung in useful.ladder.forward[1:]] == [*useful.forward]
+
+
+def test_rows_travel_as_given_unless_they_are_exact_and_chosen(tmp_path: Path) -> None:
+    for flags, ways in (
+        ("", 3),
+        ("--pp.compress auto:max_loss_cost=0.001", 2),
+        ("--pp.compress auto:rows=false", 0),
+        ("--pp.tied rows:bits=8", 0),
+        ("--pp.tied dense", 0),
+    ):
+        assert parse_plugins(parsed(tmp_path, flags)).row_rungs == ROW_RUNGS[:ways], flags
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, NamedTuple
 
-from acsgd.codecs.base import Codec
+import torch
+
+from acsgd.codecs.base import Codec, wire_bytes
 from acsgd.codecs.fixpoint import FixPoint
 from acsgd.codecs.lossless import BytePlanes
 from acsgd.config.ranges import Range
+from acsgd.config.spec import from_spec
 from acsgd.layers.description import ModelLayers
 from acsgd.pp.wire.coder import EXACT
 
@@ -61,6 +64,37 @@ class TiedDense:
 
 TIED: Mapping[str, type] = {"rows": TiedRows, "dense": TiedDense}
 """Ways to share a weight, by the names of pp.tied."""
+
+
+class RowRung(NamedTuple):
+    """A way to send rows of tables and their gradients."""
+
+    spec: str
+    loss_cost: float
+    """Train loss above that of an uncompressed run."""
+    coded: tuple[float, float] | None = None
+    """Length of rows and of gradients relative to exact ones, after entropy coding; None = there is none."""
+
+    @property
+    def how(self) -> TiedRows:
+        """The options of pp.tied."""
+        how: TiedRows = from_spec(self.spec, TIED, key="pp.tied")
+        return how
+
+    def element_bytes(self, width: int, dtype: torch.dtype) -> tuple[float, float]:
+        """Return the bytes per element of rows, and of gradients. width: elements of a row; dtype: of the table."""
+        whole = (self.how.rows, dtype), (self.how.gradients, torch.float32)
+        sizes = [wire_bytes(codec.wire((1, width), of)) / width for codec, of in whole]
+        rows, gradients = self.coded or (1.0, 1.0)
+        return rows * sizes[0], gradients * sizes[1]
+
+
+ROW_RUNGS = (
+    RowRung("rows", 0.0),
+    RowRung("rows:entropy_coding=true", 0.0, (0.65, 0.95)),
+    RowRung("rows:bits=8", 0.0012),
+)
+"""What pp.compress chooses among, by loss cost; see docs/measurements/stages.md."""
 
 
 class TiedWeight(NamedTuple):

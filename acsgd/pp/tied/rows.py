@@ -95,6 +95,11 @@ class TableOwner:
         self.handlers: RowHandlers = {Op.SR: self.send_rows, Op.RG: self.post_gradients}
 
     @property
+    def width(self) -> int:
+        """Number of elements of a row."""
+        return math.prod(self.weight.param.shape[1:])
+
+    @property
     def outboxes(self) -> list[AnyOutbox]:
         """Sending ends of all channels."""
         return [self._rows_out]
@@ -187,6 +192,17 @@ class TableUser:
     def inboxes(self) -> list[AnyInbox]:
         """Receiving ends of all channels."""
         return [self._rows_in]
+
+    @property
+    def width(self) -> int:
+        """Number of elements of a row."""
+        return math.prod(self._table.shape[1:])
+
+    @property
+    def elements(self) -> tuple[int, int]:
+        """Number of elements of the rows of the first group, and of all, of the present step or evaluation."""
+        rows = self._transfer.rows
+        return rows.parts[0].size * self.width, len(rows.ids) * self.width
 
     def request(self, inputs: Inputs | None, step: int) -> None:
         """Send the indices of the rows that a batch uses. inputs: of the model, [M, B, ...], in host memory."""

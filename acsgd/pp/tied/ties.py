@@ -51,12 +51,19 @@ class Ties:
         self._users = users
         self._tables: list[TableOwner | TableUser] = [*users, *owners]
         self._codecs = codecs
+        self.elements = 0, 0
+        """Number of elements of the rows that this rank gets in a step: of the first group, and of all."""
         self._loaded: _Request | None = None
         """Batch of a step whose rows are in the tables."""
         self._requested: _Request | None = None
         """Batch whose rows will be sent after this step."""
         self._ahead: tuple[_Request, list[RowTransfer]] | None = None
         """Batch whose first rows were sent after the last step, and its transfers by table."""
+
+    @property
+    def width(self) -> int:
+        """Number of elements of the longest row of a table that this rank sends or receives; 0 = there is none."""
+        return max((table.width for table in self._tables), default=0)
 
     @property
     def outboxes(self) -> list[AnyOutbox]:
@@ -81,6 +88,8 @@ class Ties:
         if present.micros:
             for user in self._users:
                 user.clear_gradient()
+            first, all_rows = (sum(each) for each in zip((0, 0), *(user.elements for user in self._users), strict=True))
+            self.elements = first, all_rows
         upcoming = batch.upcoming
         if upcoming is not None and len(upcoming.sample_ids) and self._requested is None:
             self._request(upcoming, step + 1)

@@ -14,7 +14,7 @@ import torch
 
 from acsgd.codecs import CODECS
 from acsgd.codecs.base import Codec, pack, unpack, wire_bytes
-from acsgd.codecs.lossless import compress_
+from acsgd.codecs.lossless import compress_, decompress
 from acsgd.codecs.transform import Transform
 from acsgd.config.ranges import Range
 from acsgd.config.spec import from_spec
@@ -106,6 +106,8 @@ class Auto:
     """Largest sum of the loss costs of all links and directions of a pipeline, in the unit of the loss."""
     delta: bool = True
     """Whether `delta` is among the codecs of activations. It keeps those of all sequences in host memory."""
+    rows: bool = True
+    """Whether it also chooses how rows of tied tables travel, where pp.tied is "rows"."""
 
 
 COMPRESS: Mapping[str, type[Auto]] = {"auto": Auto}
@@ -121,6 +123,8 @@ class Ladder:
     fixed_forward: Mapping[int, int]
     """By boundary, index of a codec that is not chosen but given."""
     fixed_backward: Mapping[int, int]
+    chooses_rows: bool
+    """See `Auto.rows`."""
 
     @classmethod
     def of(cls, auto: Auto, forward: str, backward: str, *, placement: Placement, has_delta: bool) -> Ladder:
@@ -139,7 +143,7 @@ class Ladder:
         ups, downs = ([rung for rung in rungs if rung.loss_cost <= auto.max_loss_cost] for rungs in (FORWARD, BACKWARD))
         up, fixed_up = _with_fixed(ups, _given("pp.forward", forward, placement), SPECS)
         down, fixed_down = _with_fixed(downs, _given("pp.backward", backward, placement), CODECS)
-        ladder = cls(auto.max_loss_cost, up, down, fixed_up, fixed_down)
+        ladder = cls(auto.max_loss_cost, up, down, fixed_up, fixed_down, auto.rows)
         return ladder if has_delta and len(fixed_up) < len(_links(placement)) else ladder.without_delta()
 
     def without_delta(self) -> Ladder:
@@ -263,9 +267,11 @@ def _measure(codec: Codec | Delta, spec: TensorSpec, streams: Streams) -> CodecT
         begun = time.perf_counter()
         pack(ends[0].encode(x, info), buffer)
         streams.record_event().synchronize()
-        if entropy_coding:
-            compress_(buffer.clone(), wire)
+        coded = buffer.clone() if entropy_coding else buffer
+        length = compress_(coded, wire) if entropy_coding else len(buffer)
         encoded = time.perf_counter()
+        if length < len(buffer):
+            decompress(coded[:length], buffer, wire)
         ends[1].decode(tuple(field.to(streams.device) for field in unpack(buffer, wire)), info)
         streams.record_event().synchronize()
         times.append(CodecTime(encoded - begun, time.perf_counter() - encoded))

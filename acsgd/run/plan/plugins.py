@@ -22,7 +22,7 @@ from acsgd.optim.schedule import parse_schedule
 from acsgd.pp.recompute import Recompute
 from acsgd.pp.schedules.actions import Placement
 from acsgd.pp.schedules.schedules import CHOICE, SCHEDULES, AutoSchedule, OneFOneB, Schedule
-from acsgd.pp.tied.plan import TIED, TiedDense, TiedRows
+from acsgd.pp.tied.plan import ROW_RUNGS, TIED, RowRung, TiedDense, TiedRows
 from acsgd.pp.wire.delta import Delta
 from acsgd.pp.wire.ladder import COMPRESS, SPECS, Auto, Ladder, Rung, codecs_of_links
 from acsgd.tasks import find_task
@@ -40,6 +40,8 @@ class Plugins(NamedTuple):
     """What pp.compress chooses among; None = each direction has one codec."""
     tied: TiedRows | TiedDense
     """What travels of tied weights."""
+    row_rungs: tuple[RowRung, ...]
+    """Ways to send rows of tied tables among which pp.compress chooses; empty = as `tied` says."""
     optimizer: OptimizerSpec
     mode: Mode
     recompute: Recompute
@@ -78,12 +80,14 @@ def parse_plugins(config: Config) -> Plugins:
     parse_modes(config)
     forward, backward = (_rungs(ladder.forward), _rungs(ladder.backward)) if ladder else _parse_codecs(config.pp)
     _check_balance(config.pp, forward, backward)
+    tied: TiedRows | TiedDense = from_spec(config.pp.tied, TIED, key="pp.tied")
     return Plugins(
         schedule=schedule,
         forward=forward,
         backward=backward,
         ladder=ladder,
-        tied=from_spec(config.pp.tied, TIED, key="pp.tied"),
+        tied=tied,
+        row_rungs=_row_rungs(ladder, tied),
         optimizer=_parse_optimizer(config),
         mode=from_spec(in_steps(config.dp.mode, lambda _: 1), MODES, key="dp.mode"),
         recompute=Recompute.parse(config.model.recompute),
@@ -109,6 +113,12 @@ def _parse_ladder(config: Config, schedule: Schedule) -> Ladder | None:
     is_padded = find_task(config.model.task).layout(data) == "single"  # and cut, which caches do not allow
     has_delta = auto.delta and data.deal == "even" and PREFIX not in data.sources and not is_padded
     return Ladder.of(auto, pp.forward, pp.backward, placement=placement, has_delta=has_delta)
+
+
+def _row_rungs(ladder: Ladder | None, tied: TiedRows | TiedDense) -> tuple[RowRung, ...]:
+    if ladder is None or not ladder.chooses_rows or tied != TiedRows():
+        return ()
+    return tuple(rung for rung in ROW_RUNGS if rung.loss_cost <= ladder.max_loss_cost)
 
 
 def parse_modes(config: Config) -> tuple[ModeRung, ...]:

@@ -107,7 +107,7 @@ def connect_stages(
 
     cache_plan: see `build_session`.
     """
-    factory = _link_factory(job, groups, cache_plan)
+    factory, codecs = _link_factory(job, groups, cache_plan), _codec_choice(job)
     return Session(
         job=job,
         groups=groups,
@@ -118,10 +118,10 @@ def connect_stages(
             job.programs.actions,
             stages,
             _open_links(job, factory),
-            _open_ties(job, stages, owned, factory),
+            _open_ties(job, stages, owned, factory, codecs),
             _placeholders(job),
             micro_shapes(job),
-            _codec_choice(job),
+            codecs,
             load=job.streams.load,
             mark=groups.waits.mark,
         ),
@@ -296,7 +296,9 @@ def _open_links(job: Job, factory: LinkFactory) -> dict[int, Link]:
     return links
 
 
-def _open_ties(job: Job, stages: dict[int, Stage], owned: OwnedWeights, factory: LinkFactory) -> Ties:
+def _open_ties(
+    job: Job, stages: dict[int, Stage], owned: OwnedWeights, factory: LinkFactory, codecs: CodecChoice
+) -> Ties:
     """Connect this rank with the others that use its tied weights, weight by weight, as the others do."""
     weights = {weight.key: weight for stage in stages.values() for weight in stage.weights}
     tables = {key: table for stage in stages.values() for key, table in stage.tables.items()}
@@ -316,15 +318,16 @@ def _open_ties(job: Job, stages: dict[int, Stage], owned: OwnedWeights, factory:
             route, table = job.row_route(tied, me), tables[tied.key]
             channels = _open_table(job, tied, factory, table, user=me)
             users.append(TableUser(table, tied.lookups[me], route, _micro_groups(job, route), factory, channels))
-    return Ties(copies, owners, users, _codec_choice(job))
+    return Ties(copies, owners, users, codecs)
 
 
 def _codec_choice(job: Job) -> CodecChoice:
     """Return the choice of codecs at the start: with pp.compress, none where none is given."""
     pp, ladder, links = job.config.pp, job.plugins.ladder, range(len(job.layout.specs) - 1)
     forward, backward = (ladder.fixed_forward, ladder.fixed_backward) if ladder else ({}, {})
-    first = 0 if ladder else 1
-    in_use = CodecIndices([forward.get(each, first) for each in links], [backward.get(each, first) for each in links])
+    first, of_rows = int(ladder is None), int(not job.plugins.row_rungs)
+    ups, downs = ([given.get(each, first) for each in links] for given in (forward, backward))
+    in_use = CodecIndices(ups, downs, of_rows)
     return CodecChoice(in_use, pp.num_exact_steps, pp.exact_eval)
 
 
@@ -340,12 +343,13 @@ def _open_table(
     """Open the channels of a table between its owner and a rank that looks up its rows."""
     how, inputs = job.plugins.tied, tied.lookups[user]
     assert isinstance(how, TiedRows)
+    ways = [rung.how for rung in job.plugins.row_rungs[1:]] or [how]
     return factory.open_table(
         tied.number,
         TensorSpec(tuple(table.shape), table.dtype),
         peer=tied.owner if user == job.topology.rank else user,
         max_ids=min(len(table), job.shapes.max_lookups(inputs, job.shapes.num_micros)),
         max_rows=min(len(table), job.shapes.max_lookups(inputs, job.programs.width)),
-        rows=[how.rows],
-        gradients=[how.gradients],
+        rows=[way.rows for way in ways],
+        gradients=[way.gradients for way in ways],
     )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
-from acsgd.pp.schedules.actions import ACTIVATION, GRADIENT, Program, Route
+from acsgd.pp.schedules.actions import ACTIVATION, GRADIENT, Op, Program, Route
 from acsgd.pp.schedules.dependencies import Dependencies
+from acsgd.pp.schedules.rows import RowRoute
 from acsgd.pp.schedules.simulate import Cost, Simulator
 from acsgd.pp.wire.ladder import CodecTime
 from acsgd.pp.wire.probe import probe_size
@@ -23,7 +27,8 @@ GRID = 1.1
 """Ratio of neighbouring values that times are rounded to, so that the same measurement, nearly, is simulated once."""
 
 Choice = tuple[int, ...]
-"""Index of the codec of each direction: of activations by boundary, then of gradients by boundary."""
+"""Index of the codec of each direction: of activations by boundary, then of gradients by boundary; and of the way to
+send rows of tied tables, if there is a choice."""
 
 
 class Direction(NamedTuple):
@@ -53,6 +58,45 @@ class Direction(NamedTuple):
         return next((codec for codec in codecs if self.transfer_s(codec) <= limit_s), shortest)
 
 
+class RowWay(NamedTuple):
+    """A way to send the rows of tied tables, and their gradients. Times are those of a micro-batch, on average."""
+
+    loss_cost: float
+    rows_s: float
+    """Of rows on the wire."""
+    gradients_s: float
+    owner_s: float
+    """Of the codecs of the rank that holds the table."""
+    user_s: float
+    """Of those of the rank that looks up rows."""
+
+
+class RowTraffic(NamedTuple):
+    """The rows of tied tables in a step."""
+
+    ways: tuple[RowWay, ...]
+    """Ascending in loss cost."""
+    micros: int
+    """Number of micro-batches."""
+    power: float
+    """k micro-batches use in proportion to k ** power different rows: Heaps' law."""
+
+    def shares(self, micros: int) -> list[float]:
+        """Return how many rows each of the first micro-batches is the first to use, relative to the mean of all."""
+        until = [self.micros * (count / self.micros) ** self.power for count in range(micros + 1)]
+        return [after - before for before, after in itertools.pairwise(until)]
+
+    def slower(self, factor: float) -> RowTraffic:
+        """Return the same with slower links."""
+        ways = (way._replace(rows_s=way.rows_s * factor, gradients_s=way.gradients_s * factor) for way in self.ways)
+        return self._replace(ways=tuple(ways))
+
+    def rounded(self, on_grid: Callable[[float], float]) -> RowTraffic:
+        """Return the same with times on a grid."""
+        ways = (RowWay(cost, *map(on_grid, times)) for cost, *times in self.ways)
+        return RowTraffic(tuple(ways), self.micros, round(self.power, 1))
+
+
 class Measured(NamedTuple):
     """A pipeline as measured: what the choice of its codecs depends on."""
 
@@ -60,24 +104,25 @@ class Measured(NamedTuple):
     """Of a micro-batch, by rank, without codecs."""
     directions: tuple[Direction, ...]
     """In the order of `Choice`."""
+    rows: RowTraffic | None = None
+    """None = there is no choice of how rows of tied tables travel."""
 
     def loss_cost(self, choice: Choice) -> float:
-        """Return the sum of the loss costs of all directions in which codecs are chosen."""
-        return sum(
-            each.loss_costs[codec] for each, codec in zip(self.directions, choice, strict=True) if len(each.usable) > 1
-        )
+        """Return the sum of the loss costs of all directions in which codecs are chosen, and of rows."""
+        chosen = zip(self.directions, choice, strict=False)
+        cost = sum(each.loss_costs[codec] for each, codec in chosen if len(each.usable) > 1)
+        return cost + (self.rows.ways[choice[-1]].loss_cost if self.rows else 0.0)
 
     def slower(self, factor: float) -> Measured:
         """Return the same with slower links."""
-        return self._replace(directions=tuple(d._replace(s_per_byte=d.s_per_byte * factor) for d in self.directions))
+        directions = (each._replace(s_per_byte=each.s_per_byte * factor) for each in self.directions)
+        return Measured(self.compute_s, tuple(directions), self.rows and self.rows.slower(factor))
 
     def without_links(self) -> Measured:
         """Return the same with links and codecs that take no time."""
-        nothing = CodecTime(0.0, 0.0)
-        directions = (
-            each._replace(s_per_byte=0.0, delay_s=0.0, times=(nothing,) * len(each.times)) for each in self.directions
-        )
-        return self._replace(directions=tuple(directions))
+        nothing, free = CodecTime(0.0, 0.0), self.slower(0.0)
+        directions = (each._replace(delay_s=0.0, times=(nothing,) * len(each.times)) for each in free.directions)
+        return free._replace(directions=tuple(directions))
 
     def probe_s(self) -> float:
         """Return the time of a measurement of all links."""
@@ -93,6 +138,8 @@ class Measured(NamedTuple):
             *((a.transfer_s(0), b.transfer_s(0)) for a, b in zip(self.directions, other.directions, strict=True)),
             *((a.delay_s, b.delay_s) for a, b in zip(self.directions, other.directions, strict=True)),
         ]
+        if self.rows and other.rows:
+            pairs += [(a.rows_s, b.rows_s) for a, b in zip(self.rows.ways, other.rows.ways, strict=True)]
         return all(max(pair) < least or max(pair) <= SAME * min(pair) for pair in pairs)
 
     def rounded(self) -> Measured:
@@ -109,7 +156,8 @@ class Measured(NamedTuple):
             times = tuple(CodecTime(*map(on_grid, time)) for time in each.times)
             s_per_byte = on_grid(each.s_per_byte * longest) / longest
             directions.append(each._replace(s_per_byte=s_per_byte, delay_s=on_grid(each.delay_s), times=times))
-        return Measured(tuple(map(on_grid, self.compute_s)), tuple(directions))
+        rows = self.rows and self.rows.rounded(on_grid)
+        return Measured(tuple(map(on_grid, self.compute_s)), tuple(directions), rows)
 
 
 class Chooser:
@@ -127,6 +175,10 @@ class Chooser:
             for action in actions
             if action.operation.kind == "send" and action.operation.route in (ACTIVATION, GRADIENT)
         }
+        actions = {*itertools.chain.from_iterable(program)}
+        self.row_routes = {RowRoute(action.stage, action.peer) for action in actions if action.op is Op.SR}
+        """Between which stages rows of tied tables travel."""
+        self._micros = 1 + max(action.micro for action in actions)
         self._max_loss_cost = max_loss_cost
         self._known: dict[Measured, Choice] = {}
 
@@ -142,12 +194,18 @@ class Chooser:
         """Return whether messages of a route cross a boundary; before frozen stages, no gradients do."""
         return (route, boundary) in self._sent
 
+    def ends(self, number: int) -> tuple[int, int]:
+        """Return the sending and the receiving rank of a direction, in the order of `Choice`."""
+        links = self.placement.stages - 1
+        before, after = (self.placement.rank_of(number % links + side) for side in (0, 1))
+        return (before, after) if number < links else (after, before)
+
     def step_s(self, measured: Measured, choice: Choice) -> float:
         """Return the time of a step with some codecs, as the simulator predicts it."""
-        ranks, stages, links = len(self._simulator.program), self.placement.stages, len(choice) // 2
+        ranks, stages, links = len(self._simulator.program), self.placement.stages, len(measured.directions) // 2
         base = [measured.compute_s[self.placement.rank_of(stage)] * ranks / stages for stage in range(stages)]
         forward, backward = [seconds / 3 for seconds in base], [2 * seconds / 3 for seconds in base]
-        for number, (direction, codec) in enumerate(zip(measured.directions, choice, strict=True)):
+        for number, (direction, codec) in enumerate(zip(measured.directions, choice, strict=False)):
             boundary, time = number % links, direction.times[codec]
             if number < links:
                 forward[boundary] += time.encode_s
@@ -155,15 +213,22 @@ class Chooser:
             else:
                 backward[boundary + 1] += time.encode_s
                 backward[boundary] += time.decode_s
-        transfers = [each.transfer_s(codec) for each, codec in zip(measured.directions, choice, strict=True)]
+        transfers = [each.transfer_s(codec) for each, codec in zip(measured.directions, choice, strict=False)]
         delays = [each.delay_s for each in measured.directions[:links]]
         cost = Cost(forward, backward, transfers[:links], transfers[links:], delays)
+        if measured.rows is not None:
+            way, shares = measured.rows.ways[choice[-1]], measured.rows.shares(self._micros)
+            for owner, user in self.row_routes:
+                forward[owner] += way.owner_s
+                forward[user] += way.user_s
+            rows, gradients = ([share * each for share in shares] for each in (way.rows_s, way.gradients_s))
+            cost = replace(cost, rows=rows, row_gradients=gradients[::-1])
         return float(self._simulator.makespan(cost))
 
     def _best(self, measured: Measured) -> Choice:
         """Return the choice of the least loss cost among those whose step is nearly as short as that of any."""
         measured = measured.rounded()
-        lossless = tuple(each.usable[0] for each in measured.directions)
+        lossless = *(each.usable[0] for each in measured.directions), *([0] if measured.rows else [])
         if self.step_s(measured, lossless) <= (1 + TOLERANCE) * self.step_s(measured.without_links(), lossless):
             return lossless  # as any simulation of others would end: none is shorter than without links
         if measured not in self._known:
@@ -176,14 +241,15 @@ class Chooser:
         """Return choices, ascending in loss cost, as far as max_loss_cost allows.
 
         In each, every direction has the codec of the least loss cost whose messages are no longer than a common time,
-        among all codecs, or among those without entropy coding.
+        among all codecs, or among those without entropy coding; with each way to send rows.
         """
-        directions = measured.directions
+        directions, ways = measured.directions, range(len(measured.rows.ways) if measured.rows else 0)
         limits = {direction.transfer_s(codec) for direction in directions for codec in direction.usable}
         choices = dict.fromkeys(
-            tuple(direction.cheapest(limit, entropy_coded=entropy_coded) for direction in directions)
+            (*(direction.cheapest(limit, entropy_coded=entropy_coded) for direction in directions), *way)
             for limit in (math.inf, *sorted(limits, reverse=True))
             for entropy_coded in (False, True)
+            for way in ([[each] for each in ways] or [[]])
         )
         allowed = [choice for choice in choices if measured.loss_cost(choice) <= self._max_loss_cost]
         return sorted(allowed, key=measured.loss_cost)

@@ -20,6 +20,7 @@ from acsgd.run.report import COMPUTE_S, MICROS, Numbers, Report, StepField, in_g
 from acsgd.run.session import Session
 from acsgd.run.step.codec_choice import Choice, Chooser, Direction, Measured
 from acsgd.run.step.hooks import LoopState, StepHook
+from acsgd.run.step.row_ways import RowWays
 
 MAX_MICROS = 32
 """Number of micro-batches that are simulated at most."""
@@ -66,7 +67,8 @@ class LinkCodecs(StepHook):
         most = max(map(len, self._received))
         self._rates = [StepField(f"link_{number}_s_per_byte", in_grid) for number in range(most)]
         self._delays = [StepField(f"link_{number}_delay_s", in_grid) for number in range(most)]
-        self.fields = (*self._rates, *self._delays)
+        self._rows = RowWays(session, self._chooser, all_micros)
+        self.fields = (*self._rates, *self._delays, *self._rows.fields)
         self._probed: list[Probed] = []
         self._steps_left = 1
         self._probes = [deque[list[Probed]](maxlen=PROBES) for _ in replicas]
@@ -88,12 +90,13 @@ class LinkCodecs(StepHook):
         for probed, rate, delay in zip(self._probed, self._rates, self._delays, strict=False):
             numbers |= {rate: probed.s_per_byte, delay: probed.delay_s}
         self._probed = []
-        return numbers
+        return {**numbers, **self._rows.report()}
 
     def before_step(self, state: LoopState) -> None:
         """Use the codecs of the progress: those of the last step, of a checkpoint, or of an earlier step."""
         chosen, codecs = self._choices(state)[self._session.job.topology.replica], self._session.pipeline.codecs
-        codecs.in_use = CodecIndices(chosen[: self._links], chosen[self._links :], codecs.in_use.tied)
+        ups, downs, rows = chosen[: self._links], chosen[self._links : 2 * self._links], chosen[2 * self._links :]
+        codecs.in_use = CodecIndices(ups, downs, *rows or [codecs.in_use.tied])
 
     def at_return(self, state: LoopState) -> None:
         self._last = [None for _ in self._last]
@@ -114,12 +117,17 @@ class LinkCodecs(StepHook):
             self._measure()
 
     def _codec_times(self) -> dict[Tensors, dict[str, CodecTime]]:
-        """Return the longest time of each codec on any rank, by the tensors of a message. A collective call."""
+        """Return the longest time of each codec on any rank, by the tensors of a message. A collective call.
+
+        The times of rows of tied tables are exchanged with them.
+        """
         job, groups, rungs = self._session.job, self._session.groups, {*self._ladder.forward, *self._ladder.backward}
         messages = list(dict.fromkeys(tuple(each.values()) for each in job.shapes.boundaries))
         own = [{rung.spec: measure_codec(rung.codec, specs, job.streams) for rung in rungs} for specs in messages]
-        texts = groups.all_gather_text("timing codecs", json.dumps(own), timeout_s=groups.timeout_s)
-        by_rank = [json.loads(text) for text in texts]
+        text = json.dumps((own, self._rows.own_table()))
+        texts = groups.all_gather_text("timing codecs", text, timeout_s=groups.timeout_s)
+        by_rank, of_rows = zip(*map(json.loads, texts), strict=True)
+        self._rows.use_tables(of_rows)
 
         def longest(number: int, codec: str) -> CodecTime:
             return CodecTime(*map(max, zip(*(times[number][codec] for times in by_rank), strict=True)))
@@ -161,13 +169,13 @@ class LinkCodecs(StepHook):
 
     def _choices(self, state: LoopState) -> list[Choice]:
         """Return the codecs of the progress by replica; the first ones where it has none of this ladder."""
-        names = [[rung.spec for rung in rungs] for rungs in (self._ladder.forward, self._ladder.backward)]
-        first = tuple(each.usable[0] for each in self._directions)
+        names, usable = self._names(), [each.usable for each in self._directions]
+        usable += [tuple(range(len(each))) for each in names[len(usable) :]]
+        first = tuple(each[0] for each in usable)
 
         def index(number: int, spec: str) -> int:
-            direction, known = self._directions[number], names[number >= self._links]
-            is_usable = spec in known and known.index(spec) in direction.usable
-            return known.index(spec) if is_usable else direction.usable[0]
+            is_usable = spec in names[number] and names[number].index(spec) in usable[number]
+            return names[number].index(spec) if is_usable else first[number]
 
         saved, replicas = state.progress.codecs, self._session.job.topology.replicas
         if {len(each) for each in saved} != {len(first)}:
@@ -178,8 +186,14 @@ class LinkCodecs(StepHook):
 
     def _specs(self, choice: Choice) -> tuple[str, ...]:
         """Return the spec strings of a choice."""
-        rungs = [self._ladder.forward] * self._links + [self._ladder.backward] * self._links
-        return tuple(of_direction[codec].spec for of_direction, codec in zip(rungs, choice, strict=True))
+        return tuple(names[codec] for names, codec in zip(self._names(), choice, strict=True))
+
+    def _names(self) -> list[list[str]]:
+        """Return the spec strings of all codecs, by what is chosen in the order of `Choice`."""
+        up, down, rows = (
+            [rung.spec for rung in rungs] for rungs in (self._ladder.forward, self._ladder.backward, self._rows.rungs)
+        )
+        return [up] * self._links + [down] * self._links + [rows] * bool(rows)
 
     def _record(self, state: LoopState, choices: Sequence[Choice]) -> bool:
         """Record the report of the last step; return whether it has measurements of the links."""
@@ -189,7 +203,7 @@ class LinkCodecs(StepHook):
             if all(micros):
                 self._compute[replica].append(
                     [
-                        max(total / count - self._codec_s(rank, choices[replica]), 0.1 * total / count)
+                        max(total / count - self._codec_s(replica, rank, choices[replica]), 0.1 * total / count)
                         for rank, (total, count) in enumerate(zip(seconds, micros, strict=True))
                     ]
                 )
@@ -201,17 +215,16 @@ class LinkCodecs(StepHook):
             if any(each.s_per_byte for each in probed):
                 self._probes[replica].append(probed)
                 is_measured = True
+        self._rows.record(state.summary)
         return is_measured
 
-    def _codec_s(self, rank: int, choice: Choice) -> float:
+    def _codec_s(self, replica: int, rank: int, choice: Choice) -> float:
         """Return the time of codecs of a rank for a micro-batch."""
-        rank_of, total = self._chooser.placement.rank_of, 0.0
-        for number, (direction, codec) in enumerate(zip(self._directions, choice, strict=True)):
-            sender, receiver = number % self._links, number % self._links + 1
-            if number >= self._links:
-                sender, receiver = receiver, sender
-            total += direction.times[codec].encode_s * (rank_of(sender) == rank)
-            total += direction.times[codec].decode_s * (rank_of(receiver) == rank)
+        total = self._rows.codec_s(replica, rank, choice[-1]) if self._rows.rungs else 0.0
+        for number, (direction, codec) in enumerate(zip(self._directions, choice, strict=False)):
+            sender, receiver = self._chooser.ends(number)
+            total += direction.times[codec].encode_s * (sender == rank)
+            total += direction.times[codec].decode_s * (receiver == rank)
         return total
 
     def _measured(self, replica: int) -> list[Direction]:
@@ -229,7 +242,8 @@ class LinkCodecs(StepHook):
         if not self._compute[replica] or not self._probes[replica]:
             return before
         compute = tuple(median(of_rank) for of_rank in zip(*self._compute[replica], strict=True))
-        measured, last = Measured(compute, tuple(self._measured(replica))), self._last[replica]
+        directions, last = self._measured(replica), self._last[replica]
+        measured = Measured(compute, tuple(directions), self._rows.traffic(replica, directions))
         if last is not None and measured.is_near(last):
             return before
         self._last[replica] = measured
@@ -249,9 +263,13 @@ class LinkCodecs(StepHook):
         if before == after:
             return
         where = f"replica {replica}, " if len(self._probes) > 1 else ""
-        names = zip(self._specs(before), self._specs(after), self._measured(replica), strict=True)
-        for number, (former, codec, measured) in enumerate(names):
-            if former != codec:
+        directions = self._measured(replica)
+        for number, (former, codec) in enumerate(zip(self._specs(before), self._specs(after), strict=True)):
+            if former != codec and number == len(directions):
+                of_rows = {"replica": replica, "link": None, "of": "rows", "codec": codec}
+                self._note(RunEvent("codec", step, f"{where}rows of tied tables: {codec}, before {former}", of_rows))
+            elif former != codec:
+                measured = directions[number]
                 link, subject = number % self._links, "activations" if number < self._links else "gradients"
                 mbit = 8e-6 / measured.s_per_byte
                 text = (
