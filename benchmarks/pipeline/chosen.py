@@ -2,11 +2,14 @@
 
     .venv/bin/python -m benchmarks.pipeline.chosen [--json runs/benchmarks/chosen.json]
 
-The hosts are those of network.py: a process of one thread each. A small GPT-2 with an untied head trains on random
-tokens, one sequence per micro-batch. All steps have the same batch, so a delta sends differences from the second on.
+The hosts are those of network.py: a process of one thread each. A small GPT-2, but in one part with an untied head,
+trains on random tokens, one sequence per micro-batch. All steps have the same batch, so a delta sends differences from
+the second on.
 
 one     four stages; the last link is so slow that uncompressed messages take --ratio times the compute. Codecs given by
         hand for that link, within the max_loss_cost of the default, and chosen ones take turns, step by step
+tied    two stages of a model whose head is its embedding, on a link on which uncompressed messages, rows included, take
+        --ratio times the compute: as one
 falls   two stages; the link has 1 Gbit/s, then --slow, then 1 Gbit/s. Each change of a codec is printed with the
         number of steps since the link has changed
 none    two stages on an unlimited link: steps with pp.compress=auto and steps without it take turns, of a wider model,
@@ -65,6 +68,7 @@ from acsgd.run.step.link_codecs import LONGEST, LinkCodecs
 from acsgd.run.step.replica_mode import ReplicaMode
 from acsgd.train import train_step
 from benchmarks.common import netlab
+from benchmarks.pipeline.forms import DeferredSession
 from benchmarks.pipeline.network_ranks import (
     BLOCKS,
     TIMEOUT_S,
@@ -74,7 +78,7 @@ from benchmarks.pipeline.network_ranks import (
     zipf_tokens,
 )
 
-SEQUENCE, WIDTH, WIDTH_OF_NONE = 128, 64, 256
+SEQUENCE, WIDTH, WIDTH_OF_NONE, VOCABULARY_OF_TIED = 128, 64, 256, 4096
 CHOSEN, PLAIN = "chosen", "none/none"
 BY_HAND = (
     PLAIN,
@@ -84,6 +88,16 @@ BY_HAND = (
     "delta:bits=4,first_bits=8/fixpoint:bits=4",
 )
 """Codecs of activations and gradients of the slow link."""
+TIED_BY_HAND = (
+    "none/none/rows",
+    "fixpoint:bits=8/fixpoint:bits=8/rows",
+    *(
+        f"delta:bits=4,first_bits=8/{backward}/{rows}"
+        for backward in ("fixpoint:bits=8", "fixpoint:bits=4")
+        for rows in ("rows", "rows:entropy_coding=true", "rows:bits=8")
+    ),
+)
+"""The same with pp.tied, of a model whose head is its embedding."""
 SETTLE = 40
 """Steps of the chosen form before anything is compared: eight measurements."""
 FAST = 1000.0
@@ -117,9 +131,10 @@ class Setting:
         if form == CHOSEN:
             pipeline = replace(pipeline, compress="auto" if self.stages > 1 else None)
         elif form != PLAIN:
-            others = "".join(f"{link}=none " for link in range(self.stages - 2))
-            forward, backward = (f"{others}{self.stages - 2}={codec}" for codec in form.split("/"))
-            pipeline = replace(pipeline, compress="auto", forward=forward, backward=backward)
+            others, codecs = "".join(f"{link}=none " for link in range(self.stages - 2)), form.split("/")
+            forward, backward = (f"{others}{self.stages - 2}={codec}" for codec in codecs[:2])
+            pipeline = replace(pipeline, compress="auto:rows=false", forward=forward, backward=backward)
+            pipeline = replace(pipeline, tied=(*codecs, "rows")[2])
         return Config(
             model=ModelConfig(str(self.model)),
             data=DataConfig(sources="demo", sequence=SEQUENCE, batch=self.micros),
@@ -145,7 +160,8 @@ class Run:
     """A run on one rank. Codecs given by hand change nothing, so nothing is measured between its steps."""
 
     def __init__(self, session: Session, form: str) -> None:
-        self._session, self._state, self._changes = session, LoopState(Progress()), list[str]()
+        self._session = DeferredSession(**vars(session))
+        self._state, self._changes = LoopState(Progress()), list[str]()
         self._hook: StepHook | None = None
         if session.job.modes is not None:
             self._hook = ReplicaMode(session, session.job.modes, self._note)
@@ -160,6 +176,7 @@ class Run:
         hook, state, votes = self._hook, self._state, {}
         dist.barrier()
         start, worked = time.perf_counter(), time.process_time()
+        self._session.send_deferred()
         if hook is not None:
             hook.before_step(state)
             reported = hook.report(state)
@@ -221,12 +238,27 @@ def run_step(pipes: Sequence[Connection], form: str) -> Step:
 
 def measure_one(model: Path, options: argparse.Namespace, console: Console) -> dict[str, object]:
     """Compare chosen codecs with those by hand, where one link of three is slow."""
-    setting = Setting(model, 4, options.micros, (*BY_HAND, CHOSEN))
+    return compare(Setting(model, 4, options.micros, (*BY_HAND, CHOSEN)), options, console)
+
+
+def measure_tied(model: Path, options: argparse.Namespace, console: Console) -> dict[str, object]:
+    """The same with two stages of a model whose head is its embedding."""
+    setting = Setting(model, 2, options.micros, (*TIED_BY_HAND, CHOSEN), vocabulary=VOCABULARY_OF_TIED)
+    return {"tied": compare(setting, options, console)}
+
+
+def compare(setting: Setting, options: argparse.Namespace, console: Console) -> dict[str, object]:
+    """Compare chosen codecs with those by hand, the first of which are none."""
+    plain, *_ = by_hand = setting.forms[:-1]
     seconds: dict[str, list[float]] = {form: [] for form in setting.forms}
-    with netlab.lab(hosts=4) as network, running(setting, network) as pipes:
-        compute_s = statistics.median(run_step(pipes, PLAIN).seconds for _ in range(3))
-        mbit = options.micros * SEQUENCE * WIDTH * 4 * 8e-6 / (options.ratio * compute_s)
-        network.limit(mbit, 3)
+    with netlab.lab(hosts=setting.stages) as network, running(setting, network) as pipes:
+        for form in setting.forms:  # fills the caches
+            run_step(pipes, form)
+        compute_s = statistics.median(run_step(pipes, plain).seconds for _ in range(3))
+        tokens = zipf_tokens(options.micros, setting.vocabulary)[:, :SEQUENCE]
+        rows = len(tokens.unique()) if plain == TIED_BY_HAND[0] else 0
+        mbit = (tokens.numel() + rows) * WIDTH * 4 * 8e-6 / (options.ratio * compute_s)
+        network.limit(mbit, setting.stages - 1)
         console.print(f"compute {compute_s:.2f} s, the last link has {mbit:.2f} Mbit/s")
         changes = [text for _ in range(SETTLE) for text in run_step(pipes, CHOSEN).changes]
         console.print(*changes, sep="\n")
@@ -238,8 +270,8 @@ def measure_one(model: Path, options: argparse.Namespace, console: Console) -> d
                 seconds[form].append(step.seconds)
                 changes += step.changes
     times = {form: statistics.median(of_form) for form, of_form in seconds.items()}
-    best = min(times[form] for form in BY_HAND)
-    shown = Table(title=f"One slow link of three, {options.micros} micro-batches")
+    best = min(times[form] for form in by_hand)
+    shown = Table(title=f"A slow link between the last two of {setting.stages} stages, {options.micros} micro-batches")
     for name in ("codecs of the slow link", "step, s", "of the best by hand"):
         shown.add_column(name)
     for form, time_s in times.items():
@@ -328,6 +360,7 @@ def measure_hosts(model: Path, options: argparse.Namespace, console: Console) ->
 
 MEASURES = {
     "one": measure_one,
+    "tied": measure_tied,
     "falls": measure_falls,
     "none": measure_none,
     "modes": measure_modes,
@@ -351,7 +384,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for part in options.parts:
             width = WIDTH_OF_NONE if part == "none" else WIDTH
-            model = save_model(Path(directory) / part, vocabulary=Setting.vocabulary, tied=False, width=width)
+            vocabulary, tied = VOCABULARY_OF_TIED if part == "tied" else Setting.vocabulary, part == "tied"
+            model = save_model(Path(directory) / part, vocabulary=vocabulary, tied=tied, width=width)
             results |= MEASURES[part](model, options, console)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(results, indent=1))

@@ -28,7 +28,7 @@ from acsgd.train import train_step
 UNCOMPRESSED = "none/none"
 
 
-class _DeferredSession(Session):
+class DeferredSession(Session):
     """A session that does not send rows of tied tables at the end of the step that has updated them.
 
     Other forms run in between, which would hide the transfer.
@@ -46,7 +46,7 @@ class Training:
     """A session and its progress."""
 
     def __init__(self, session: Session) -> None:
-        self._session = _DeferredSession(**vars(session))
+        self._session = DeferredSession(**vars(session))
         self._progress = Progress()
 
     def step(self, batch: Batch) -> StepResult:
