@@ -40,11 +40,15 @@ class TiedGroup:
         """Receiving ends of all channels."""
         return [inbox for _, inbox in self._links.values()]
 
+    def post(self) -> None:
+        """Post the receives of the gradients of all other copies."""
+        for _, inbox in self._links.values():
+            inbox.post()
+
     def send(self, step: int) -> None:
         """Send the gradient of this copy to the other ranks."""
         info = TransferInfo(step, 0)
-        for outbox, inbox in self._links.values():
-            inbox.post()
+        for outbox, _ in self._links.values():
             outbox.send(info, {"gradient": self._grad.to(self.weight.param.device)})  # masters may be in host memory
         for outbox, _ in self._links.values():
             outbox.flush(wait=True)
@@ -72,7 +76,12 @@ class TiedGroup:
 
 
 def sum_tied_gradients(groups: Sequence[TiedGroup], step: int) -> None:
-    """Sum the gradients of the copies of each tied weight, in place. Sends all before it waits for any."""
+    """Sum the gradients of the copies of each tied weight, in place. Sends all before it waits for any.
+
+    All receives are posted first: their notices would wait behind a gradient that is sent to the same rank.
+    """
+    for group in groups:
+        group.post()
     for group in groups:
         group.send(step)
     for group in groups:
