@@ -4,7 +4,8 @@
 
 The model, its tokens and the rate of the link are those of network.py on two stages, which measures the same: the time
 of uncompressed activations and rows on the link is --ratio times the compute. All times are relative to the compute,
-so the rate itself does not matter. Sizes are those of the codecs; packets add 6 %. A forward takes half of a backward,
+so the rate itself does not matter. Sizes are those of the codecs, and of entropy-coded rows those that pp.compress
+counts on; packets add 6 %. A forward takes half of a backward,
 and a stage as long as its multiplications.
 
 tie         share of the step by which it is longer than with an untied head
@@ -12,8 +13,6 @@ ends alone  the same if only the rows of the first micro-batch and the gradients
             computation overlaps. The rest is rows of the next few micro-batches, in which frequent tokens occur first,
             and gradients of the last few: they need more than the rate of the link
 ends halved the tie if a lossless code halved these two messages
-rows halved the tie if all rows had half of their bytes, as differences from the step before may have
-            (rows:entropy_coding=true), and gradients all of them
 ordered     the tie if the micro-batches of a step were ordered by the rows that they share: those come first, and last,
             that use few rows which the ones before, or after, do not. Sums of gradients would change in rounding
 """
@@ -31,20 +30,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from acsgd.codecs.base import wire_bytes
 from acsgd.config.spec import from_spec
 from acsgd.pp.schedules.lowering import lower
 from acsgd.pp.schedules.rows import RowRoute
 from acsgd.pp.schedules.schedules import SCHEDULES
 from acsgd.pp.schedules.simulate import Cost, simulate
-from acsgd.pp.tied.plan import TIED, TiedRows
+from acsgd.pp.tied.plan import ROW_RUNGS, RowRung
 from benchmarks.pipeline.network_ranks import SEQUENCE, WIDTH, relative_forwards, zipf_tokens
 
 STAGES = 2
 PACKETS = 1.06
 """Bytes on the wire per byte of a message."""
 FORWARD_BITS, BACKWARD_BITS = 2, 4
-TIES = ("rows", "rows:bits=8")
 
 
 def count_rows(tokens: torch.Tensor) -> tuple[list[int], list[int]]:
@@ -91,8 +88,6 @@ class Ties(NamedTuple):
     """Of its ends alone."""
     halved: float
     """With ends of half the size."""
-    rows_halved: float
-    """With all rows of half the size."""
 
 
 class Prediction:
@@ -110,22 +105,22 @@ class Prediction:
         self._cost = replace(compute_cost(vocabulary, micros), message=forward, gradient_message=backward)
         self.untied = float(simulate(lower(computes), self._cost).makespan)
 
-    def step(self, how: TiedRows, first: Sequence[int], last: Sequence[int]) -> float:
+    def step(self, rung: RowRung, first: Sequence[int], last: Sequence[int]) -> float:
         """Return the time of a step whose micro-batches are the first and the last to use so many rows."""
-        rows = [self._seconds(wire_bytes(how.rows.wire((count, WIDTH), torch.float32))) for count in first]
-        gradients = [self._seconds(wire_bytes(how.gradients.wire((count, WIDTH), torch.float32))) for count in last]
+        row_bytes, gradient_bytes = (WIDTH * each for each in rung.element_bytes(WIDTH, torch.float32))
+        rows = [self._seconds(count * row_bytes) for count in first]
+        gradients = [self._seconds(count * gradient_bytes) for count in last]
         cost = replace(self._cost, rows=rows, row_gradients=gradients)
         return float(simulate(self._program, cost).makespan)
 
-    def tie(self, how: TiedRows) -> Ties:
+    def tie(self, rung: RowRung) -> Ties:
         """Return the shares of the tie in the step."""
         (first, *others), (*before, last) = self.first, self.last
         zeros = [0] * len(others)
-        whole = self.step(how, self.first, self.last)
-        ends = self.step(how, [first, *zeros], [*zeros, last])
-        halved = self.step(how, [first // 2, *others], [*before, last // 2])
-        rows_halved = self.step(how, [count // 2 for count in self.first], self.last)
-        return Ties(*(1 - self.untied / each for each in (whole, ends, halved, rows_halved)))
+        whole = self.step(rung, self.first, self.last)
+        ends = self.step(rung, [first, *zeros], [*zeros, last])
+        halved = self.step(rung, [first // 2, *others], [*before, last // 2])
+        return Ties(*(1 - self.untied / each for each in (whole, ends, halved)))
 
     def _seconds(self, size: float) -> float:
         return size * self._seconds_per_byte * PACKETS
@@ -148,21 +143,20 @@ def main() -> None:
     """Predict, print, save."""
     options = parse_arguments()
     tokens = zipf_tokens(options.micros, options.vocabulary)[:, :-1]
-    columns = "ratio", "pp.tied", "step", "untied", "tie", "ends alone", "ends halved", "rows halved", "ordered"
+    columns = "ratio", "pp.tied", "step", "untied", "tie", "ends alone", "ends halved", "ordered"
     table = Table(*columns, title=f"Times relative to the compute, {options.schedule}")
     results = []
     for ratio in options.ratio:
         prediction, ordered = (
             Prediction(options.schedule, each, options.vocabulary, ratio) for each in (tokens, order_by_rows(tokens))
         )
-        for spec in TIES:
-            how = from_spec(spec, TIED, key="pp.tied")
-            ties = prediction.tie(how)
-            shares = {**ties._asdict(), "ordered": ordered.tie(how).tie}
+        for rung in ROW_RUNGS:
+            ties = prediction.tie(rung)
+            shares = {**ties._asdict(), "ordered": ordered.tie(rung).tie}
             times = {"step": prediction.untied / (1 - ties.tie), "untied": prediction.untied}
             shown = [*(f"{each:.2f}" for each in times.values()), *(f"{each:.1%}" for each in shares.values())]
-            table.add_row(f"{ratio:g}", spec, *shown)
-            results.append({"ratio": ratio, "tied": spec, **times, **shares})
+            table.add_row(f"{ratio:g}", rung.spec, *shown)
+            results.append({"ratio": ratio, "tied": rung.spec, **times, **shares})
     console = Console(width=120)
     console.print(table)
     console.print(f"rows by first use: {prediction.first[:8]} ..., {sum(prediction.first)} in all")
