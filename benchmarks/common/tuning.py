@@ -125,6 +125,8 @@ class Variant(NamedTuple):
     """optim.schedule"""
     dtype: Literal["fp32", "bf16"] = "fp32"
     masters: Literal["fp32", "none"] = "fp32"
+    is_exact_first: bool = True
+    """Whether the exact epochs of the setting are."""
 
     @property
     def stages(self) -> int:
@@ -221,7 +223,7 @@ class Tuning:
                 forward=variant.forward,
                 backward=variant.backward,
                 tied=variant.tied,
-                exact_steps=s.exact_epochs * s.steps_per_epoch,
+                exact_steps=s.exact_epochs * s.steps_per_epoch * variant.is_exact_first,
                 layers=(s.blocks // 2, s.blocks - s.blocks // 2) if variant.stages == 2 else None,
             ),
             eval=EvalConfig(every=s.steps_per_epoch),

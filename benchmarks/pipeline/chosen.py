@@ -80,20 +80,24 @@ from benchmarks.pipeline.network_ranks import (
 
 SEQUENCE, WIDTH, WIDTH_OF_NONE, VOCABULARY_OF_TIED = 128, 64, 256, 4096
 CHOSEN, PLAIN = "chosen", "none/none"
+IN_A_BASIS = (
+    "delta:step=0.25,transform=true,first_bits=8/delta:step=0.5,transform=true,rounding=stochastic,first_bits=8"
+)
 BY_HAND = (
     PLAIN,
     "none:dtype=bf16/none:dtype=bf16",
     "fixpoint:bits=8/fixpoint:bits=8",
     "delta:bits=4,first_bits=8/fixpoint:bits=8",
     "delta:bits=4,first_bits=8/fixpoint:bits=4",
+    IN_A_BASIS,
 )
 """Codecs of activations and gradients of the slow link."""
 TIED_BY_HAND = (
     "none/none/rows",
     "fixpoint:bits=8/fixpoint:bits=8/rows",
     *(
-        f"delta:bits=4,first_bits=8/{backward}/{rows}"
-        for backward in ("fixpoint:bits=8", "fixpoint:bits=4")
+        f"{codecs}/{rows}"
+        for codecs in ("delta:bits=4,first_bits=8/fixpoint:bits=4", IN_A_BASIS)
         for rows in ("rows", "rows:entropy_coding=true", "rows:bits=8")
     ),
 )

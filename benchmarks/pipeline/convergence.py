@@ -55,7 +55,7 @@ class Row(NamedTuple):
     @property
     def baseline(self) -> Variant:
         """Options of the uncompressed run to compare with."""
-        return self.variant._replace(forward="none", backward="none", tied="rows")
+        return self.variant._replace(forward="none", backward="none", tied="rows", is_exact_first=True)
 
 
 def of(family: str, point: str, forward: str, goal: float | None = None, **options: Any) -> Row:
@@ -93,6 +93,20 @@ ROWS = [
     of("no cache", "transform step 0.1", "transform:step=0.1"),
     of("gradients in a basis", "uncompressed", "none", backward="transform:step=0.36"),
     of("gradients with a cache", "uncompressed", "none", **CACHED),
+    of(
+        "as pp.compress",
+        "gradients with a cache",
+        "none",
+        backward=f"{CACHED['backward']},first_bits=8",
+        is_exact_first=False,
+    ),
+    of(
+        "as pp.compress",
+        "delta in a basis, step 0.25",
+        "delta:step=0.25,transform=true,first_bits=8",
+        backward=f"{CACHED['backward']},first_bits=8",
+        is_exact_first=False,
+    ),
     of("gradients in 4 bits", "uncompressed", "none", backward="fixpoint:bits=4"),
     of("gradients in 4 bits", "delta 2 bits", "delta:bits=2", backward="fixpoint:bits=4"),
     of("tied dense", "uncompressed", "none", backward="none", tied="dense"),

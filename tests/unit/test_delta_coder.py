@@ -486,7 +486,7 @@ def test_links_that_may_not_use_a_transform_note_no_gradients(tmp_path: Path, mo
         Meter(),
         Meter(),
         plan,
-        may_use_delta=lambda boundary, delta: boundary == 1 or not delta.transform,
+        deltas_at=lambda boundary, *, of_gradients=False: codecs[: boundary + 1],
     )
     monkeypatch.setattr(basis.Moments, "add", add := Mock())
     for boundary in range(2):

@@ -23,7 +23,7 @@ from acsgd.pp.tied.plan import ROW_RUNGS
 from acsgd.pp.wire import ladder
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
-from acsgd.pp.wire.ladder import BACKWARD, FORWARD, NO_CACHE, CodecTime, Rung, measure_codec
+from acsgd.pp.wire.ladder import BACKWARD, FORWARD, NO_CACHE, NO_CACHE_BACKWARD, CodecTime, Rung, measure_codec
 from acsgd.pp.wire.probe import PROBE_S
 from acsgd.run.plan.partition import with_useful_delta
 from acsgd.run.plan.plugins import parse_plugins
@@ -186,7 +186,7 @@ def test_a_codec_without_entropy_coding_is_chosen_where_this_takes_too_long() ->
 
     of_two = chooser(2, micros=8)
     names = [BACKWARD[of_two.choose(with_times(seconds), (0, 0))[1]].spec for seconds in (0.0, COMPUTE_S / 4)]
-    assert names == ["transform:step=0.36", "fixpoint:bits=4"]
+    assert names == [BACKWARD[3].spec, "fixpoint:bits=4"]
 
 
 def test_measurements_take_a_hundredth_of_the_time_and_answer_in_50_steps() -> None:
@@ -221,12 +221,13 @@ def test_a_process_measures_a_codec_once_for_each_tensor(monkeypatch: pytest.Mon
 
 
 def test_the_loss_costs_are_those_of_the_measurements() -> None:
-    """And a codec with a higher cost has fewer bytes, or no entropy coding, else nobody would choose it."""
+    """And a codec with a higher cost has fewer bytes, or less entropy coding, else nobody would choose it."""
     page = (Path(__file__).parents[2] / "docs/measurements/stages.md").read_text()
     for name, rungs in (
         ("forward", FORWARD),
         ("forward", (*FORWARD[:3], *NO_CACHE)),
         ("backward", BACKWARD),
+        ("backward", (*BACKWARD[:3], *NO_CACHE_BACKWARD, BACKWARD[4])),
     ):
         for rung in rungs[1:]:
             assert re.search(rf"\| {name} \| `{re.escape(rung.spec)}` \| {rung.loss_cost:.4f} \|", page), rung
@@ -277,16 +278,19 @@ def test_single_links_have_given_codecs(tmp_path: Path) -> None:
     assert ladder.fixed_backward == {1: 2}
     assert [rung.spec for rung in ladder.forward] == [*(rung.spec for rung in FORWARD[:3]), "hadamard"]
     assert [rung.codec for rung in ladder.forward[1:]] == [*plugins.forward]
+    assert [*ladder.backward] == [*BACKWARD]
 
 
 def test_deltas_are_no_choice_where_caches_are_not_possible(tmp_path: Path) -> None:
     everything = parse_plugins(parsed(tmp_path, ""))
-    assert [codec for codec in everything.forward if isinstance(codec, Delta)] == [FORWARD[3].codec, FORWARD[4].codec]
-    assert [len(everything.deltas_at(boundary)) for boundary in range(2)] == [2, 0], "link 1 has none"
+    deltas = [codec for codec in everything.forward if isinstance(codec, Delta)]
+    assert deltas == [rung.codec for rung in FORWARD[3:6]]
+    assert [len(everything.deltas_at(boundary)) for boundary in range(2)] == [3, 0], "link 1 has none"
+    assert [len(everything.deltas_at(boundary, of_gradients=True)) for boundary in range(2)] == [1, 1]
     for flags in (
         "--pp.compress auto:delta=false",
         "--pp.compress auto:max_loss_cost=0.0002",
-        "--pp.forward.0 none",
+        "--pp.forward.0 none --pp.backward.0 none --pp.backward.1 none",
         "--data.deal speed",
         "--data.rows single",
         "--data.sources stream:a.jsonl",
@@ -294,10 +298,15 @@ def test_deltas_are_no_choice_where_caches_are_not_possible(tmp_path: Path) -> N
         without = parse_plugins(parsed(tmp_path, flags))
         assert without.delta is None, flags
         assert len(without.forward) == 2, flags
+    without = parse_plugins(parsed(tmp_path, "--pp.compress auto:delta=false"))
+    assert without.backward == tuple(rung.codec for rung in (*BACKWARD[1:3], *NO_CACHE_BACKWARD, BACKWARD[4]))
+    half = parse_plugins(parsed(tmp_path, "--model.dtype fp16"))
+    assert [len(half.deltas_at(0, of_gradients=each)) for each in (False, True)] == [3, 0], "the loss scale changes"
     loose = parse_plugins(parsed(tmp_path, "--pp.compress auto:delta=false,max_loss_cost=0.0067"))
     assert loose.forward == tuple(rung.codec for rung in (*FORWARD[1:3], *NO_CACHE))
     assert loose.without_chosen_delta() == loose
-    given = parse_plugins(parsed(tmp_path, "--pp.compress auto:max_loss_cost=1 --pp.forward.0 transform:step=0.1"))
+    flags = "--pp.compress auto:max_loss_cost=1 --pp.forward.0 transform:step=0.1"
+    given = parse_plugins(parsed(tmp_path, flags))
     assert given.forward == loose.forward, "once"
     flags = "--pp.compress auto:max_loss_cost=1,delta=false --pp.stages 4 --pp.forward.0 transform:step=0.1"
     others = parse_plugins(parsed(tmp_path, flags)).ladder
@@ -307,9 +316,11 @@ def test_deltas_are_no_choice_where_caches_are_not_possible(tmp_path: Path) -> N
 
 def test_a_delta_that_is_given_for_a_link_is_used_on_no_other(tmp_path: Path) -> None:
     given = "delta:step=1.5,transform=true,first_bits=8"
-    plugins = parse_plugins(parsed(tmp_path, f"--pp.stages 4 --pp.forward.0 {given}"))
-    chosen = [FORWARD[3].codec, FORWARD[4].codec]
+    plugins = parse_plugins(parsed(tmp_path, f"--pp.stages 4 --pp.forward.0 {given} --pp.backward.2 {given}"))
+    chosen = [rung.codec for rung in FORWARD[3:6]]
     assert [plugins.deltas_at(boundary) for boundary in range(3)] == [[Rung(given, 0.0).codec], [], chosen]
+    of_gradients = [plugins.deltas_at(boundary, of_gradients=True) for boundary in range(3)]
+    assert of_gradients == [[BACKWARD[3].codec]] * 2 + [[Rung(given, 0.0).codec]]
 
 
 def test_deltas_are_no_choice_where_sequences_do_not_return_with_small_changes(tmp_path: Path) -> None:
@@ -326,6 +337,7 @@ def test_deltas_are_no_choice_where_sequences_do_not_return_with_small_changes(t
         model: Any = SimpleNamespace(layers=[SimpleNamespace(random=is_random)])
         useful = with_useful_delta(plugins, each, model, epochs)
         assert [bool(useful.deltas_at(boundary)) for boundary in range(3)] == links
+        assert bool(useful.deltas_at(2, of_gradients=True)) == links[2]
         assert useful.ladder is not None
         assert useful.ladder.forward[useful.ladder.fixed_forward[0]].codec == FORWARD[3].codec
         assert [rung.codec for rung in useful.ladder.forward[1:]] == [*useful.forward]
@@ -353,7 +365,8 @@ def test_rows_travel_as_given_unless_they_are_exact_and_chosen(tmp_path: Path) -
             "pp.forward.2: stages 2 and 3 are both on rank 2 of a pipeline, so nothing is sent between them; remove",
         ),
         ("--pp.backward fixpoint:bits=8", "pp.compress=auto chooses the codecs; give that of one link, pp.backward.0="),
-        ("--pp.backward.0 delta", 'pp.backward.0="delta": with pp.compress=auto gradients have no'),
+        ("--pp.backward.0 delta:cache_bits=8", "all caches are alike; remove cache options"),
+        ("--pp.forward.0 delta:step=1.5,transform=true,balance=0.5", "balance has no effect without cached gradients"),
         ("--pp.forward.0 fixpoint:bits=99", 'pp.forward.0="fixpoint:bits=99": bits=99'),
         ("--pp.forward.0 delta:cache=disk", "all caches are alike; remove cache options"),
         ("--pp.compress None", "pp.forward.1 is for pp.compress=auto"),

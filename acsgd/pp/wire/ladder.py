@@ -27,6 +27,7 @@ from acsgd.pp.wire.shared_basis import TransformCoder
 from acsgd.streams import Streams
 
 SPECS: Mapping[str, type[Codec | Delta]] = {**CODECS, "delta": Delta}
+"""Codecs of both directions."""
 
 
 class Rung(NamedTuple):
@@ -78,6 +79,7 @@ FORWARD = (
     Rung("none:dtype=bf16", 0.0002),
     Rung("fixpoint:bits=8", 0.0002),
     Rung("delta:bits=4,first_bits=8", 0.0003),
+    Rung("delta:step=0.25,transform=true,first_bits=8", 0.0008, 2.43),
     Rung("delta:step=1.5,first_bits=8", 0.0050, 1.65),
     Rung("delta:step=1.3,transform=true,first_bits=8", 0.0072, 1.07),
 )
@@ -88,10 +90,12 @@ BACKWARD = (
     NONE,
     Rung("none:dtype=bf16", 0.0003),
     Rung("fixpoint:bits=8", 0.0003),
-    Rung("transform:step=0.36", 0.0014, 3.05),
+    Rung("delta:step=0.5,transform=true,rounding=stochastic,first_bits=8", 0.0003, 2.35),
     Rung("fixpoint:bits=4", 0.0027),
 )
 """Of activation gradients. The last one has more bytes than the one before, and takes less time."""
+NO_CACHE_BACKWARD = (Rung("transform:step=0.36", 0.0014, 3.05),)
+"""Of activation gradients where delta is no choice."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,8 @@ class Auto:
     max_loss_cost: Annotated[float, Range(0, 10, above=True)] = 0.005
     """Largest sum of the loss costs of all links and directions of a pipeline, in the unit of the loss."""
     delta: bool = True
-    """Whether `delta` is among the codecs of activations. It keeps those of all sequences in host memory."""
+    """Whether `delta` is among the codecs. It keeps the activations, and their gradients, of all sequences in host
+    memory."""
     rows: bool = True
     """Whether it also chooses how rows of tied tables travel, where pp.tied is "rows"."""
 
@@ -141,32 +146,47 @@ class Ladder:
                 "or remove pp.compress"
             )
         ups, downs = ([rung for rung in rungs if rung.loss_cost <= auto.max_loss_cost] for rungs in (FORWARD, BACKWARD))
-        up, fixed_up = _with_fixed(ups, _given("pp.forward", forward, placement), SPECS)
-        down, fixed_down = _with_fixed(downs, _given("pp.backward", backward, placement), CODECS)
-        ladder = cls(auto.max_loss_cost, up, down, fixed_up, fixed_down, auto.rows)
-        return ladder if has_delta and len(fixed_up) < len(_links(placement)) else ladder.without_delta()
+        up, fixed_up = _with_fixed(ups, _given("pp.forward", forward, placement))
+        down, fixed_down = _with_fixed(downs, _given("pp.backward", backward, placement))
+        ladder, links = cls(auto.max_loss_cost, up, down, fixed_up, fixed_down, auto.rows), len(_links(placement))
+        forward_deltas, backward_deltas = (has_delta and len(fixed) < links for fixed in (fixed_up, fixed_down))
+        return ladder.without_delta(forward=not forward_deltas, backward=not backward_deltas)
 
-    def without_delta(self) -> Ladder:
+    def without_delta(self, *, forward: bool = True, backward: bool = True) -> Ladder:
         """Return the ladder without a choice of deltas: only links for which one is given have it.
 
-        The codecs of NO_CACHE are choices instead, as far as max_loss_cost allows.
+        The codecs of NO_CACHE, and of NO_CACHE_BACKWARD, are choices instead, as far as max_loss_cost allows.
+        forward, backward: of which directions.
         """
-        given = set(self.fixed_forward.values())
-        kept = [index for index, rung in enumerate(self.forward) if index in given or not rung.is_delta]
-        choices = {rung.codec: rung for rung in NO_CACHE if rung.loss_cost <= self.max_loss_cost}
-        rungs = [choices.pop(self.forward[index].codec, self.forward[index]) for index in kept]
-        rungs += choices.values()
-        return replace(
-            self,
-            forward=tuple(rung._replace(loss_cost=math.inf) if rung.is_delta else rung for rung in rungs),
-            fixed_forward={link: kept.index(index) for link, index in self.fixed_forward.items()},
-        )
+        ups, fixed_ups = self.forward, self.fixed_forward
+        if forward:
+            ups, fixed_ups = self._without_delta(ups, fixed_ups, NO_CACHE)
+        downs, fixed_downs = self.backward, self.fixed_backward
+        if backward:
+            downs, fixed_downs = self._without_delta(downs, fixed_downs, NO_CACHE_BACKWARD)
+        return replace(self, forward=ups, backward=downs, fixed_forward=fixed_ups, fixed_backward=fixed_downs)
 
-    def codecs_at(self, boundary: int) -> list[Codec | Delta]:
-        """Return the codecs with which activations may cross a boundary."""
-        if boundary in self.fixed_forward:
-            return [self.forward[self.fixed_forward[boundary]].codec]
-        return [rung.codec for rung in self.forward if rung.loss_cost <= self.max_loss_cost]
+    def _without_delta(
+        self, rungs: Sequence[Rung], fixed: Mapping[int, int], others: Sequence[Rung]
+    ) -> tuple[tuple[Rung, ...], dict[int, int]]:
+        """Return the rungs of a direction without a choice of deltas but with others, and the given codecs."""
+        given = set(fixed.values())
+        kept = [index for index, rung in enumerate(rungs) if index in given or not rung.is_delta]
+        choices = {rung.codec: rung for rung in others if rung.loss_cost <= self.max_loss_cost}
+        found = [choices.pop(rungs[index].codec, rungs[index]) for index in kept]
+        found += choices.values()
+        chosen = [rung._replace(loss_cost=math.inf) if rung.is_delta else rung for rung in found]
+        order = sorted(range(len(chosen)), key=lambda index: chosen[index].loss_cost)  # stable
+        return tuple(chosen[index] for index in order), {
+            link: order.index(kept.index(index)) for link, index in fixed.items()
+        }
+
+    def codecs_at(self, boundary: int, *, of_gradients: bool = False) -> list[Codec | Delta]:
+        """Return the codecs with which activations, or their gradients, may cross a boundary."""
+        rungs, fixed = (self.backward, self.fixed_backward) if of_gradients else (self.forward, self.fixed_forward)
+        if boundary in fixed:
+            return [rungs[fixed[boundary]].codec]
+        return [rung.codec for rung in rungs if rung.loss_cost <= self.max_loss_cost]
 
 
 def _links(placement: Placement) -> list[int]:
@@ -206,18 +226,11 @@ def _given(key: str, text: str, placement: Placement) -> dict[str, tuple[int, st
     return {f"{key}.{number}": (number, spec) for number, spec in given.items()}
 
 
-def _with_fixed(
-    rungs: Sequence[Rung], given: Mapping[str, tuple[int, str]], table: Mapping[str, type]
-) -> tuple[tuple[Rung, ...], dict[int, int]]:
+def _with_fixed(rungs: Sequence[Rung], given: Mapping[str, tuple[int, str]]) -> tuple[tuple[Rung, ...], dict[int, int]]:
     """Return rungs with those of given codecs, and the index of the codec of each link that has a given one."""
     found, fixed = [*rungs], dict[int, int]()
     for key, (number, spec) in given.items():
-        if "delta" not in table and spec.partition(":")[0].strip() == "delta":
-            raise ValueError(
-                f'{key}="{spec}": with pp.compress=auto gradients have no caches; give another codec, such as '
-                "fixpoint:bits=8, or remove pp.compress, and give pp.forward and pp.backward for all links"
-            )
-        codec = from_spec(spec, table, key=key)
+        codec = from_spec(spec, SPECS, key=key)
         if isinstance(codec, Delta) and (codec.cache, codec.cache_bits, codec.cache_gib) != ("ram", 16, 0.0):
             raise ValueError(f'{key}="{spec}": with pp.compress=auto all caches are alike; remove cache options')
         same = next((index for index, rung in enumerate(found) if rung.codec == codec), None)

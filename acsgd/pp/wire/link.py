@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -78,6 +79,12 @@ class Link:
         self._cache_sync.abort()
 
 
+class DeltasAt(Protocol):
+    """Returns the deltas that activations, or their gradients, may have at a boundary; without any it has no caches."""
+
+    def __call__(self, boundary: int, *, of_gradients: bool = False) -> Sequence[Delta]: ...
+
+
 @dataclass(frozen=True)
 class LinkFactory:
     """Opens the links of one rank, all with the same codecs and meters."""
@@ -98,8 +105,8 @@ class LinkFactory:
     tied_meter: Meter = field(default_factory=Meter)
     caches_all: bool = True
     """See `DeltaCoder`."""
-    may_use_delta: Callable[[int, Delta], bool] = lambda *_: True
-    """Whether a Delta among `forward` may be used at a boundary, whose ends have no caches if none may."""
+    deltas_at: DeltasAt | None = None
+    """None = all of `forward` and `backward`."""
     frozen: int = 0
     """Number of the first boundaries before which no layer is trained."""
     caches: dict[CacheKey, ActivationCache] = field(default_factory=dict)
@@ -207,30 +214,41 @@ class LinkFactory:
         spec = self.boundaries[boundary][name]
         if not spec.dtype.is_floating_point:
             return StatelessCoder([EXACT] * len(self.forward), spec)
-        deltas = [each for each in self.forward if isinstance(each, Delta) and self.may_use_delta(boundary, each)]
-        if not deltas:
-            return self._coder([EXACT if isinstance(codec, Delta) else codec for codec in self.forward], spec)
+        codecs = self._codecs_at(boundary, self.forward)
+        delta = next((codec for codec in codecs if isinstance(codec, Delta)), None)
+        if delta is None:
+            return self._coder([codec for codec in codecs if not isinstance(codec, Delta)], spec)
         return DeltaCoder(
-            [EXACT if isinstance(codec, Delta) and codec not in deltas else codec for codec in self.forward],
+            codecs,
             spec,
-            self._open_cache(boundary, f"{side}.{name}", deltas[0], spec),
+            self._open_cache(boundary, f"{side}.{name}", delta, spec),
             self.streams,
             is_frozen=boundary < self.frozen,
             caches_all=self.caches_all,
             seed=mix_seed(boundary, *name.encode()),
         )
 
+    def _codecs_at(
+        self, boundary: int, codecs: Sequence[Codec | Delta], *, of_gradients: bool = False
+    ) -> list[Codec | Delta]:
+        """Return codecs with a lossless one in place of each Delta that may not be used at a boundary."""
+        if self.deltas_at is None:
+            return [*codecs]
+        deltas = self.deltas_at(boundary, of_gradients=of_gradients)
+        return [EXACT if isinstance(codec, Delta) and codec not in deltas else codec for codec in codecs]
+
     def _gradient_coder(self, boundary: int, name: str, side: str) -> Coder:
         """Return this end's coder of the gradients of a tensor; a lossless one, without a cache, if none are sent."""
         spec = self.boundaries[boundary][name]
         if boundary < self.frozen:
             return StatelessCoder([EXACT] * len(self.backward), spec)
-        delta = next((codec for codec in self.backward if isinstance(codec, Delta)), None)
+        codecs = self._codecs_at(boundary, self.backward, of_gradients=True)
+        delta = next((codec for codec in codecs if isinstance(codec, Delta)), None)
         if delta is None:
-            return self._coder([codec for codec in self.backward if not isinstance(codec, Delta)], spec)
+            return self._coder([codec for codec in codecs if not isinstance(codec, Delta)], spec)
         key = f"{name}.gradient"
         return DeltaCoder(
-            self.backward,
+            codecs,
             spec,
             self._open_cache(boundary, f"{side}.{key}", delta, spec),
             self.streams,

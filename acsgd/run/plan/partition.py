@@ -22,7 +22,6 @@ from acsgd.pp.schedules.programs import RankPrograms
 from acsgd.pp.schedules.rows import RowRoute, group_width
 from acsgd.pp.tied.plan import TiedWeight, tied_weights
 from acsgd.pp.wire.coder import TensorSpec
-from acsgd.pp.wire.delta import Delta
 from acsgd.run.plan.layout import BatchShapes, StageLayout, costs_of, divide
 from acsgd.run.plan.limits import check_computes, check_split
 from acsgd.run.plan.model import RunModel
@@ -98,11 +97,10 @@ class Partition:
         Activations, and gradients where these travel.
         """
         found, first = list[list[TensorSpec]](), self.programs.first_backward
-        has_delta = any(isinstance(codec, Delta) for codec in self.plugins.backward)
         for boundary, tensors in enumerate(self.shapes.boundaries):
             floats = [spec for spec in tensors.values() if spec.dtype.is_floating_point]
-            directions = bool(self.plugins.deltas_at(boundary)) + (has_delta and boundary >= first)
-            found.append(floats * directions)
+            are_cached = bool(self.plugins.deltas_at(boundary, of_gradients=True)) and boundary >= first
+            found.append(floats * (bool(self.plugins.deltas_at(boundary)) + are_cached))
         return found
 
     @property

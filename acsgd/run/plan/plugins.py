@@ -51,9 +51,14 @@ class Plugins(NamedTuple):
         """The codec with activation caches; if there are several, these cache alike."""
         return next((codec for codec in (*self.forward, *self.backward) if isinstance(codec, Delta)), None)
 
-    def deltas_at(self, boundary: int) -> list[Delta]:
-        """Return the deltas with which activations may cross a boundary. If there are any, its ends cache them."""
-        codecs = self.forward if self.ladder is None else self.ladder.codecs_at(boundary)
+    def deltas_at(self, boundary: int, *, of_gradients: bool = False) -> list[Delta]:
+        """Return the deltas with which activations, or their gradients, may cross a boundary.
+
+        If there are any, its ends cache them.
+        """
+        codecs: Sequence[Codec | Delta] = self.backward if of_gradients else self.forward
+        if self.ladder is not None:
+            codecs = self.ladder.codecs_at(boundary, of_gradients=of_gradients)
         return [codec for codec in codecs if isinstance(codec, Delta)]
 
     def delta_option(self, pp: PipelineConfig) -> str:
@@ -66,7 +71,7 @@ class Plugins(NamedTuple):
         if self.ladder is None:
             return self
         ladder = self.ladder.without_delta()
-        return self._replace(ladder=ladder, forward=_rungs(ladder.forward))
+        return self._replace(ladder=ladder, forward=_rungs(ladder.forward), backward=_rungs(ladder.backward))
 
 
 def parse_plugins(config: Config) -> Plugins:
@@ -112,7 +117,9 @@ def _parse_ladder(config: Config, schedule: Schedule) -> Ladder | None:
     placement = Placement.of(schedule.program(pp.stages, 1))
     is_padded = find_task(config.model.task).layout(data) == "single"  # and cut, which caches do not allow
     has_delta = auto.delta and data.deal == "even" and PREFIX not in data.sources and not is_padded
-    return Ladder.of(auto, pp.forward, pp.backward, placement=placement, has_delta=has_delta)
+    ladder = Ladder.of(auto, pp.forward, pp.backward, placement=placement, has_delta=has_delta)
+    # a changed loss scale would change all gradients
+    return ladder.without_delta(forward=False) if config.model.dtype == "fp16" else ladder
 
 
 def _row_rungs(ladder: Ladder | None, tied: TiedRows | TiedDense) -> tuple[RowRung, ...]:
@@ -272,7 +279,7 @@ def _parse_codecs(pp: PipelineConfig) -> tuple[tuple[Codec | Delta, ...], ...]:
 
 def _check_balance(pp: PipelineConfig, forward: Sequence[Codec | Delta], backward: Sequence[Codec | Delta]) -> None:
     """Raise ValueError if a delta has a balance, and the sender has no gradients of the visit before for it."""
-    has_gradients = any(isinstance(codec, Delta) for codec in backward)
+    has_gradients = not pp.compress and any(isinstance(codec, Delta) for codec in backward)
     if any(isinstance(codec, Delta) and codec.balance for codec in backward):
         raise ValueError(f'pp.backward="{pp.backward}": balance is for activations; move it to pp.forward')
     if not has_gradients and any(isinstance(codec, Delta) and codec.balance for codec in forward):

@@ -17,7 +17,7 @@ from acsgd.layers.description import LayerSpec
 from acsgd.pp.recompute import Recompute, attention_modules
 from acsgd.pp.schedules.programs import RankPrograms
 from acsgd.pp.schedules.simulate import Cost, Simulator
-from acsgd.pp.wire.ladder import BACKWARD, FORWARD, NO_CACHE, Rung
+from acsgd.pp.wire.ladder import BACKWARD, FORWARD, NO_CACHE, NO_CACHE_BACKWARD, Rung
 from acsgd.run.plan.memory import PlanCache
 from acsgd.run.plan.partition import Partition
 from acsgd.run.plan.rates import ADAMW_BYTES, DISK_BYTES_PER_S, SPLIT, LinkRate, Rates
@@ -37,9 +37,9 @@ MEASURED = (
 """Codecs of activations whose bits after entropy coding are in docs/measurements/stages.md."""
 OF_GRADIENTS = (
     *BACKWARD,
+    *NO_CACHE_BACKWARD,
     Rung("delta:step=1,transform=true", 0.0032, 1.41),
     Rung("delta:step=0.5,transform=true", 0.0011, 2.12),
-    Rung("delta:step=0.5,transform=true,rounding=stochastic", 0.0002, 2.35),
 )
 """The same of activation gradients. Those of other kinds are planned with the bits of activations, and the reverse."""
 MAX_MICROS = 32

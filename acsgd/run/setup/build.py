@@ -146,7 +146,7 @@ def _link_factory(job: Job, groups: Groups, cache_plan: CachePlan | None) -> Lin
         Meter(),
         cache_plan,
         caches_all=job.plugins.ladder is None,
-        may_use_delta=lambda boundary, delta: delta in job.plugins.deltas_at(boundary),
+        deltas_at=job.plugins.deltas_at,
         frozen=sum(spec.first <= job.model.description.first_trained for spec in job.layout.specs[1:]),
     )
 
