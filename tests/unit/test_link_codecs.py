@@ -145,6 +145,7 @@ def test_micro_batches_use_fewer_and_fewer_further_rows() -> None:
     assert shares == sorted(shares, reverse=True)
     assert traffic.shares(16) == shares[:16]
     assert RowTraffic((), 64, 1.0).shares(3) == pytest.approx([1, 1, 1])
+    assert RowTraffic((), 64, 0.0).shares(3) == [64, 0, 0], "the first uses all"
 
 
 def test_measurements_that_vary_do_not_change_codecs_back_and_forth() -> None:
@@ -301,7 +302,9 @@ def test_deltas_are_no_choice_where_caches_are_not_possible(tmp_path: Path) -> N
     without = parse_plugins(parsed(tmp_path, "--pp.compress auto:delta=false"))
     assert without.backward == tuple(rung.codec for rung in (*BACKWARD[1:3], *NO_CACHE_BACKWARD, BACKWARD[4]))
     half = parse_plugins(parsed(tmp_path, "--model.dtype fp16"))
-    assert [len(half.deltas_at(0, of_gradients=each)) for each in (False, True)] == [3, 0], "the loss scale changes"
+    fewer = parse_plugins(parsed(tmp_path, "--pp.compress auto:cached_gradients=false"))
+    for each in (half, fewer):
+        assert [len(each.deltas_at(0, of_gradients=way)) for way in (False, True)] == [3, 0]
     loose = parse_plugins(parsed(tmp_path, "--pp.compress auto:delta=false,max_loss_cost=0.0067"))
     assert loose.forward == tuple(rung.codec for rung in (*FORWARD[1:3], *NO_CACHE))
     assert loose.without_chosen_delta() == loose

@@ -109,8 +109,9 @@ class Auto:
     max_loss_cost: Annotated[float, Range(0, 10, above=True)] = 0.005
     """Largest sum of the loss costs of all links and directions of a pipeline, in the unit of the loss."""
     delta: bool = True
-    """Whether `delta` is among the codecs. It keeps the activations, and their gradients, of all sequences in host
-    memory."""
+    """Whether `delta` is among the codecs. It keeps the activations of all sequences in host memory."""
+    cached_gradients: bool = True
+    """Whether it is among the codecs of gradients, too, whose caches take as much memory again."""
     rows: bool = True
     """Whether it also chooses how rows of tied tables travel, where pp.tied is "rows"."""
 
@@ -149,8 +150,10 @@ class Ladder:
         up, fixed_up = _with_fixed(ups, _given("pp.forward", forward, placement))
         down, fixed_down = _with_fixed(downs, _given("pp.backward", backward, placement))
         ladder, links = cls(auto.max_loss_cost, up, down, fixed_up, fixed_down, auto.rows), len(_links(placement))
-        forward_deltas, backward_deltas = (has_delta and len(fixed) < links for fixed in (fixed_up, fixed_down))
-        return ladder.without_delta(forward=not forward_deltas, backward=not backward_deltas)
+        has_choice, has_gradient_choice = (has_delta and len(fixed) < links for fixed in (fixed_up, fixed_down))
+        return ladder.without_delta(
+            forward=not has_choice, backward=not (has_gradient_choice and auto.cached_gradients)
+        )
 
     def without_delta(self, *, forward: bool = True, backward: bool = True) -> Ladder:
         """Return the ladder without a choice of deltas: only links for which one is given have it.

@@ -203,7 +203,8 @@ def plan_activation_caches(
         )
     except ValueError as error:
         if job.plugins.ladder is not None:
-            raise ValueError(f"pp.compress: {error}; or --pp.compress auto:delta=false") from None
+            fewer = "auto:cached_gradients=false, with half of them, or auto:delta=false"
+            raise ValueError(f"pp.compress: {error}; or --pp.compress {fewer}") from None
         raise ValueError(f"{job.plugins.delta_option(job.config.pp)}: {error}") from None
 
 

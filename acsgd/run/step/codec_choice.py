@@ -83,8 +83,8 @@ class RowTraffic(NamedTuple):
 
     def shares(self, micros: int) -> list[float]:
         """Return how many rows each of the first micro-batches is the first to use, relative to the mean of all."""
-        until = [self.micros * (count / self.micros) ** self.power for count in range(micros + 1)]
-        return [after - before for before, after in itertools.pairwise(until)]
+        until = (self.micros * (count / self.micros) ** self.power for count in range(1, micros + 1))
+        return [after - before for before, after in itertools.pairwise([0.0, *until])]
 
     def slower(self, factor: float) -> RowTraffic:
         """Return the same with slower links."""
