@@ -198,7 +198,7 @@ class PipelineConfig:
     """Codec of activations: "none", "none:dtype=bf16", "fixpoint:bits=8", "lloyd:bits=4", "hadamard:bits=4",
     "transform:step=0.1", or, for sequences that are trained on more than once, "delta:bits=4" or "delta:step=2"."""
     backward: str = "none"
-    """Codec of activation gradients: any of these; with pp.compress, no delta."""
+    """Codec of activation gradients: any of these."""
     compress: str | None = None
     """How codecs are chosen: "auto", or "auto:max_loss_cost=0.01", measures each link and direction, and changes its
     codec when the link changes. pp.forward.1 and pp.backward.1 then give that of the link behind stage 1, and so on.

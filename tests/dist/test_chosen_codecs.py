@@ -61,7 +61,7 @@ def run_with_choice(rank: int, world_size: int, store: Path, plans: Sequence[Pla
 def test_a_chosen_codec_trains_as_a_given_one(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     model = tiny_model("gpt2", n_layer=2, n_embd=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     text = tmp_path / "text.txt"
-    text.write_text("".join(f"word {number} of a short text, " for number in range(40)))
+    text.write_text("".join(f"word {number} of a short text, " for number in range(10)))
 
     def config(name: str, steps: int = STEPS, **pp: Any) -> Config:
         optim = {"steps": steps, "warmup": 0, "schedule": "constant"}
@@ -73,7 +73,7 @@ def test_a_chosen_codec_trains_as_a_given_one(tiny_model: Callable[..., Path], t
     chosen = config("chosen", compress="auto:delta=false")
     stopped = config("resumed", STOPPED, compress="auto:delta=false")
     resumed = config("resumed", compress="auto:delta=false")
-    cached = config("cached", compress="auto")
+    cached = config("cached", 2 * STEPS, compress="auto")  # ten epochs; of fewer than eight, gradients are not cached
     plans = [Plan(each) for each in (given, chosen, stopped, resumed, cached)]
     outcomes = on_ranks(2, run_with_choice, tmp_path / "store", plans)
     assert [outcome.error for outcome in outcomes[0]] == [None] * len(plans)

@@ -51,6 +51,11 @@ WRONG: list[tuple[dict[str, dict[str, Any]], float, str]] = [
         3,
         "pp.backward=delta caches gradients times the loss scale",
     ),
+    (
+        {"pp": {"stages": 2, "compress": "auto", "backward": "0=delta"}, "model": {"dtype": "fp16", "name": QUIET}},
+        9,
+        "pp.backward=0=delta caches gradients times the loss scale",
+    ),
     ({"pp": {"stages": 2, "forward": "delta"}}, 2, "draws new dropout masks in every step; give --model.dropout_mask"),
     ({"model": {"dropout_mask": "sample", "name": QUIET}}, 2, "but the model has no dropout"),
     ({"optim": {"name": "sgd", "betas": (0.8, 0.9)}}, 2, "optim.betas=(0.8, 0.9) has no effect: optim.name=sgd has"),

@@ -23,7 +23,16 @@ from acsgd.pp.tied.plan import ROW_RUNGS
 from acsgd.pp.wire import ladder
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.delta import Delta
-from acsgd.pp.wire.ladder import BACKWARD, FORWARD, NO_CACHE, NO_CACHE_BACKWARD, CodecTime, Rung, measure_codec
+from acsgd.pp.wire.ladder import (
+    BACKWARD,
+    CACHED_GRADIENT_EPOCHS,
+    FORWARD,
+    NO_CACHE,
+    NO_CACHE_BACKWARD,
+    CodecTime,
+    Rung,
+    measure_codec,
+)
 from acsgd.pp.wire.probe import PROBE_S
 from acsgd.run.plan.partition import with_useful_delta
 from acsgd.run.plan.plugins import parse_plugins
@@ -326,6 +335,16 @@ def test_a_delta_that_is_given_for_a_link_is_used_on_no_other(tmp_path: Path) ->
     assert of_gradients == [[BACKWARD[3].codec]] * 2 + [[Rung(given, 0.0).codec]]
 
 
+def test_gradients_are_cached_in_runs_in_which_that_sends_less() -> None:
+    """Than in a basis, with the first visit of each sequence in 8 bits."""
+    for epochs in range(1, 20):
+        cached, others = BACKWARD[3].bits, NO_CACHE_BACKWARD[0].bits
+        assert cached is not None
+        assert others is not None
+        sends_less = 8 + cached * (epochs - 1) < others * epochs
+        assert sends_less == (epochs > CACHED_GRADIENT_EPOCHS)
+
+
 def test_deltas_are_no_choice_where_sequences_do_not_return_with_small_changes(tmp_path: Path) -> None:
     """Only the link that is given one keeps it."""
     config = parsed(tmp_path, "--pp.stages 4 --pp.forward.0 delta:bits=4,first_bits=8")
@@ -333,17 +352,19 @@ def test_deltas_are_no_choice_where_sequences_do_not_return_with_small_changes(t
     plugins = parse_plugins(config)
     for each, is_random, epochs, links in (
         (config, False, 1.5, [True, False, True]),
+        (config, False, 9.0, [True, False, True]),
         (same_masks, True, 1.5, [True, False, True]),
-        (config, True, 1.5, [True, False, False]),
+        (config, True, 9.0, [True, False, False]),
         (config, False, 1.0, [True, False, False]),
     ):
         model: Any = SimpleNamespace(layers=[SimpleNamespace(random=is_random)])
         useful = with_useful_delta(plugins, each, model, epochs)
         assert [bool(useful.deltas_at(boundary)) for boundary in range(3)] == links
-        assert bool(useful.deltas_at(2, of_gradients=True)) == links[2]
+        assert bool(useful.deltas_at(2, of_gradients=True)) == (links[2] and epochs > CACHED_GRADIENT_EPOCHS)
         assert useful.ladder is not None
         assert useful.ladder.forward[useful.ladder.fixed_forward[0]].codec == FORWARD[3].codec
         assert [rung.codec for rung in useful.ladder.forward[1:]] == [*useful.forward]
+        assert [rung.codec for rung in useful.ladder.backward[1:]] == [*useful.backward]
 
 
 def test_rows_travel_as_given_unless_they_are_exact_and_chosen(tmp_path: Path) -> None:
@@ -369,7 +390,7 @@ def test_rows_travel_as_given_unless_they_are_exact_and_chosen(tmp_path: Path) -
         ),
         ("--pp.backward fixpoint:bits=8", "pp.compress=auto chooses the codecs; give that of one link, pp.backward.0="),
         ("--pp.backward.0 delta:cache_bits=8", "all caches are alike; remove cache options"),
-        ("--pp.forward.0 delta:step=1.5,transform=true,balance=0.5", "balance has no effect without cached gradients"),
+        ("--pp.forward.0 delta:step=1.5,transform=true,balance=0.5", "balance needs cached gradients in all steps"),
         ("--pp.forward.0 fixpoint:bits=99", 'pp.forward.0="fixpoint:bits=99": bits=99'),
         ("--pp.forward.0 delta:cache=disk", "all caches are alike; remove cache options"),
         ("--pp.compress None", "pp.forward.1 is for pp.compress=auto"),

@@ -43,7 +43,8 @@ class Progress:
     is_spike: bool = False
     """Whether the loss of the last step was a spike."""
     codecs: tuple[tuple[str, ...], ...] = ()
-    """Codecs that pp.compress has chosen, by replica: of activations by link, then of their gradients."""
+    """Codecs that pp.compress has chosen, by replica: of activations by link, of their gradients, and of rows of tied
+    tables."""
     evaluation: dict[str, Finite] = field(default_factory=dict)
     """Metrics of the last evaluation by name, without those that are not finite."""
     best: dict[str, Finite] = field(default_factory=dict)

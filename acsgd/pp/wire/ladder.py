@@ -95,7 +95,9 @@ BACKWARD = (
 )
 """Of activation gradients. The last one has more bytes than the one before, and takes less time."""
 NO_CACHE_BACKWARD = (Rung("transform:step=0.36", 0.0014, 3.05),)
-"""Of activation gradients where delta is no choice."""
+"""Of activation gradients where delta is no choice, as for activations."""
+CACHED_GRADIENT_EPOCHS = 8
+"""Epochs below which delta is no choice for gradients: with first visits in 8 bits it sends more than `transform`."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ class Auto:
     """
 
     max_loss_cost: Annotated[float, Range(0, 10, above=True)] = 0.005
-    """Largest sum of the loss costs of all links and directions of a pipeline, in the unit of the loss."""
+    """Largest sum of the loss costs of all links and directions of a pipeline, and of rows of tied tables, in the unit
+    of the loss."""
     delta: bool = True
     """Whether `delta` is among the codecs. It keeps the activations of all sequences in host memory."""
     cached_gradients: bool = True

@@ -34,11 +34,11 @@ class _Rows(NamedTuple):
 
 
 class RowDifferenceCoder(StatelessCoder):
-    """Coder that sends rows as bitwise differences from the rows of the step before, entropy-coded.
+    """Coder that sends rows as bitwise differences from the rows that were sent so in an earlier step, entropy-coded.
 
-    `TransferInfo.samples` are the indices of the rows. Both ends keep the rows of the present step and of the one
-    before; rows that the latter did not have are sent as they are. Messages with another codec than BytePlanes neither
-    read nor update these.
+    `TransferInfo.samples` are the indices of the rows. Both ends keep the rows of the present step and of the last one
+    before it with BytePlanes; rows that the latter did not have are sent as they are. Messages with another codec
+    neither read nor update these.
     """
 
     def __init__(self, codecs: Sequence[Codec], spec: TensorSpec) -> None:

@@ -22,6 +22,7 @@ from acsgd.pp.schedules.programs import RankPrograms
 from acsgd.pp.schedules.rows import RowRoute, group_width
 from acsgd.pp.tied.plan import TiedWeight, tied_weights
 from acsgd.pp.wire.coder import TensorSpec
+from acsgd.pp.wire.ladder import CACHED_GRADIENT_EPOCHS
 from acsgd.run.plan.layout import BatchShapes, StageLayout, costs_of, divide
 from acsgd.run.plan.limits import check_computes, check_split
 from acsgd.run.plan.model import RunModel
@@ -292,7 +293,9 @@ def with_useful_delta(plugins: Plugins, config: Config, model: RunModel, epochs:
     epochs: of the run.
     """
     has_new_masks = config.model.dropout_mask == "step" and any(layer.random for layer in model.layers)
-    return plugins.without_chosen_delta() if has_new_masks or epochs <= 1 else plugins
+    if has_new_masks or epochs <= 1:
+        return plugins.without_chosen_delta()
+    return plugins.without_chosen_delta(of_activations=False) if epochs < CACHED_GRADIENT_EPOCHS else plugins
 
 
 def _deal(config: Config, topology: Topology) -> range:

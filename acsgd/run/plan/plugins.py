@@ -66,11 +66,11 @@ class Plugins(NamedTuple):
         key = "backward" if not any(isinstance(codec, Delta) for codec in self.forward) else "forward"
         return f"pp.{key}={getattr(pp, key)}"
 
-    def without_chosen_delta(self) -> Plugins:
-        """Return the plug-ins with which pp.compress chooses no delta."""
+    def without_chosen_delta(self, *, of_activations: bool = True) -> Plugins:
+        """Return the plug-ins with which pp.compress chooses no delta, or none for gradients."""
         if self.ladder is None:
             return self
-        ladder = self.ladder.without_delta()
+        ladder = self.ladder.without_delta(forward=of_activations)
         return self._replace(ladder=ladder, forward=_rungs(ladder.forward), backward=_rungs(ladder.backward))
 
 
@@ -279,11 +279,17 @@ def _parse_codecs(pp: PipelineConfig) -> tuple[tuple[Codec | Delta, ...], ...]:
 
 def _check_balance(pp: PipelineConfig, forward: Sequence[Codec | Delta], backward: Sequence[Codec | Delta]) -> None:
     """Raise ValueError if a delta has a balance, and the sender has no gradients of the visit before for it."""
-    has_gradients = not pp.compress and any(isinstance(codec, Delta) for codec in backward)
+    has_gradients = any(isinstance(codec, Delta) for codec in backward)
     if any(isinstance(codec, Delta) and codec.balance for codec in backward):
         raise ValueError(f'pp.backward="{pp.backward}": balance is for activations; move it to pp.forward')
-    if not has_gradients and any(isinstance(codec, Delta) and codec.balance for codec in forward):
-        give = "" if pp.compress else "give pp.backward=delta:step=0.5,transform=true,rounding=stochastic, or "
+    has_balance = any(isinstance(codec, Delta) and codec.balance for codec in forward)
+    if has_balance and pp.compress:
         raise ValueError(
-            f'pp.forward="{pp.forward}": balance has no effect without cached gradients of activations; {give}remove it'
+            f'pp.forward="{pp.forward}": balance needs cached gradients in all steps, and pp.compress may choose '
+            "another codec for them; remove balance or pp.compress"
+        )
+    if has_balance and not has_gradients:
+        raise ValueError(
+            f'pp.forward="{pp.forward}": balance has no effect without cached gradients of activations; give '
+            "pp.backward=delta:step=0.5,transform=true,rounding=stochastic, or remove it"
         )

@@ -151,7 +151,7 @@ CHOICES = (
         "cache_gib leaves no room for its own; give no cache_gib, or fewer redundant_steps",
     ),
     Choice(
-        lambda job, _: _has_caches(job, "backward") and job.config.model.dtype == "fp16",
+        lambda job, _: job.config.model.dtype == "fp16" and _caches_gradients(job),
         "pp.backward={config.pp.backward} caches gradients times the loss scale of model.dtype=fp16, so that their "
         "differences are large whenever it changes; give --model.dtype bf16, or --pp.backward fixpoint:bits=8",
     ),
@@ -434,6 +434,12 @@ def _has_caches(job: Job, direction: str | None = None) -> bool:
     codecs = (*job.plugins.forward, *job.plugins.backward) if direction is None else getattr(job.plugins, direction)
     has_delta = any(isinstance(codec, Delta) for codec in codecs) and any(job.cached_tensors)
     return job.plugins.ladder is None and has_delta and job.topology.stages > 1
+
+
+def _caches_gradients(job: Job) -> bool:
+    """Return whether the codec of gradients that is given for a link, or for all, caches them."""
+    links = range(job.programs.first_backward, len(job.layout.specs) - 1)
+    return job.topology.stages > 1 and any(job.plugins.deltas_at(link, of_gradients=True) for link in links)
 
 
 def _has_dropout(job: Job) -> bool:

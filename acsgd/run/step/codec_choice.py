@@ -163,7 +163,7 @@ class Measured(NamedTuple):
 class Chooser:
     """Chooses the codecs of a pipeline: a pure function of what is measured and of the present choice.
 
-    program: of a step; max_loss_cost: largest sum of the loss costs of all directions.
+    program: of a step; max_loss_cost: largest sum of the loss costs of all directions, and of rows.
     """
 
     def __init__(self, program: Program, max_loss_cost: float) -> None:
@@ -176,7 +176,7 @@ class Chooser:
             if action.operation.kind == "send" and action.operation.route in (ACTIVATION, GRADIENT)
         }
         actions = {*itertools.chain.from_iterable(program)}
-        self.row_routes = {RowRoute(action.stage, action.peer) for action in actions if action.op is Op.SR}
+        self.row_routes = sorted({RowRoute(action.stage, action.peer) for action in actions if action.op is Op.SR})
         """Between which stages rows of tied tables travel."""
         self._micros = 1 + max(action.micro for action in actions)
         self._max_loss_cost = max_loss_cost

@@ -67,7 +67,7 @@ class LinkCodecs(StepHook):
         most = max(map(len, self._received))
         self._rates = [StepField(f"link_{number}_s_per_byte", in_grid) for number in range(most)]
         self._delays = [StepField(f"link_{number}_delay_s", in_grid) for number in range(most)]
-        self._rows = RowWays(session, self._chooser, all_micros)
+        self._rows = RowWays(session, self._chooser)
         self.fields = (*self._rates, *self._delays, *self._rows.fields)
         self._probed: list[Probed] = []
         self._steps_left = 1
@@ -178,11 +178,12 @@ class LinkCodecs(StepHook):
             return names[number].index(spec) if is_usable else first[number]
 
         saved, replicas = state.progress.codecs, self._session.job.topology.replicas
-        if {len(each) for each in saved} != {len(first)}:
+        if {len(each) for each in saved} not in ({2 * self._links}, {2 * self._links + 1}):
             return [first] * replicas
         # replicas that have joined begin with the codecs of the first
         by_replica = [*saved, *[saved[0]] * replicas][:replicas] if len(saved) < replicas else saved[:replicas]
-        return [tuple(index(number, spec) for number, spec in enumerate(specs)) for specs in by_replica]
+        padded = ((*specs, "")[: len(first)] for specs in by_replica)  # that of rows may be new, or none any more
+        return [tuple(index(number, spec) for number, spec in enumerate(specs)) for specs in padded]
 
     def _specs(self, choice: Choice) -> tuple[str, ...]:
         """Return the spec strings of a choice."""
@@ -198,6 +199,7 @@ class LinkCodecs(StepHook):
     def _record(self, state: LoopState, choices: Sequence[Choice]) -> bool:
         """Record the report of the last step; return whether it has measurements of the links."""
         assert state.summary is not None
+        self._rows.record(state.summary)
         is_measured = False
         for replica, (seconds, micros) in enumerate(zip(state.summary[COMPUTE_S], state.summary[MICROS], strict=True)):
             if all(micros):
@@ -215,7 +217,6 @@ class LinkCodecs(StepHook):
             if any(each.s_per_byte for each in probed):
                 self._probes[replica].append(probed)
                 is_measured = True
-        self._rows.record(state.summary)
         return is_measured
 
     def _codec_s(self, replica: int, rank: int, choice: Choice) -> float:

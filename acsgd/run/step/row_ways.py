@@ -11,7 +11,7 @@ import torch
 from acsgd.pp.tied.plan import RowRung
 from acsgd.pp.wire.coder import TensorSpec
 from acsgd.pp.wire.ladder import measure_codec
-from acsgd.run.report import Report, StepField, StepSummary, highest_by_replica
+from acsgd.run.report import MICROS, Report, StepField, StepSummary, highest_by_replica
 from acsgd.run.session import Session
 from acsgd.run.step.codec_choice import Chooser, Direction, RowTraffic, RowWay
 
@@ -29,6 +29,17 @@ class RowTimes(NamedTuple):
     user_s: float
 
 
+class RowCounts(NamedTuple):
+    """Numbers of a step of a replica."""
+
+    first: float
+    """Elements of the rows of the first group of micro-batches."""
+    total: float
+    """Elements of all rows."""
+    micros: int
+    """Micro-batches."""
+
+
 class RowTable(NamedTuple):
     """What a rank knows of the tables of which it sends or gets rows."""
 
@@ -41,19 +52,19 @@ class RowTable(NamedTuple):
 class RowWays:
     """The ways to send rows of a pipeline; `rungs` is empty without a choice.
 
-    session: of this rank. micros: number of micro-batches of a step.
+    session: of this rank.
     """
 
     fields = (FIRST_ROWS, ALL_ROWS)
 
-    def __init__(self, session: Session, chooser: Chooser, micros: int) -> None:
+    def __init__(self, session: Session, chooser: Chooser) -> None:
         self.rungs = session.job.plugins.row_rungs if chooser.row_routes else ()
-        self._session, self._chooser, self._micros = session, chooser, micros
+        self._session, self._chooser = session, chooser
         rank_of = chooser.placement.rank_of
         self._ranks = [(rank_of(owner), rank_of(user)) for owner, user in chooser.row_routes]
         self._table = RowTable(0, [])
-        self._elements = [(0.0, 0.0)] * session.job.topology.replicas
-        """By replica, those of the first micro-batches and all of the last step."""
+        self._last = [RowCounts(0.0, 0.0, 1)] * session.job.topology.replicas
+        """By replica, those of the last step."""
 
     def report(self) -> Report:
         """Return what this rank reports of the last step."""
@@ -61,7 +72,8 @@ class RowWays:
 
     def record(self, summary: StepSummary) -> None:
         """Record what all ranks have reported."""
-        self._elements = [*zip(summary[FIRST_ROWS], summary[ALL_ROWS], strict=True)]
+        micros = (max(1, int(max(of_ranks))) for of_ranks in summary[MICROS])
+        self._last = [*map(RowCounts, summary[FIRST_ROWS], summary[ALL_ROWS], micros)]
 
     def own_table(self) -> RowTable:
         """Measure the codecs of rows on this rank."""
@@ -89,20 +101,20 @@ class RowWays:
                     down_s = max(down_s, direction.s_per_byte)
                 if sender == user or receiver == owner:
                     up_s = max(up_s, direction.s_per_byte)
-        (first, total), ways = self._elements[replica], []
-        per_micro, groups = total / self._micros, self._micros / self._session.job.programs.width
+        (first, total, micros), ways = self._last[replica], []
+        per_micro, groups = total / micros, micros / self._session.job.programs.width
         for rung, times in zip(self.rungs, self._table.times, strict=True):
             rows, gradients = rung.element_bytes(self._table.width, self._session.job.shapes.dtype)
             seconds = rows * down_s, gradients * up_s, *times
             ways.append(RowWay(rung.loss_cost, *(per_micro * each for each in seconds)))
         power = math.log(total / first) / math.log(groups) if first and groups > 1 else 1.0
-        return RowTraffic(tuple(ways), self._micros, power)
+        return RowTraffic(tuple(ways), micros, power)
 
     def codec_s(self, replica: int, rank: int, way: int) -> float:
         """Return the time of the codecs of a rank for the rows of a micro-batch."""
-        times, per_micro = self._table.times[way], self._elements[replica][1] / self._micros
+        times, last = self._table.times[way], self._last[replica]
         own = (times.owner_s * (owner == rank) + times.user_s * (user == rank) for owner, user in self._ranks)
-        return per_micro * sum(own)
+        return last.total / last.micros * sum(own)
 
     def _time(self, rung: RowRung, width: int, dtype: torch.dtype) -> RowTimes:
         if not width or rung == self.rungs[0]:
