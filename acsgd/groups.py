@@ -358,6 +358,8 @@ def connect(
     domain: str = "",
     divides: bool = False,
     may_be_one: bool = False,
+    connections: int = 1,
+    congestion: str | None = None,
 ) -> Iterator[Groups]:
     """Open this rank's process groups; close them on exit, or abort them if an exception is raised.
 
@@ -366,8 +368,10 @@ def connect(
     only where `background` or `has_several_hosts` are used. host: where this process listens in a run with a mesh.
     domain: name of that of this rank; "" on any rank = there are none. divides: whether replicas of a domain divide the
     weights, so that domains need the same number of replicas. may_be_one: whether replicas that all share a domain
-    divide the weights as in one of several, since others may join. A process may connect again after exit, with other
-    ranks, with another store (such as a dist.PrefixStore of a new prefix) and with other interruptible waits.
+    divide the weights as in one of several, since others may join. connections: number between two ranks of a pipeline,
+    or two replicas. congestion: congestion control of all connections; None = that of the system. A process may connect
+    again after exit, with other ranks, with another store (such as a dist.PrefixStore of a new prefix) and with other
+    interruptible waits.
     Raises RunError if not all ranks connect in time.
     """
     rank, timeout_s = topology.rank, timeout.total_seconds()
@@ -375,18 +379,26 @@ def connect(
     waits.on_interrupt(opened.interrupt)
     try:
         with _connection_errors(rank, topology.world_size, timeout_s):
-            texts = opened.gather_before("domain", json.dumps([domain, divides]))
-            names, dividing = zip(*map(json.loads, texts), strict=True)
+            texts = opened.gather_before("domain", json.dumps([domain, divides, connections]))
+            names, dividing, counts = zip(*map(json.loads, texts), strict=True)
+            if {*counts} != {connections}:
+                raise ConnectError(f"ranks differ in run.connections: {', '.join(map(str, counts))}; give all the same")
             divides = all(dividing)  # the same groups on all ranks, also where their options differ
             least = 1 if divides and may_be_one else 2
             domains = _find_domains(names, topology, equal_sizes=divides, least=least)
             local, across = _levels(domains, topology, all_positions=divides)
-            lines = [line for axis in topology.sizes for line in topology.lines(axis)]
+            lines = [line for axis in topology.sizes for line in topology.lines(axis)] * connections
             everyone = [list(range(topology.world_size))] if several_hosts else []
             members = [*lines, *local, *across, *everyone]
             run_id, (world, *others) = opened.open(members)
+            if congestion is not None:
+                _use_congestion(opened, congestion, has_mesh=host is not None)
         own = iter(others)
-        by_axis = dict(zip(topology.sizes, own, strict=False))
+        by_turn = [dict(zip(topology.sizes, own, strict=False)) for _ in range(connections)]
+        by_axis = {
+            axis: replace(first, more=tuple(each[axis].process_group for each in by_turn[1:]))
+            for axis, first in by_turn[0].items()
+        }
         of_domain, of_position = (
             next(own) if any(rank in each for each in level) else None for level in (local, across)
         )
@@ -400,6 +412,26 @@ def connect(
         raise
     opened.close()
     waits.interrupt("the groups are closed")
+
+
+def _use_congestion(opened: ProcessGroups, congestion: str, *, has_mesh: bool) -> None:
+    """Set the congestion control of all connections. Raises ConnectError if that is not possible."""
+    system = "net.ipv4.tcp_congestion_control of the host"
+    if has_mesh:
+        raise ConnectError(
+            f"run.congestion={congestion}: ranks connect to the mesh of their host, and its connections have {system}; "
+            "set that with sysctl, and remove run.congestion"
+        )
+    try:
+        opened.connections.use_congestion(congestion)
+    except OSError as error:
+        available = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+        known = available.read_text().strip() if available.exists() else "none"
+        raise ConnectError(
+            f"run.congestion={congestion} on {socket.gethostname()}: {error.strerror}; it offers {known}, of which "
+            "net.ipv4.tcp_allowed_congestion_control are for all users; add it there with sysctl, or remove "
+            "run.congestion"
+        ) from error
 
 
 def machine_name() -> str:

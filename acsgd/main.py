@@ -95,6 +95,8 @@ def run(
             several_hosts=several,
             domain=job.domain,
             divides=job.config.dp.shard != "none",
+            connections=job.config.run.connections,
+            congestion=job.config.run.congestion,
         )
     )
     transports = find_transports(job, groups)

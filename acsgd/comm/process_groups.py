@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -106,6 +108,18 @@ class Group:
     """Sums gradients on the device. None = `all_reduce` does."""
     updates: Communicator | None = None
     """Carries compressed updates on the device. None = they are sent as other messages."""
+    more: tuple[dist.ProcessGroup, ...] = ()
+    """Groups of the same ranks, whose connections carry messages in turn with those of `process_group`: of the messages
+    between two ranks with a tag, and of the reductions, each the next."""
+    _turns: defaultdict[tuple[str, int, int], Iterator[int]] = field(
+        default_factory=lambda: defaultdict(itertools.count), compare=False
+    )
+    """By operation, rank and tag, the numbers of the next messages."""
+
+    @property
+    def connections(self) -> int:
+        """Number of connections between two ranks."""
+        return 1 + len(self.more)
 
     @property
     def device(self) -> torch.device:
@@ -127,15 +141,22 @@ class Group:
 
     def isend(self, tensor: Tensor, rank: int, tag: int = 0) -> Work:
         """Start to send a tensor to a global rank."""
-        return _started(dist.isend(tensor, rank, self.process_group, tag))
+        return _started(dist.isend(tensor, rank, self._next("send", rank, tag), tag))
 
     def irecv(self, buffer: Tensor, rank: int, tag: int = 0) -> Work:
         """Start to receive a tensor from a global rank."""
-        return _started(dist.irecv(buffer, rank, self.process_group, tag))
+        return _started(dist.irecv(buffer, rank, self._next("receive", rank, tag), tag))
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Work:
         """Start to reduce a tensor of each member, in place. gloo also takes those of another device."""
-        return _started(dist.all_reduce(tensor, op, group=self.process_group, async_op=True))
+        return _started(dist.all_reduce(tensor, op, group=self._next("reduce", 0, 0), async_op=True))
+
+    def _next(self, operation: str, rank: int, tag: int) -> dist.ProcessGroup:
+        """Return the group whose turn it is, which is the same one at both ends."""
+        if not self.more:
+            return self.process_group
+        number = next(self._turns[operation, rank, tag]) % self.connections
+        return self.more[number - 1] if number else self.process_group
 
 
 def _started(work: dist.Work | None) -> dist.Work:

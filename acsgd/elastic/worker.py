@@ -345,6 +345,8 @@ class ElasticWorker:
             domain=job.domain,
             divides=job.config.dp.shard != "none",
             may_be_one=True,
+            connections=job.config.run.connections,
+            congestion=job.config.run.congestion,
         )
 
     def _open_inputs(self, job: Job, groups: Groups, disks: RunDisks) -> RunInputs:

@@ -39,10 +39,10 @@ OPTIMIZERS = [
     {"name": "muon"},
     {"clip": float("inf"), "schedule": "cosine"},
 ]
-FEATURES: Sequence[dict[str, str]] = [
+FEATURES: Sequence[dict[str, Any]] = [
     {},
     {"model.dropout_mask": "sample"},
-    {"model.recompute": "layers"},
+    {"model.recompute": "layers", "run.connections": 3},
     {"pp.tied": "dense", "dp.mode": "sharded_ps:bucket_mb=0.01"},
     {"pp.forward": "none:dtype=fp32", "dp.mode": "central_ps"},
 ]
@@ -125,7 +125,7 @@ class Table:
         return oracle_losses(alone, masked="masked" in ROWS[case.rows], make=make)
 
 
-def _with(config: Config, options: dict[str, str]) -> Config:
+def _with(config: Config, options: dict[str, Any]) -> Config:
     """Return a config with other options, named as "pp.tied"."""
     for name, value in options.items():
         section, _, option = name.partition(".")

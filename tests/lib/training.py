@@ -101,7 +101,10 @@ def losses_of_rank(
         job = prepare(config, Launch(rank, rank, world_size))
         file_store = dist.FileStore(f"{store}-{number}", world_size)
         domain = domains[rank : rank + 1]
-        with connect(job.topology, timeout=TIMEOUT, store=file_store, domain=domain) as groups:
+        opened = connect(
+            job.topology, timeout=TIMEOUT, store=file_store, domain=domain, connections=config.run.connections
+        )
+        with opened as groups:
             session = build_session(job, open_weight_source(job), groups)
             batches = batches_of(job, speeds.get(number, ()))
             all_losses.append(train(session, map(mask, batches) if masked else batches))

@@ -256,6 +256,8 @@ UNUSED: dict[str, Any] = {
     "log.name": "x",
     "run.timeout": 7.0,
     "run.transport": "gloo",
+    "run.connections": 2,
+    "run.congestion": "bbr",
     "pp.transport": "gloo",
     "dp.transport": "gloo",
     "elastic.min_replicas": 2,

@@ -32,19 +32,22 @@ class Probed(NamedTuple):
 def probe(channel: Channel, sent_bytes: int, received_bytes: int) -> Probed:
     """Measure a link, together with its other end, whose sizes are the same, exchanged.
 
-    Each end sends two small messages and then the data twice: the first time fills queues and token buckets, and only
-    the second one is timed. channel: any of the link, with no message in flight. Raises RunError if the peer fails.
+    Each end sends two small messages and then the data twice, in as many parts as the link has connections: the first
+    time fills queues and token buckets, and only the second one is timed. channel: any of the link, with no message in
+    flight. Raises RunError if the peer fails.
     """
-    started, lengths = time.perf_counter(), (8, 8, received_bytes, received_bytes)
+    started, count = time.perf_counter(), channel.group.connections
     with channel.report_failure("measuring the link to", started):
         small, data = torch.zeros(8, dtype=torch.uint8), torch.zeros(sent_bytes, dtype=torch.uint8)
-        buffers = [torch.empty(length, dtype=torch.uint8) for length in lengths]
-        receives = [channel.receive(buffer, HANDSHAKE_TAG) for buffer in buffers]
+        smalls, received = [torch.empty_like(small) for _ in range(2)], torch.empty(received_bytes, dtype=torch.uint8)
+        messages = [[each] for each in smalls] + [[*received.clone().tensor_split(count)] for _ in range(2)]
+        receives = [[channel.receive(part, HANDSHAKE_TAG) for part in parts] for parts in messages]
         ends, sends = list[float](), [channel.send(small, HANDSHAKE_TAG)]
-        for number, receive in enumerate(receives):
-            channel.waits.wait(receive)
+        for number, parts in enumerate(receives):
+            for receive in parts:
+                channel.waits.wait(receive)
             ends.append(time.perf_counter())
-            following = {0: [small], 1: [data, data]}.get(number, [])
+            following = {0: [small], 1: [*data.tensor_split(count)] * 2}.get(number, [])
             sends += [channel.send(each, HANDSHAKE_TAG) for each in following]
         for send in sends:
             channel.waits.wait(send)

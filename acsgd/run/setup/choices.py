@@ -349,11 +349,11 @@ CHOICES = (
         "log.to={config.log.to}",
         "give --log.to print,jsonl,text,mlflow (or trackio, wandb), or ",
     ),
-    without_effect(
-        "run.transport", lambda job: job.topology.world_size == 1 and not job.is_elastic, "there is one process"
-    ),
-    without_effect(
-        "run.timeout", lambda job: job.topology.world_size == 1 and not job.is_elastic, "there is one process"
+    *(
+        without_effect(
+            f"run.{option}", lambda job: job.topology.world_size == 1 and not job.is_elastic, "there is one process"
+        )
+        for option in ("transport", "timeout", "connections", "congestion")
     ),
     *(
         without_effect(
