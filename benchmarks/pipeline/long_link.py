@@ -1,6 +1,6 @@
 """Rate of messages between two stages on a link with a long delay, and with loss; needs root:
 
-    .venv/bin/python -m benchmarks.pipeline.long_link [--seconds 10] [--rounds 3]
+    .venv/bin/python -m benchmarks.pipeline.long_link [--seconds 5] [--rounds 1]
 
 Two hosts, each a network namespace (netlab.py), with 50 ms of delay each way. One sends messages of --kb to the other,
 16 in flight, with run.congestion and run.connections as given, over connections that are new. After --warm seconds, in
@@ -132,9 +132,9 @@ def receive(groups: Groups, request: Request) -> float:
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--warm", type=float, default=5.0)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--kb", type=int, default=512, help="size of a message")
     parser.add_argument("--links", nargs="+", default=LINKS, help="rate, Mbit/s, and /share of lost packets")
     parser.add_argument("--controls", nargs="+", default=CONTROLS)
