@@ -36,8 +36,10 @@ from acsgd.pp.wire.ladder import (
 from acsgd.pp.wire.probe import PROBE_S
 from acsgd.run.plan.partition import with_useful_delta
 from acsgd.run.plan.plugins import parse_plugins
+from acsgd.run.report import MICROS
 from acsgd.run.step.codec_choice import BAND, Choice, Chooser, Direction, Measured, RowTraffic, RowWay
 from acsgd.run.step.link_codecs import PROBE_EVERY, steps_between
+from acsgd.run.step.row_ways import ALL_ROWS, FIRST_ROWS, RowTable, RowTimes, RowWays
 from acsgd.streams import open_streams
 
 SPEC = TensorSpec((4, 256, 512), torch.float32)
@@ -144,6 +146,33 @@ def test_rows_of_a_tied_table_are_sent_as_the_link_and_the_loss_cost_demand() ->
     slow = with_rows(pipeline(100.0), 100.0, codec_s=COMPUTE_S)
     assert any_cost.choose(slow, (0, 0, 0))[-1] == 0, "codecs of rows that take longer than they save"
     assert any_cost.choose(with_rows(pipeline(UNLIMITED), UNLIMITED), (3, 3, 2)) == (0, 0, 0)
+
+
+def test_rows_pass_the_slowest_link_of_the_rank_that_sends_or_receives_them() -> None:
+    """With the times of their codecs on any rank, for the rows and the micro-batches of the last step."""
+    routed = Chooser(lower(OneFOneB().program(3, 4), routes=[RowRoute(2, 0)]), 1.0)
+    plugins = SimpleNamespace(row_rungs=ROW_RUNGS)
+    job = SimpleNamespace(
+        plugins=plugins,
+        topology=SimpleNamespace(replicas=1),
+        programs=SimpleNamespace(width=1),
+        shapes=SimpleNamespace(dtype=torch.float32),
+    )
+    session: Any = SimpleNamespace(job=job)
+    ways = RowWays(session, routed)
+    ways.use_tables([RowTable(width, [RowTimes(each, 2 * each) for each in (0.0, 1e-6, 3e-6)]) for width in (0, 8)])
+    micros = [[4.0, 4.0, 4.0]]
+    summary: Any = {FIRST_ROWS: [160.0], ALL_ROWS: [640.0], MICROS: micros}
+    ways.record(summary)
+    # activations 0 -> 1 and 1 -> 2, then gradients 1 -> 0 and 2 -> 1
+    directions = [direction(FORWARD, 8.0)._replace(s_per_byte=rate) for rate in (1.0, 20.0, 300.0, 4000.0)]
+    traffic = ways.traffic(0, directions)
+    assert traffic is not None
+    exact, _, rounded = traffic.ways
+    assert exact == RowWay(0.0, 160 * 4 * 4000.0, 160 * 4 * 20.0, 0.0, 0.0), "gradients of rows leave rank 0 for rank 2"
+    assert rounded.owner_s == pytest.approx(160 * 3e-6)
+    assert [ways.codec_s(0, rank, 2) for rank in range(3)] == pytest.approx([160 * 6e-6, 0.0, 160 * 3e-6])
+    assert (traffic.micros, traffic.power) == (4, 1.0)
 
 
 def test_micro_batches_use_fewer_and_fewer_further_rows() -> None:
