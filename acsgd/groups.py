@@ -379,10 +379,13 @@ def connect(
     waits.on_interrupt(opened.interrupt)
     try:
         with _connection_errors(rank, topology.world_size, timeout_s):
-            texts = opened.gather_before("domain", json.dumps([domain, divides, connections]))
-            names, dividing, counts = zip(*map(json.loads, texts), strict=True)
+            problem = _congestion_problem(congestion, has_mesh=host is not None)
+            texts = opened.gather_before("domain", json.dumps([domain, divides, connections, problem]))
+            names, dividing, counts, problems = zip(*map(json.loads, texts), strict=True)
             if {*counts} != {connections}:
                 raise ConnectError(f"ranks differ in run.connections: {', '.join(map(str, counts))}; give all the same")
+            if found := next(filter(None, problems), None):
+                raise ConnectError(found)
             divides = all(dividing)  # the same groups on all ranks, also where their options differ
             least = 1 if divides and may_be_one else 2
             domains = _find_domains(names, topology, equal_sizes=divides, least=least)
@@ -392,7 +395,7 @@ def connect(
             members = [*lines, *local, *across, *everyone]
             run_id, (world, *others) = opened.open(members)
             if congestion is not None:
-                _use_congestion(opened, congestion, has_mesh=host is not None)
+                opened.connections.use_congestion(congestion)
         own = iter(others)
         by_turn = [dict(zip(topology.sizes, own, strict=False)) for _ in range(connections)]
         by_axis = {
@@ -414,24 +417,27 @@ def connect(
     waits.interrupt("the groups are closed")
 
 
-def _use_congestion(opened: ProcessGroups, congestion: str, *, has_mesh: bool) -> None:
-    """Set the congestion control of all connections. Raises ConnectError if that is not possible."""
-    system = "net.ipv4.tcp_congestion_control of the host"
+def _congestion_problem(congestion: str | None, *, has_mesh: bool) -> str:
+    """Return why this process cannot use a congestion control for its connections; "" if it can."""
+    if congestion is None:
+        return ""
     if has_mesh:
-        raise ConnectError(
-            f"run.congestion={congestion}: ranks connect to the mesh of their host, and its connections have {system}; "
-            "set that with sysctl, and remove run.congestion"
+        return (
+            f"run.congestion={congestion}: ranks connect to the mesh of their host, whose connections have "
+            "net.ipv4.tcp_congestion_control of the host; set that with sysctl, and remove run.congestion"
         )
     try:
-        opened.connections.use_congestion(congestion)
+        with socket.socket() as unused:
+            unused.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
     except OSError as error:
         available = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
         known = available.read_text().strip() if available.exists() else "none"
-        raise ConnectError(
+        return (
             f"run.congestion={congestion} on {socket.gethostname()}: {error.strerror}; it offers {known}, of which "
-            "net.ipv4.tcp_allowed_congestion_control are for all users; add it there with sysctl, or remove "
+            "those in net.ipv4.tcp_allowed_congestion_control are for all users; add it there with sysctl, or remove "
             "run.congestion"
-        ) from error
+        )
+    return ""
 
 
 def machine_name() -> str:

@@ -40,11 +40,12 @@ class GlooConnections:
                 raise RuntimeError(f"a group listens at {found}, beside the mesh, and not at {address}")
 
     def use_congestion(self, control: str) -> None:
-        """Set the congestion control of all connections of the groups. Raises OSError if the system has it not."""
+        """Set the congestion control of all connections of the groups, which the system has."""
         for listener, _, connections in _event_loops():
             if listener not in self._others:
                 for connection in connections:
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
+                    with contextlib.suppress(OSError):  # the peer has closed it
+                        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
 
     def shut_down(self) -> None:
         """Shut down all connections, so that peers and the threads that wait in gloo notice at once. From any thread.
