@@ -378,24 +378,25 @@ def connect(
     opened = ProcessGroups(store, waits, rank, topology.world_size, timeout, host)
     waits.on_interrupt(opened.interrupt)
     try:
+        problem = _congestion_problem(congestion, has_mesh=host is not None)
         with _connection_errors(rank, topology.world_size, timeout_s):
-            problem = _congestion_problem(congestion, has_mesh=host is not None)
             texts = opened.gather_before("domain", json.dumps([domain, divides, connections, problem]))
-            names, dividing, counts, problems = zip(*map(json.loads, texts), strict=True)
-            if {*counts} != {connections}:
-                raise ConnectError(f"ranks differ in run.connections: {', '.join(map(str, counts))}; give all the same")
-            if found := next(filter(None, problems), None):
-                raise ConnectError(found)
-            divides = all(dividing)  # the same groups on all ranks, also where their options differ
-            least = 1 if divides and may_be_one else 2
+        names, dividing, counts, problems = zip(*map(json.loads, texts), strict=True)
+        if {*counts} != {connections}:
+            raise ConnectError(f"ranks differ in run.connections: {', '.join(map(str, counts))}; give all the same")
+        if found := next(filter(None, problems), None):
+            raise ConnectError(found)
+        divides = all(dividing)  # the same groups on all ranks, also where their options differ
+        least = 1 if divides and may_be_one else 2
+        with _connection_errors(rank, topology.world_size, timeout_s):
             domains = _find_domains(names, topology, equal_sizes=divides, least=least)
             local, across = _levels(domains, topology, all_positions=divides)
             lines = [line for axis in topology.sizes for line in topology.lines(axis)] * connections
             everyone = [list(range(topology.world_size))] if several_hosts else []
             members = [*lines, *local, *across, *everyone]
             run_id, (world, *others) = opened.open(members)
-            if congestion is not None:
-                opened.connections.use_congestion(congestion)
+        if congestion is not None:
+            opened.connections.use_congestion(congestion)
         own = iter(others)
         by_turn = [dict(zip(topology.sizes, own, strict=False)) for _ in range(connections)]
         by_axis = {
