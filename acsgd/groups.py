@@ -381,12 +381,7 @@ def connect(
         problem = _congestion_problem(congestion, has_mesh=host is not None)
         with _connection_errors(rank, topology.world_size, timeout_s):
             texts = opened.gather_before("domain", json.dumps([domain, divides, connections, problem]))
-        names, dividing, counts, problems = zip(*map(json.loads, texts), strict=True)
-        if {*counts} != {connections}:
-            raise ConnectError(f"ranks differ in run.connections: {', '.join(map(str, counts))}; give all the same")
-        if found := next(filter(None, problems), None):
-            raise ConnectError(found)
-        divides = all(dividing)  # the same groups on all ranks, also where their options differ
+        names, divides = _agreed(texts)
         least = 1 if divides and may_be_one else 2
         with _connection_errors(rank, topology.world_size, timeout_s):
             domains = _find_domains(names, topology, equal_sizes=divides, least=least)
@@ -416,6 +411,19 @@ def connect(
         raise
     opened.close()
     waits.interrupt("the groups are closed")
+
+
+def _agreed(texts: Sequence[str]) -> tuple[Sequence[str], bool]:
+    """Return the domain of each rank, and whether all ranks want replicas of a domain to divide the weights.
+
+    texts: by rank, what `connect` exchanges. Raises ConnectError, on all ranks alike, if they cannot connect.
+    """
+    names, dividing, counts, problems = zip(*map(json.loads, texts), strict=True)
+    if len({*counts}) > 1:
+        raise ConnectError(f"ranks differ in run.connections: {', '.join(map(str, counts))}; give all the same")
+    if problem := next(filter(None, problems), None):
+        raise ConnectError(problem)
+    return names, all(dividing)  # the same groups on all ranks, also where their options differ
 
 
 def _congestion_problem(congestion: str | None, *, has_mesh: bool) -> str:
