@@ -221,7 +221,7 @@ class Peers:
             with collective_errors("summing gradients", leaders):  # the training thread counts its wait for this one
                 self.waits.wait(leaders.all_reduce(message))
             meter.sent_bytes += self._ring_bytes(message, leaders)
-            self._wait_for_members(self._forward(message, LEADER_TAG), since)
+            self._wait_for(self._forward(message, LEADER_TAG), since)
         else:
             with self._errors_of(self._leader, since):
                 self.waits.wait(self.group.irecv(message, self._leader, LEADER_TAG))
@@ -256,33 +256,66 @@ class Peers:
         self._exchanges += 1
         if self.group.updates is not None and self.is_leader:
             return self._exchange_on_device(self.group.updates, outgoing, longest, meter)
-        since, buffers, receiving, sending = time.perf_counter(), {}, {}, {}
-        sources = {peer: self._ranks[peer] if self.is_leader else self._leader for peer in longest}
+        since, receiving, sending = time.perf_counter(), {}, []
         for peer, nbytes in longest.items():
-            buffers[peer] = torch.empty(_HEADER.size + nbytes, dtype=torch.uint8, device=self.group.device)
-            with self._errors_of(sources[peer], since):
-                tag = TAG if self.is_leader else LEADER_TAG + 1 + peer
-                receiving[peer] = self.group.irecv(buffers[peer], sources[peer], tag)
+            source, tag = (self._ranks[peer], TAG) if self.is_leader else (self._leader, LEADER_TAG + 1 + peer)
+            with self._errors_of(source, since):
+                receiving[peer] = source, self._start_receiving(nbytes, source, tag)
         headers = {peer: self._header(len(message), message.cpu()) for peer, message in outgoing.items()}
         for peer, message in outgoing.items() if self.is_leader else ():
-            framed = torch.cat([headers[peer], message])
-            with self._errors_of(self._ranks[peer], since):
-                sending[self._ranks[peer]] = self.group.isend(framed, self._ranks[peer], TAG)
-            meter.sent_bytes += len(framed)
+            sending += self._start_sending(headers[peer], message, self._ranks[peer], since)
+            meter.sent_bytes += _HEADER.size + len(message)
         forwarding = self._compare_in_domain([*headers.values()], since)
         received = {}
-        for peer, buffer in buffers.items():
-            with self._errors_of(sources[peer], since):
-                self.waits.wait(receiving[peer])
-            received[peer] = self._body(peer, buffer)  # an aborted peer no longer receives: raise before waiting for it
-            forwarding += self._forward(buffer[: _HEADER.size + len(received[peer])], LEADER_TAG + 1 + peer)
-        for rank, sent in sending.items():
-            with self._errors_of(rank, since):
-                self.waits.wait(sent)
-        self._wait_for_members(forwarding, since)
+        for peer, (source, parts) in receiving.items():
+            with self._errors_of(source, since):
+                framed = self._wait_for_parts(parts)
+            # an aborted peer no longer receives: raise before waiting for it
+            received[peer] = framed[_HEADER.size :][: self._length(peer, framed, longest[peer])]
+            forwarding += self._forward(framed[: _HEADER.size + len(received[peer])], LEADER_TAG + 1 + peer)
+        self._wait_for(sending, since)
+        self._wait_for(forwarding, since)
         if meter.trace is not None:
             meter.trace.add("replicas", "exchange with replicas", since, time.perf_counter())
         return received
+
+    def _start_sending(self, header: Tensor, message: Tensor, rank: int, since: float) -> list[tuple[int, Work]]:
+        """Start to send a message in equal parts, one on each connection, the header before the first of them."""
+        count = self.group.connections
+        part = -(-len(message) // count)
+        framed = torch.cat([header, message, message.new_zeros(count * part - len(message))])
+        ends = [_HEADER.size + part * number for number in range(1, count + 1)]
+        with self._errors_of(rank, since):
+            return [
+                (rank, self.group.isend(framed[start:end], rank, TAG))
+                for start, end in zip([0, *ends], ends, strict=False)
+            ]
+
+    def _start_receiving(self, longest: int, source: int, tag: int) -> list[tuple[Tensor, Work]]:
+        """Start to receive the parts of a message of at most `longest` bytes; from the leader of a domain it is one."""
+        count = self.group.connections if self.is_leader else 1
+        part = -(-longest // count)
+        buffers = [
+            torch.empty(nbytes, dtype=torch.uint8, device=self.group.device)
+            for nbytes in (_HEADER.size + part, *[part] * (count - 1))
+        ]
+        return [(buffer, self.group.irecv(buffer, source, tag)) for buffer in buffers]
+
+    def _wait_for_parts(self, parts: Sequence[tuple[Tensor, Work]]) -> Tensor:
+        """Wait for the parts of a message; return the header and the message, and perhaps some bytes after them.
+
+        Of a peer that has failed, there is a header alone.
+        """
+        (first, work), *others = parts
+        self.waits.wait(work)
+        identity, _ = _HEADER.unpack(first[: _HEADER.size].numpy().tobytes())
+        length = identity % _LENGTHS
+        if not others or length == _ABORTED:
+            return first
+        for _, work in others:
+            self.waits.wait(work)
+        part = -(-length // len(parts))
+        return torch.cat([first[: _HEADER.size + part], *(buffer[:part] for buffer, _ in others)])
 
     def _exchange_on_device(
         self, updates: Communicator, outgoing: Mapping[int, Tensor], longest: Mapping[int, int], meter: Meter
@@ -296,13 +329,14 @@ class Peers:
         if self.device.type != "cpu":
             torch.accelerator.current_stream(self.device).synchronize()
         headers = {peer: torch.empty(_HEADER.size, dtype=torch.uint8) for peer in longest}
-        receiving, sending, received = {}, {}, {}
+        receiving, sending, received = {}, [], {}
         for peer, header in headers.items():
             with self._errors_of(self._ranks[peer], since):
                 receiving[peer] = self.group.irecv(header, self._ranks[peer], TAG)
         for peer, message in outgoing.items():
             with self._errors_of(self._ranks[peer], since):
-                sending[peer] = self.group.isend(self._header(len(message), empty), self._ranks[peer], TAG)
+                work = self.group.isend(self._header(len(message), empty), self._ranks[peer], TAG)
+            sending.append((self._ranks[peer], work))
             meter.sent_bytes += _HEADER.size + len(message)
         checked = [self._header(len(each), each.cpu()) for each in outgoing.values()] if self._followers else []
         forwarding = self._compare_in_domain(checked, since)
@@ -311,9 +345,7 @@ class Peers:
                 self.waits.wait(receiving[peer])
             length = self._length(peer, header, longest[peer])  # as in `exchange`, before waiting for an aborted peer
             received[peer] = torch.empty(length, dtype=torch.uint8, device=self.device)
-        for peer, work in sending.items():
-            with self._errors_of(self._ranks[peer], since):
-                self.waits.wait(work)
+        self._wait_for(sending, since)
         receive, send = (
             {self._ranks[peer]: each for peer, each in tensors.items()} for tensors in (received, outgoing)
         )
@@ -322,7 +354,7 @@ class Peers:
         for peer, message in received.items() if self._followers else ():
             framed = torch.cat([self._header(len(message), message.cpu()), message.cpu()])
             forwarding += self._forward(framed, LEADER_TAG + 1 + peer)
-        self._wait_for_members(forwarding, since)
+        self._wait_for(forwarding, since)
         if meter.trace is not None:
             meter.trace.add("replicas", "exchange with replicas", since, time.perf_counter())
         return received
@@ -356,7 +388,7 @@ class Peers:
                 started.append((rank, self.group.isend(message, rank, tag)))
         return started
 
-    def _wait_for_members(self, sending: Sequence[tuple[int, Work]], since: float) -> None:
+    def _wait_for(self, sending: Sequence[tuple[int, Work]], since: float) -> None:
         for rank, work in sending:
             with self._errors_of(rank, since):
                 self.waits.wait(work)
@@ -385,11 +417,6 @@ class Peers:
         header = identity.to_bytes(_IDENTITY_BYTES, "little")
         packed = bytearray(_HEADER.pack(identity, checksum(header, message)))
         return torch.frombuffer(packed, dtype=torch.uint8)
-
-    def _body(self, peer: int, buffer: Tensor) -> Tensor:
-        """Return the message in a buffer. Raises errors as `_length`."""
-        rest = buffer[_HEADER.size :]
-        return rest[: self._length(peer, buffer, len(rest))]
 
     def _length(self, peer: int, buffer: Tensor, longest: int) -> int:
         """Return the length of a message of at most `longest` bytes from its header, which starts a buffer.

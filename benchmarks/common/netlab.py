@@ -11,7 +11,9 @@ and the host proper is in a network behind it.
 
 Without delay the switch is a kernel bridge. With delay it is a process that holds the TUN device of every host and
 forwards each packet a fixed time after its arrival (many kernels are built without netem); `switch_cpu_s` is its CPU
-time. Packets are dropped where too many wait at a limit, and at random if there is a `loss`.
+time. Packets are dropped where too many wait at a limit, and at random if there is a `loss`. It forwards about 0.4
+Gbit/s of packets. With `offload`, hosts hand over TCP segments of up to 64 KB, as to network cards that divide them
+into packets: it forwards some Gbit/s, and all packets of a segment arrive, wait or are lost together.
 
 tcp_slow_start_after_idle is off in every namespace. By default TCP resets the congestion window of a connection that
 has been idle for some round trips, as happens in every step of a pipeline. On your own hosts: sysctl -w
@@ -55,7 +57,10 @@ QUEUE_S = 0.2
 RATE = struct.Struct("qd")  # message to the switch: host, and bytes per second, 0 = no limit
 CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
-TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
+IFF_TUN, IFF_NO_PI, IFF_VNET_HDR, TUN_F_CSUM, TUN_F_TSO4 = 0x0001, 0x1000, 0x4000, 0x01, 0x02
+SEGMENT = struct.Struct("=BBHHHH")  # linux/virtio_net.h, before each packet of a TUN device; the fourth: payload bytes
+HEADERS = 52  # bytes of IPv4 and TCP headers with timestamps
 PACKETS_PER_TURN = 32
 ROUTER, HOME = "192.168.1.1", "192.168.1.2"
 """Addresses of a router and of the host behind it, in their network."""
@@ -109,12 +114,14 @@ class Lab:
 
 
 @contextlib.contextmanager
-def lab(*, hosts: int, delay_s: float | Sequence[float] = 0.0, loss: float = 0.0) -> Iterator[Lab]:
+def lab(
+    *, hosts: int, delay_s: float | Sequence[float] = 0.0, loss: float = 0.0, offload: bool = False
+) -> Iterator[Lab]:
     """Create a network without rate limits and remove it at the end; all processes in it must have ended by then.
 
     delay_s: one-way delay between any two hosts; or that of each host to the switch, of which the delay between two is
-    the sum. loss: fraction of packets that are dropped, which needs a delay. Raises RuntimeError that names what this
-    machine lacks.
+    the sum. loss: fraction of packets that are dropped, which needs a delay. offload: whether packets that are delayed
+    travel in segments of up to 64 KB. Raises RuntimeError that names what this machine lacks.
     """
     delays_s = [delay_s / 2] * hosts if isinstance(delay_s, (int, float)) else [*delay_s]
     check(needs_tun=any(delays_s))
@@ -127,7 +134,7 @@ def lab(*, hosts: int, delay_s: float | Sequence[float] = 0.0, loss: float = 0.0
             run(f"ip -n {namespace} link set lo up")
         switch = None
         if any(delays_s):
-            switch = cleanup.enter_context(_started_switch(namespaces, delays_s, loss))
+            switch = cleanup.enter_context(_started_switch(namespaces, delays_s, loss, offload))
         else:
             _add_bridge(center, namespaces)
         for host, namespace in enumerate(namespaces):
@@ -283,10 +290,10 @@ def _set_namespace(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def _started_switch(
-    namespaces: Sequence[str], delays_s: Sequence[float], loss: float
+    namespaces: Sequence[str], delays_s: Sequence[float], loss: float, offload: bool
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start the process that delays packets; it ends when its input does, so also when this process dies."""
-    command = [sys.executable, __file__, ",".join(map(str, delays_s)), str(loss), *namespaces]
+    command = [sys.executable, __file__, ",".join(map(str, delays_s)), str(loss), str(int(offload)), *namespaces]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as switch:
         assert switch.stdout is not None
@@ -298,18 +305,18 @@ def _started_switch(
 class Switch:
     """Forwards packets between the TUN devices of all hosts, with a delay and a rate limit per receiving host.
 
-    delays_s: of each host to this switch; loss: fraction of packets that are dropped.
+    delays_s: of each host to this switch; loss: fraction of packets that are dropped; offload: as for `lab`.
     """
 
-    def __init__(self, namespaces: Sequence[str], delays_s: Sequence[float], loss: float) -> None:
+    def __init__(self, namespaces: Sequence[str], delays_s: Sequence[float], loss: float, offload: bool) -> None:
         self._delays_s = delays_s
         self._loss = loss
         self._rates = [0.0] * len(namespaces)
-        self._ports = [_open_tun(namespace) for namespace in namespaces]
+        self._ports = [_open_tun(namespace, offload) for namespace in namespaces]
         self._hosts = {socket.inet_aton(address(host)): host for host in range(len(namespaces))}
         self._free_at = [0.0] * len(namespaces)  # when the queue of a host will be empty
         self._travelling: list[tuple[float, int, int, bytes]] = []
-        """Heap of packets: when they arrive, a number, the host, and the bytes."""
+        """Heap of packets: when they arrive, a number, the host, and the bytes, SEGMENT first."""
         self._numbers = itertools.count()
         self._waiting: list[deque[tuple[float, bytes]]] = [deque() for _ in namespaces]  # with their time, in order
 
@@ -333,8 +340,9 @@ class Switch:
     def _take(self, source: int, port: int) -> None:
         with contextlib.suppress(OSError):  # no more packets, or the host is cut off
             for _ in range(PACKETS_PER_TURN):
-                packet = os.read(port, 2 * MTU)
-                if packet[0] >> 4 == 4 and (host := self._hosts.get(packet[16:20])) is not None:
+                packet = os.read(port, 1 << 17)
+                ip = packet[SEGMENT.size : SEGMENT.size + 20]
+                if ip[0] >> 4 == 4 and (host := self._hosts.get(ip[16:20])) is not None:
                     if random.random() < self._loss:
                         continue
                     at = time.monotonic() + self._delays_s[source] + self._delays_s[host]
@@ -348,7 +356,7 @@ class Switch:
             if rate := self._rates[host]:
                 if self._free_at[host] > at + QUEUE_S:
                     continue
-                at = self._free_at[host] = max(at, self._free_at[host]) + len(packet) / rate
+                at = self._free_at[host] = max(at, self._free_at[host]) + _wire_bytes(packet) / rate
             self._waiting[host].append((at, packet))
 
     def _pass_on(self) -> None:
@@ -359,16 +367,25 @@ class Switch:
                     os.write(port, packets.popleft()[1])
 
 
-def _open_tun(namespace: str) -> int:
+def _open_tun(namespace: str, offload: bool) -> int:
     with _inside(namespace):
         device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-        fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", b"eth0", IFF_TUN | IFF_NO_PI))
+        fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", b"eth0", IFF_TUN | IFF_NO_PI | IFF_VNET_HDR))
+        fcntl.ioctl(device, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4 if offload else 0)
     return device
 
 
+def _wire_bytes(packet: bytes) -> int:
+    """Return the bytes of a packet, or of those into which a network card would divide it."""
+    _, _, _, payload, _, _ = SEGMENT.unpack_from(packet)
+    further = (len(packet) - SEGMENT.size - HEADERS - 1) // payload if payload else 0
+    return len(packet) - SEGMENT.size + further * HEADERS
+
+
 def main() -> None:
-    """Run the switch: python netlab.py DELAY_S,... LOSS NAMESPACE..."""
-    switch = Switch(sys.argv[3:], [*map(float, sys.argv[1].split(","))], float(sys.argv[2]))
+    """Run the switch: python netlab.py DELAY_S,... LOSS OFFLOAD NAMESPACE..."""
+    delays_s, loss, offload, *namespaces = sys.argv[1:]
+    switch = Switch(namespaces, [*map(float, delays_s.split(","))], float(loss), offload == "1")
     os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))  # a wire does not wait for a CPU
     sys.stdout.write(".")
     sys.stdout.close()

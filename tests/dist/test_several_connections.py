@@ -10,23 +10,28 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from lib.ranks import on_ranks
 
 from acsgd.comm import connections as gloo
-from acsgd.errors import ConnectError
+from acsgd.comm.waits import Meter
+from acsgd.dp.peers import Peers
+from acsgd.errors import ConnectError, RunError
 from acsgd.groups import Groups, connect
 from acsgd.topology import Topology
 
 TIMEOUT, COUNT, MESSAGES = timedelta(seconds=60), 3, 7
+LENGTHS, LONGEST = (1, 2, 3, 4, 1000, 1024), 1024
+"""Bytes of messages between replicas, and how many a replica expects at most."""
 
 
 @contextlib.contextmanager
-def opened(rank: int, store: Path, **options: Any) -> Iterator[Groups]:
-    """Connect two stages."""
+def opened(rank: int, store: Path, stages: int = 2, **options: Any) -> Iterator[Groups]:
+    """Connect two stages, or two replicas."""
     files = dist.FileStore(str(store), 2)
-    with connect(Topology.of(rank, 2, 2), timeout=TIMEOUT, store=files, **options) as groups:
+    with connect(Topology.of(rank, 2, stages), timeout=TIMEOUT, store=files, **options) as groups:
         yield groups
 
 
@@ -56,6 +61,27 @@ def exchange(rank: int, world_size: int, store: Path) -> None:
         assert received.tolist() == [0, 1, 2, 3] or rank == 0
 
 
+def exchange_updates(rank: int, world_size: int, store: Path) -> None:
+    with opened(rank, store, stages=1, connections=COUNT) as groups:
+        peers, meter = Peers(groups.dp, groups.waits), Meter()
+        of_turn = [groups.dp.process_group, *groups.dp.more]
+        for number, length in enumerate(LENGTHS):
+            of_rank = [torch.arange(start, start + length).to(torch.uint8) for start in (number, number + 100)]
+            with mock.patch.object(dist, "isend", wraps=dist.isend) as spy:
+                received = peers.exchange({1 - rank: of_rank[rank]}, {1 - rank: LONGEST}, meter)
+            assert torch.equal(received[1 - rank], of_rank[1 - rank])
+            assert [call.args[2] for call in spy.call_args_list] == of_turn
+            sent = [call.args[0].numel() for call in spy.call_args_list]
+            assert sent == [sent[1] + 16, *[-(-length // COUNT)] * (COUNT - 1)], "a header, and equal parts"
+        assert meter.sent_bytes == sum(LENGTHS) + 16 * len(LENGTHS)
+        if rank:
+            peers.abort()
+        else:
+            with pytest.raises(RunError, match=r"replica 1 \(rank 1\) has failed; see its own error"):
+                peers.exchange({1: of_rank[0]}, {1: LONGEST}, meter)
+        groups.wait_for_all("the end", timeout_s=TIMEOUT.total_seconds())
+
+
 def refused(rank: int, world_size: int, store: Path) -> list[str]:
     found = []
     for number, options in enumerate(({"connections": 1 + rank}, {"congestion": "unknown"})):
@@ -69,6 +95,10 @@ def refused(rank: int, world_size: int, store: Path) -> list[str]:
 
 def test_messages_take_turns_on_connections_of_the_given_control(tmp_path: Path) -> None:
     on_ranks(2, exchange, tmp_path / "store")
+
+
+def test_updates_of_replicas_are_divided_over_the_connections(tmp_path: Path) -> None:
+    on_ranks(2, exchange_updates, tmp_path / "store")
 
 
 def test_connections_that_differ_and_an_unknown_control_are_refused(tmp_path: Path) -> None:
