@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,26 @@ def acting_domains(
         found = [[replica] for replica in range(group.size())]
     senders = [domain for domain in found if domain[0] not in observers]
     return senders, [domain for domain in found if domain[0] in observers]
+
+
+class _Incoming(NamedTuple):
+    """A message that is being received."""
+
+    source: int
+    """Rank that sends it."""
+    header: Tensor
+    buffer: Tensor
+    """As long as the longest message."""
+    parts: Sequence[Tensor]
+    """Of the buffer, one for each connection, each of which receives such a part of the message."""
+    works: Sequence[Work]
+    """Of the header, and of these."""
+
+
+def _identity(header: Tensor) -> tuple[int, int]:
+    """Return the number of the exchange and the length in a header."""
+    identity, _ = _HEADER.unpack(header.numpy().tobytes())
+    return divmod(identity, _LENGTHS)
 
 
 class AsyncResult(Generic[T]):
@@ -221,7 +241,7 @@ class Peers:
             with collective_errors("summing gradients", leaders):  # the training thread counts its wait for this one
                 self.waits.wait(leaders.all_reduce(message))
             meter.sent_bytes += self._ring_bytes(message, leaders)
-            self._wait_for(self._forward(message, LEADER_TAG), since)
+            self._wait_for(self._forward([message], LEADER_TAG), since)
         else:
             with self._errors_of(self._leader, since):
                 self.waits.wait(self.group.irecv(message, self._leader, LEADER_TAG))
@@ -258,64 +278,52 @@ class Peers:
             return self._exchange_on_device(self.group.updates, outgoing, longest, meter)
         since, receiving, sending = time.perf_counter(), {}, []
         for peer, nbytes in longest.items():
-            source, tag = (self._ranks[peer], TAG) if self.is_leader else (self._leader, LEADER_TAG + 1 + peer)
-            with self._errors_of(source, since):
-                receiving[peer] = source, self._start_receiving(nbytes, source, tag)
+            receiving[peer] = self._start_receiving(peer, nbytes, since)
         headers = {peer: self._header(len(message), message.cpu()) for peer, message in outgoing.items()}
         for peer, message in outgoing.items() if self.is_leader else ():
-            sending += self._start_sending(headers[peer], message, self._ranks[peer], since)
+            with self._errors_of(rank := self._ranks[peer], since):
+                parts = headers[peer], *message.tensor_split(self.group.connections)
+                sending += [(rank, self.group.isend(part, rank, TAG)) for part in parts]
             meter.sent_bytes += _HEADER.size + len(message)
         forwarding = self._compare_in_domain([*headers.values()], since)
         received = {}
-        for peer, (source, parts) in receiving.items():
-            with self._errors_of(source, since):
-                framed = self._wait_for_parts(parts)
-            # an aborted peer no longer receives: raise before waiting for it
-            received[peer] = framed[_HEADER.size :][: self._length(peer, framed, longest[peer])]
-            forwarding += self._forward(framed[: _HEADER.size + len(received[peer])], LEADER_TAG + 1 + peer)
+        for peer, incoming in receiving.items():
+            received[peer] = self._wait_for_message(peer, incoming, since)
+            forwarding += self._forward((incoming.header, received[peer]), LEADER_TAG + 1 + peer)
         self._wait_for(sending, since)
         self._wait_for(forwarding, since)
         if meter.trace is not None:
             meter.trace.add("replicas", "exchange with replicas", since, time.perf_counter())
         return received
 
-    def _start_sending(self, header: Tensor, message: Tensor, rank: int, since: float) -> list[tuple[int, Work]]:
-        """Start to send a message in equal parts, one on each connection, the header before the first of them."""
-        count = self.group.connections
-        part = -(-len(message) // count)
-        framed = torch.cat([header, message, message.new_zeros(count * part - len(message))])
-        ends = [_HEADER.size + part * number for number in range(1, count + 1)]
-        with self._errors_of(rank, since):
-            return [
-                (rank, self.group.isend(framed[start:end], rank, TAG))
-                for start, end in zip([0, *ends], ends, strict=False)
-            ]
+    def _start_receiving(self, peer: int, longest: int, since: float) -> _Incoming:
+        """Start to receive a message of at most `longest` bytes: in parts from its sender, or from the leader."""
+        source, tag = (self._ranks[peer], TAG) if self.is_leader else (self._leader, LEADER_TAG + 1 + peer)
+        header, buffer = (
+            torch.empty(nbytes, dtype=torch.uint8, device=self.group.device) for nbytes in (_HEADER.size, longest)
+        )
+        parts = buffer.tensor_split(self.group.connections if self.is_leader else 1)
+        with self._errors_of(source, since):
+            works = [self.group.irecv(part, source, tag) for part in (header, *parts)]
+        return _Incoming(source, header, buffer, parts, works)
 
-    def _start_receiving(self, longest: int, source: int, tag: int) -> list[tuple[Tensor, Work]]:
-        """Start to receive the parts of a message of at most `longest` bytes; from the leader of a domain it is one."""
-        count = self.group.connections if self.is_leader else 1
-        part = -(-longest // count)
-        buffers = [
-            torch.empty(nbytes, dtype=torch.uint8, device=self.group.device)
-            for nbytes in (_HEADER.size + part, *[part] * (count - 1))
-        ]
-        return [(buffer, self.group.irecv(buffer, source, tag)) for buffer in buffers]
-
-    def _wait_for_parts(self, parts: Sequence[tuple[Tensor, Work]]) -> Tensor:
-        """Wait for the parts of a message; return the header and the message, and perhaps some bytes after them.
-
-        Of a peer that has failed, there is a header alone.
-        """
-        (first, work), *others = parts
-        self.waits.wait(work)
-        identity, _ = _HEADER.unpack(first[: _HEADER.size].numpy().tobytes())
-        length = identity % _LENGTHS
-        if not others or length == _ABORTED:
-            return first
-        for _, work in others:
+    def _wait_for_message(self, peer: int, incoming: _Incoming, since: float) -> Tensor:
+        """Wait for a message, and return it. Raises RunError if it is corrupt, or the peer has failed."""
+        source, header, buffer, parts, (work, *works) = incoming
+        longest = len(buffer)
+        with self._errors_of(source, since):
             self.waits.wait(work)
-        part = -(-length // len(parts))
-        return torch.cat([first[: _HEADER.size + part], *(buffer[:part] for buffer, _ in others)])
+        _, length = _identity(header)
+        if length == _ABORTED:  # it sends no more, and no longer receives
+            self._check(peer, header, buffer[:0], longest)
+        with self._errors_of(source, since):
+            for work in works:
+                self.waits.wait(work)
+        if length < longest and len(parts) > 1:
+            sizes = [len(each) for each in buffer[:length].tensor_split(len(parts))]
+            buffer = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        self._check(peer, header, buffer[:length], longest)
+        return buffer[:length]
 
     def _exchange_on_device(
         self, updates: Communicator, outgoing: Mapping[int, Tensor], longest: Mapping[int, int], meter: Meter
@@ -343,8 +351,8 @@ class Peers:
         for peer, header in headers.items():
             with self._errors_of(self._ranks[peer], since):
                 self.waits.wait(receiving[peer])
-            length = self._length(peer, header, longest[peer])  # as in `exchange`, before waiting for an aborted peer
-            received[peer] = torch.empty(length, dtype=torch.uint8, device=self.device)
+            self._check(peer, header, empty, longest[peer])  # an aborted peer waits for nothing more
+            received[peer] = torch.empty(_identity(header)[1], dtype=torch.uint8, device=self.device)
         self._wait_for(sending, since)
         receive, send = (
             {self._ranks[peer]: each for peer, each in tensors.items()} for tensors in (received, outgoing)
@@ -352,8 +360,8 @@ class Peers:
         with collective_errors("exchanging updates", self.group):
             self.waits.wait(updates.all_to_all(receive, send))
         for peer, message in received.items() if self._followers else ():
-            framed = torch.cat([self._header(len(message), message.cpu()), message.cpu()])
-            forwarding += self._forward(framed, LEADER_TAG + 1 + peer)
+            copied = message.cpu()
+            forwarding += self._forward((self._header(len(copied), copied), copied), LEADER_TAG + 1 + peer)
         self._wait_for(forwarding, since)
         if meter.trace is not None:
             meter.trace.add("replicas", "exchange with replicas", since, time.perf_counter())
@@ -368,7 +376,7 @@ class Peers:
             return []
         mine = torch.cat([*headers]).to(self.group.device)
         if self.is_leader:
-            return self._forward(mine, LEADER_TAG)
+            return self._forward([mine], LEADER_TAG)
         of_leader = torch.empty_like(mine)
         with self._errors_of(self._leader, since):
             self.waits.wait(self.group.irecv(of_leader, self._leader, LEADER_TAG))
@@ -380,12 +388,12 @@ class Peers:
             )
         return []
 
-    def _forward(self, message: Tensor, tag: int) -> list[tuple[int, Work]]:
-        """Start to send a message to the other members of this domain, if this is the leader."""
+    def _forward(self, tensors: Sequence[Tensor], tag: int) -> list[tuple[int, Work]]:
+        """Start to send tensors to the other members of this domain, if this is the leader."""
         started = []
         for rank in self._followers if self.is_leader else ():
             with self._errors_of(rank, time.perf_counter()):
-                started.append((rank, self.group.isend(message, rank, tag)))
+                started += [(rank, self.group.isend(tensor, rank, tag)) for tensor in tensors]
         return started
 
     def _wait_for(self, sending: Sequence[tuple[int, Work]], since: float) -> None:
@@ -418,15 +426,14 @@ class Peers:
         packed = bytearray(_HEADER.pack(identity, checksum(header, message)))
         return torch.frombuffer(packed, dtype=torch.uint8)
 
-    def _length(self, peer: int, buffer: Tensor, longest: int) -> int:
-        """Return the length of a message of at most `longest` bytes from its header, which starts a buffer.
+    def _check(self, peer: int, header: Tensor, message: Tensor, longest: int) -> None:
+        """Raise RunError if a message is corrupt, not that of the present exchange, or that of a peer that has failed.
 
-        Raises RunError if it is corrupt with what follows in the buffer, or not that of the present exchange.
+        longest: its maximum number of bytes.
         """
-        raw, rest, rank = buffer[: _HEADER.size].numpy().tobytes(), buffer[_HEADER.size :], self._ranks[peer]
-        identity, expected = _HEADER.unpack(raw)
-        number, length = divmod(identity, _LENGTHS)
-        message = rest[: 0 if length == _ABORTED else min(length, len(rest))]
+        raw, rank = header.numpy().tobytes(), self._ranks[peer]
+        _, expected = _HEADER.unpack(raw)
+        number, length = _identity(header)
         if (actual := checksum(raw[:_IDENTITY_BYTES], message)) != expected:
             raise RunError(
                 f"{self.name(peer)} sent a corrupt message: its checksum is {actual:016x} instead of "
@@ -440,7 +447,6 @@ class Peers:
                 f"{self._exchanges} of at most {longest} bytes: the two run different programs, check that all hosts "
                 "have the same acsgd, run file and flags"
             )
-        return length
 
     @contextlib.contextmanager
     def _errors_of(self, rank: int, since: float) -> Iterator[None]:
