@@ -421,8 +421,9 @@ class RunConfig:
     measured to be 1.5 times as fast as gloo. NCCL needs one GPU per rank, the same version on all hosts, and codecs
     without entropy coding, other than delta."""
     connections: Annotated[int, Range(1, 16)] = 1
-    """Number of TCP connections between two ranks that carry messages between stages, and sums of gradients, in turn:
-    for links that one connection does not fill, such as 1 Gbit/s with a delay of 100 ms. Over gloo."""
+    """Number of TCP connections between two ranks that carry messages between stages, and sums of gradients, in turn,
+    and equal parts of each compressed update of replicas: for links that one connection does not fill, such as 1 Gbit/s
+    with a delay of 100 ms. Over gloo."""
     congestion: str | None = None
     """TCP congestion control of connections between ranks, such as "bbr" for links that lose packets. Default: that of
     the system, net.ipv4.tcp_congestion_control."""
