@@ -471,8 +471,8 @@ def test_the_sender_of_activations_has_the_gradients_that_it_caches(tmp_path: Pa
         assert activations.gradients is (gradients if is_downstream and backward == Delta() else None)
 
 
-def test_links_that_may_not_use_a_transform_note_no_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The links of a rank share the list of codecs."""
+def test_gradients_are_noted_by_links_that_use_a_transform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by one that may not use it, nor with another codec of the link: noting takes 1 % of a fast step."""
     plan = CachePlan([9, 9], tmp_path, ["block-00001", "block-00002"], "a", fresh=True)
     boundaries = [{"hidden": TensorSpec(SHAPE, torch.float32)}] * 2
     codecs = [parse("delta"), parse("delta:step=1,transform=true")]
@@ -492,8 +492,11 @@ def test_links_that_may_not_use_a_transform_note_no_gradients(tmp_path: Path, mo
     for boundary in range(2):
         coder = factory._activation_coders(boundary, "sender")["hidden"]
         assert isinstance(coder, DeltaCoder)
-        coder.add_gradients(activations(0))
-        assert add.call_count == boundary
+        for codec in range(3):
+            coder.encode(activations(0), TransferInfo(codec, 0, codec, samples=(0, 1, 2)))
+            add.reset_mock()
+            coder.add_gradients(activations(0))
+            assert add.call_count == (boundary == 1 and codec == 2)
 
 
 def test_gradients_that_do_not_travel_have_no_cache(tmp_path: Path) -> None:

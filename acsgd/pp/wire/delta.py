@@ -244,13 +244,15 @@ class DeltaCoder:
         return self._cache.pack_versions(info.samples) + self._shared.sent.to_bytes(8, "little")
 
     def add_gradients(self, gradients: Tensor) -> None:
-        """Note the gradients of a micro-batch, [B, ..., C], that the sender has received."""
-        if any(isinstance(codec, Delta) and codec.transform for codec in self._codecs):
+        """Note the gradients of a micro-batch, [B, ..., C], that the sender has received, if it uses a basis."""
+        if self._shared.in_use:
             with self._streams.side_stream(gradients):
                 self._shared.gradients.add(gradients)
 
     def encode(self, x: Tensor, info: TransferInfo) -> tuple[Tensor, ...]:
         """Return the fields of misses, then of hits. Raises NotFiniteError, and then leaves the cache unchanged."""
+        used = self._codecs[info.codec]
+        self._shared.in_use = isinstance(used, Delta) and used.transform
         hits, misses = self._hits_and_misses(info)
         codec = self._miss_codec(info)
         miss_fields = codec.encode(_rows(x, misses)) if misses else ()

@@ -23,6 +23,8 @@ class SharedBasis:
     def __init__(self) -> None:
         self.gradients, self.values = basis.Moments(), basis.Moments()
         """Of the gradients that the sender has received, and of the tensors that it has sent."""
+        self.in_use = False
+        """At the sender, whether the codec of its latest message uses a basis."""
         self.sent = 0
         """Number of elements sent in a basis, equal at both ends."""
         self._basis: Tensor | None = None
@@ -96,12 +98,14 @@ class TransformCoder(StatelessCoder):
         return self._shared.sent.to_bytes(8, "little") if self._step(info) else b""
 
     def add_gradients(self, gradients: Tensor) -> None:
-        """Note the gradients of a micro-batch that the sender of activations has received."""
-        with self._streams.side_stream(gradients):
-            self._shared.gradients.add(gradients)
+        """Note the gradients of a micro-batch that the sender of activations has received, if it uses the basis."""
+        if self._shared.in_use:
+            with self._streams.side_stream(gradients):
+                self._shared.gradients.add(gradients)
 
     def encode(self, x: Tensor, info: TransferInfo) -> tuple[Tensor, ...]:
-        if not (step := self._step(info)):
+        self._shared.in_use = bool(step := self._step(info))
+        if not step:
             return super().encode(x, info)
         fields = self._shared.encode(x.detach().float(), step)
         self._shared.take(fields)
