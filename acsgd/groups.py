@@ -369,9 +369,9 @@ def connect(
     domain: name of that of this rank; "" on any rank = there are none. divides: whether replicas of a domain divide the
     weights, so that domains need the same number of replicas. may_be_one: whether replicas that all share a domain
     divide the weights as in one of several, since others may join. connections: number between two ranks of a pipeline,
-    or two replicas. congestion: congestion control of all connections; None = that of the system. A process may connect
-    again after exit, with other ranks, with another store (such as a dist.PrefixStore of a new prefix) and with other
-    interruptible waits.
+    two replicas, or two domains. congestion: congestion control of all connections; None = that of the system. A
+    process may connect again after exit, with other ranks, with another store (such as a dist.PrefixStore of a new
+    prefix) and with other interruptible waits.
     Raises RunError if not all ranks connect in time.
     """
     rank, timeout_s = topology.rank, timeout.total_seconds()
@@ -386,21 +386,21 @@ def connect(
         with _connection_errors(rank, topology.world_size, timeout_s):
             domains = _find_domains(names, topology, equal_sizes=divides, least=least)
             local, across = _levels(domains, topology, all_positions=divides)
-            lines = [line for axis in topology.sizes for line in topology.lines(axis)] * connections
+            lines = [line for axis in topology.sizes for line in topology.lines(axis)]
             everyone = [list(range(topology.world_size))] if several_hosts else []
-            members = [*lines, *local, *across, *everyone]
+            members = [*[*lines, *across] * connections, *local, *everyone]
             run_id, (world, *others) = opened.open(members)
         if congestion is not None:
             opened.connections.use_congestion(congestion)
-        own = iter(others)
-        by_turn = [dict(zip(topology.sizes, own, strict=False)) for _ in range(connections)]
-        by_axis = {
-            axis: replace(first, more=tuple(each[axis].process_group for each in by_turn[1:]))
-            for axis, first in by_turn[0].items()
-        }
-        of_domain, of_position = (
-            next(own) if any(rank in each for each in level) else None for level in (local, across)
-        )
+        count = sum(rank in each for each in [*lines, *across])
+        by_turn = [others[count * turn : count * (turn + 1)] for turn in range(connections)]
+        own = [
+            replace(first, more=tuple(each.process_group for each in more))
+            for first, *more in zip(*by_turn, strict=True)
+        ]
+        by_axis = dict(zip(topology.sizes, own, strict=False))
+        of_position = own[-1] if len(own) > len(by_axis) else None
+        of_domain = others[count * connections] if any(rank in each for each in local) else None
         position = next((each.index(topology.replica) for each in domains.values() if topology.replica in each), 0)
         two_levels = DomainGroups(domains, of_domain, of_position, position, run_id) if domains else None
         apart = others[-1] if several_hosts else world
