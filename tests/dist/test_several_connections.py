@@ -87,7 +87,8 @@ def exchange_updates(rank: int, world_size: int, store: Path) -> None:
 
 def refused(rank: int, world_size: int, store: Path) -> list[str]:
     found = []
-    for number, options in enumerate(({"connections": 1 + rank}, {"congestion": "unknown"})):
+    in_a_mesh = {"congestion": "reno", "host": mock.Mock() if rank else None}
+    for number, options in enumerate(({"connections": 1 + rank}, {"congestion": "unknown"}, in_a_mesh)):
         try:
             with opened(rank, store.with_name(f"{store.name}-{number}"), **options):
                 found.append("")
@@ -104,8 +105,9 @@ def test_updates_of_replicas_are_divided_over_the_connections(tmp_path: Path) ->
     on_ranks(2, exchange_updates, tmp_path / "store")
 
 
-def test_connections_that_differ_and_an_unknown_control_are_refused(tmp_path: Path) -> None:
-    for differ, unknown in on_ranks(2, refused, tmp_path / "store"):
+def test_connections_that_differ_and_a_control_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    for differ, unknown, in_a_mesh in on_ranks(2, refused, tmp_path / "store"):
         assert differ.startswith("ranks differ in run.connections: 1, 2")
         assert unknown.startswith("run.congestion=unknown on")
         assert "reno" in unknown
+        assert in_a_mesh.startswith("run.congestion=reno: ranks connect to the mesh of their host")
