@@ -177,6 +177,11 @@ def test_a_link_is_measured(doctor: Doctor) -> None:
 GOOD = MeasuredLink("b:1", FACTS, 5000, 0.02, 0.0, 1e8, 1e8, 0.0)
 
 
+def test_few_losses_matter_where_the_delay_is_long() -> None:
+    [found] = diagnose(dataclasses.replace(GOOD, delay_s=0.001, loss=0.01), FACTS, set())
+    assert found.level == "ok"
+
+
 @pytest.mark.parametrize(
     ("changed", "level", "text"),
     [
@@ -185,6 +190,7 @@ GOOD = MeasuredLink("b:1", FACTS, 5000, 0.02, 0.0, 1e8, 1e8, 0.0)
         ({"clock_s": 86400.0}, "error", "its clock is 86,400 s ahead; set both clocks: timedatectl set-ntp true"),
         ({"clock_s": -60.0}, "warning", "its clock is 60 s behind; set both clocks"),
         ({"loss": 0.05}, "warning", "5.0% lost; the link loses packets: look at Wi-Fi"),
+        ({"loss": 0.01}, "warning", "1.0% lost; TCP slows down at each loss: try --run.congestion bbr"),
         ({"received": 2e6}, "warning", "2.0 Mbit/s back, 0.0% lost; use a mode for slow links"),
         (
             {"sent": None},

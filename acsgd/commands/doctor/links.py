@@ -50,7 +50,10 @@ RETRANSMITTED, SENT_SEGMENTS = 23, 28
 CLOCK_WARNING_S, CLOCK_ERROR_S = 30.0, 3600.0
 SLOW_LINK = 10e6
 """Bits per second below which a link needs the strongest compression."""
-LOSSY = 0.02
+LOSSY, LOSSY_FOR_TCP = 0.02, 0.005
+"""Parts of the segments beyond which a link is bad, and beyond which it slows down TCP if its delay is long."""
+LONG_S = 0.01
+"""Delay, there and back, beyond which losses slow down TCP, seconds."""
 
 
 class PeerError(Exception):
@@ -291,6 +294,8 @@ def diagnose(link: MeasuredLink, facts: Mapping[str, str], own: set[str]) -> Ite
     remedies = []
     if link.loss > LOSSY:
         remedies.append("the link loses packets: look at Wi-Fi, cables, or the provider")
+    if link.loss > LOSSY_FOR_TCP and link.delay_s > LONG_S:
+        remedies.append("TCP slows down at each loss: try --run.congestion bbr")
     if min(link.sent, link.received) < SLOW_LINK:  # where a queue is short, such a link loses packets, too
         remedies.append("use a mode for slow links, such as --dp.mode cocktail or diloco")
     yield Diagnosis("warning" if remedies else "ok", subject, text, "; ".join(remedies))
