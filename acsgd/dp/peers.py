@@ -71,7 +71,7 @@ class _Incoming(NamedTuple):
     buffer: Tensor
     """As long as the longest message."""
     parts: Sequence[Tensor]
-    """Of the buffer, one for each connection, each of which receives such a part of the message."""
+    """Views of the buffer: part i of the message arrives at the start of view i."""
     works: Sequence[Work]
     """Of the header, and of these."""
 
@@ -265,8 +265,11 @@ class Peers:
     def exchange(self, outgoing: Mapping[int, Tensor], longest: Mapping[int, int], meter: Meter) -> dict[int, Tensor]:
         """Send a message to some replicas, and receive one from some. Call it in the thread.
 
+        Returns the messages, by replica, at the start of tensors of their own: they can be viewed in any dtype.
+
         Args:
-            outgoing: Messages to send, by replica, on the device of the group; equal on all members of a domain.
+            outgoing: Messages to send, by replica, contiguous, on the device of the group; equal on all members of a
+                domain. They must not change until this returns.
             longest: Maximum number of bytes to receive, by replica; each of them must send to this one.
             meter: Counts the bytes sent to other domains.
 
@@ -287,9 +290,9 @@ class Peers:
             meter.sent_bytes += _HEADER.size + len(message)
         forwarding = self._compare_in_domain([*headers.values()], since)
         received = {}
-        for peer, incoming in receiving.items():
-            received[peer] = self._wait_for_message(peer, incoming, since)
-            forwarding += self._forward((incoming.header, received[peer]), LEADER_TAG + 1 + peer)
+        for peer in longest:
+            header, received[peer] = self._wait_for_message(peer, receiving.pop(peer), since)
+            forwarding += self._forward((header, received[peer]), LEADER_TAG + 1 + peer)
         self._wait_for(sending, since)
         self._wait_for(forwarding, since)
         if meter.trace is not None:
@@ -307,14 +310,17 @@ class Peers:
             works = [self.group.irecv(part, source, tag) for part in (header, *parts)]
         return _Incoming(source, header, buffer, parts, works)
 
-    def _wait_for_message(self, peer: int, incoming: _Incoming, since: float) -> Tensor:
-        """Wait for a message, and return it. Raises RunError if it is corrupt, or the peer has failed."""
+    def _wait_for_message(self, peer: int, incoming: _Incoming, since: float) -> tuple[Tensor, Tensor]:
+        """Wait for a message; return its header and the message. Raises RunError if it is corrupt, or the peer failed.
+
+        If it is shorter than it might be, there are gaps between its parts, which are then put together.
+        """
         source, header, buffer, parts, (work, *works) = incoming
         longest = len(buffer)
         with self._errors_of(source, since):
             self.waits.wait(work)
         _, length = _identity(header)
-        if length == _ABORTED:  # it sends no more, and no longer receives
+        if length == _ABORTED:  # it sends no more, and no longer receives: this raises
             self._check(peer, header, buffer[:0], longest)
         with self._errors_of(source, since):
             for work in works:
@@ -323,7 +329,7 @@ class Peers:
             sizes = [len(each) for each in buffer[:length].tensor_split(len(parts))]
             buffer = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
         self._check(peer, header, buffer[:length], longest)
-        return buffer[:length]
+        return header, buffer[:length]
 
     def _exchange_on_device(
         self, updates: Communicator, outgoing: Mapping[int, Tensor], longest: Mapping[int, int], meter: Meter

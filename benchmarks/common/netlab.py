@@ -61,6 +61,7 @@ TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TUN, IFF_NO_PI, IFF_VNET_HDR, TUN_F_CSUM, TUN_F_TSO4 = 0x0001, 0x1000, 0x4000, 0x01, 0x02
 SEGMENT = struct.Struct("=BBHHHH")  # linux/virtio_net.h, before each packet of a TUN device; the fourth: payload bytes
 HEADERS = 52  # bytes of IPv4 and TCP headers with timestamps
+LONGEST = SEGMENT.size + (1 << 16)  # of a read: a few bytes more, and the C library maps memory anew for each
 PACKETS_PER_TURN = 32
 ROUTER, HOME = "192.168.1.1", "192.168.1.2"
 """Addresses of a router and of the host behind it, in their network."""
@@ -340,7 +341,7 @@ class Switch:
     def _take(self, source: int, port: int) -> None:
         with contextlib.suppress(OSError):  # no more packets, or the host is cut off
             for _ in range(PACKETS_PER_TURN):
-                packet = os.read(port, 1 << 17)
+                packet = os.read(port, LONGEST)
                 ip = packet[SEGMENT.size : SEGMENT.size + 20]
                 if ip[0] >> 4 == 4 and (host := self._hosts.get(ip[16:20])) is not None:
                     if random.random() < self._loss:

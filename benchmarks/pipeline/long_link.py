@@ -119,8 +119,9 @@ def exchange(groups: Groups, request: Request) -> float:
             counted, received = time.perf_counter(), 0
         else:
             received += len(answer)
+    rate = received / (time.perf_counter() - counted)
     peers.close()
-    return received / (time.perf_counter() - counted)
+    return rate
 
 
 def send(groups: Groups, request: Request) -> None:

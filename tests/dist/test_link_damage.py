@@ -105,22 +105,27 @@ def damage_exchanges(rank: int, peers: Peers) -> None:
     bits: list[int | None] = []
     with pytest.MonkeyPatch.context() as patch:
         damage_sends(patch, bits)
-        for number, bit in enumerate([*range(8 * 16), 8 * 16, 8 * 20 + 5, -1, None], start=1):
+        of_header = [[bit] for bit in range(8 * 16)]
+        of_parts = [
+            [*[None] * part, bit] for part in range(1, 1 + peers.group.connections) for bit in (0, 8 * 4 + 5, -1)
+        ]
+        for number, damage in enumerate([*of_header, *of_parts, []], start=1):
             message = torch.randint(0, 256, (number,), generator=torch.Generator().manual_seed(number)).byte()
-            bits += [bit] if rank == 0 and bit is not None else []
+            bits += damage if rank == 0 else []
 
             def exchange(message: torch.Tensor = message) -> dict[int, torch.Tensor]:
                 return peers.exchange({1 - rank: message}, {1 - rank: 200}, Meter())
 
             work = peers.submit(exchange)
-            if rank == 0 or bit is None:
-                assert torch.equal(work.result(Meter())[1 - rank], message), bit
+            if rank == 0 or not damage:
+                assert torch.equal(work.result(Meter())[1 - rank], message), damage
                 continue
             with pytest.raises(RunError) as error:
                 work.result(Meter())
             for text in ("replica 0 (rank 0) sent a corrupt message", f"expected message {number} "):
-                assert text in str(error.value), bit
+                assert text in str(error.value), damage
 
 
-def test_a_damaged_message_between_replicas_is_named(tmp_path: Path) -> None:
-    on_replicas(2, damage_exchanges, tmp_path / "store")
+@pytest.mark.parametrize("connections", [1, 3])
+def test_a_damaged_message_between_replicas_is_named(connections: int, tmp_path: Path) -> None:
+    on_replicas(2, damage_exchanges, tmp_path / "store", connections=connections)

@@ -24,7 +24,7 @@ from acsgd.groups import Groups, connect
 from acsgd.topology import Topology
 
 TIMEOUT, COUNT, MESSAGES = timedelta(seconds=60), 3, 7
-LENGTHS, LONGEST = (1, 2, 3, 4, 1000, 1024), 1024
+LENGTHS = ((1, 1), (2, 2), (0, 9), (1, 1024), (2, 1024), (3, 1024), (4, 1024), (1000, 1024), (1024, 1024))
 """Bytes of messages between replicas, and how many a replica expects at most."""
 
 
@@ -66,23 +66,24 @@ def exchange_updates(rank: int, world_size: int, store: Path) -> None:
     with opened(rank, store, stages=1, connections=COUNT) as groups:
         peers, meter = Peers(groups.dp, groups.waits), Meter()
         of_turn = itertools.cycle([groups.dp.process_group, *groups.dp.more])
-        for number, length in enumerate(LENGTHS):
+        for number, (length, longest) in enumerate(LENGTHS):
             of_rank = [torch.arange(start, start + length).to(torch.uint8) for start in (number, number + 100)]
             with mock.patch.object(dist, "isend", wraps=dist.isend) as spy:
-                received = peers.exchange({1 - rank: of_rank[rank]}, {1 - rank: LONGEST}, meter)
+                received = peers.exchange({1 - rank: of_rank[rank]}, {1 - rank: longest}, meter)
             assert torch.equal(received[1 - rank], of_rank[1 - rank])
             assert [call.args[2] for call in spy.call_args_list] == [*itertools.islice(of_turn, 1 + COUNT)]
             header, *parts = (call.args[0].numel() for call in spy.call_args_list)
             assert header == 16
             assert sum(parts) == length
             assert max(parts) - min(parts) <= 1
-        assert meter.sent_bytes == sum(LENGTHS) + 16 * len(LENGTHS)
+        assert meter.sent_bytes == sum(length + 16 for length, _ in LENGTHS)
         if rank:
             peers.abort()
         else:
             with pytest.raises(RunError, match=r"replica 1 \(rank 1\) has failed; see its own error"):
-                peers.exchange({1: of_rank[0]}, {1: LONGEST}, meter)
+                peers.exchange({1: of_rank[0]}, {1: 1024}, meter)
         groups.wait_for_all("the end", timeout_s=TIMEOUT.total_seconds())
+        peers.close()
 
 
 def refused(rank: int, world_size: int, store: Path) -> list[str]:

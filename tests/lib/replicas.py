@@ -114,15 +114,16 @@ class LocalRun:
         self.sync.load_state_dict(saved)
 
 
-def on_replicas(world_size: int, body: Any, store: Path, *args: Any) -> list[Any]:
+def on_replicas(world_size: int, body: Any, store: Path, *args: Any, connections: int = 1) -> list[Any]:
     """Return body(rank, peers, *args) of each replica, each in a process of its own."""
-    return on_ranks(world_size, partial(_connected, body), store, *args)
+    return on_ranks(world_size, partial(_connected, body, connections), store, *args)
 
 
-def _connected(body: Any, rank: int, world_size: int, store: Path, *args: Any) -> Any:
+def _connected(body: Any, connections: int, rank: int, world_size: int, store: Path, *args: Any) -> Any:
     torch.set_num_threads(1)
     file_store = dist.FileStore(str(store), world_size)
-    with connect(Topology.of(rank, world_size, 1), timeout=TIMEOUT, store=file_store) as groups:
+    topology = Topology.of(rank, world_size, 1)
+    with connect(topology, timeout=TIMEOUT, store=file_store, connections=connections) as groups:
         result = body(rank, Peers(groups.dp, groups.waits), *args)
         dist.barrier()  # a rank that leaves early would disturb the others' connections
         return result

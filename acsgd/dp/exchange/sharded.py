@@ -275,8 +275,7 @@ class ShardedSync(GradSync):
         for j, message in self._peers.exchange(outgoing, longest, self._domain_meter or self.meter).items():
             if len(message) != sizes[j]:
                 raise RunError(f"{self._peers.name(j)} sent {len(message)} bytes of weights instead of {sizes[j]}")
-            aligned = message.clone()  # messages are not
-            flat = load_onto(params[j][0].device, aligned).view(params[j][0].dtype)
+            flat = load_onto(params[j][0].device, message).view(params[j][0].dtype)
             for x, values in zip(params[j], flat.split([x.numel() for x in params[j]]), strict=True):
                 x.copy_(values.view(x.shape))
 
@@ -295,7 +294,7 @@ def gather_state(own: WeightState, writer: int, peers: Peers, meter: Meter) -> W
 
     def exchange() -> dict[int, Tensor]:
         lengths = peers.exchange(dict.fromkeys(to, length), dict.fromkeys(senders, len(length)), meter)
-        longest = {j: int(x.clone().view(torch.int64)) for j, x in lengths.items()}
+        longest = {j: int(x.view(torch.int64)) for j, x in lengths.items()}
         return peers.exchange(dict.fromkeys(to, payload), longest, meter)
 
     received, state = peers.submit(exchange).result(meter), WeightState()
