@@ -442,9 +442,9 @@ def _congestion_problem(congestion: str | None, *, has_mesh: bool) -> str:
         available = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
         known = available.read_text().strip() if available.exists() else "none"
         return (
-            f"run.congestion={congestion} on {socket.gethostname()}: {error.strerror}; it offers {known}, of which "
-            "those in net.ipv4.tcp_allowed_congestion_control are for all users; add it there with sysctl, or remove "
-            "run.congestion"
+            f"run.congestion={congestion} on {socket.gethostname()}: the kernel refuses it ({error.strerror}); it "
+            f"offers {known}, of which those in net.ipv4.tcp_allowed_congestion_control are for all users; add it "
+            "there with sysctl, or remove run.congestion"
         )
     return ""
 

@@ -278,7 +278,10 @@ def _option_error(argv: Sequence[str], options: Sequence[str]) -> str | None:
         if not re.match("--[A-Za-z]", name):
             continue
         if known not in options:
-            likely = " or ".join(_as_documented(each) for each in options if _is_meant(name, each))
+            of_links = {f"--{key}" for key in OF_LINKS} & {*options}
+            meant = [_as_documented(each) for each in options if _is_meant(name, each)]
+            meant += [f"{each}.0" for each in sorted(of_links) if _is_meant(name.rpartition(".")[0], each)]
+            likely = " or ".join(meant)
             return f"unrecognized option: {name}{f' (did you mean {likely}?)' if likely else ''}"
         section, dot, key = known[2:].rpartition(".")
         if not is_assigned and following.lower() in TRUTHS:

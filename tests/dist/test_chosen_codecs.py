@@ -88,6 +88,10 @@ def test_a_chosen_codec_trains_as_a_given_one(tiny_model: Callable[..., Path], t
         (CHANGED, None, "rows", "rows:entropy_coding=true"),
     ]
     assert len([line for line in _lines(resumed) if line.get("event") == "codec"]) == 3, "the choice was resumed"
+    assert not [line for line in _lines(chosen) if line.get("event") == "links"]
+    [unchanged] = [line for line in _lines(resumed) if line.get("event") == "links"]
+    assert unchanged["after_step"] == STOPPED + 2
+    assert (unchanged["link"], unchanged["mbit_per_s"] > 0) == (0, True)
     for direction in ("forward", "backward"):
         exact, *sent = [line[f"pp_{direction}_bytes"] for line in _lines(cached) if "loss" in line][CHANGED - 1 :]
         assert exact / 5 < sent[0] < exact / 3, "the first visit after the change travels in 8 bits"

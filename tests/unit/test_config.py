@@ -241,6 +241,8 @@ def test_a_checkpoint_interval_is_steps_or_minutes(
 
 
 USAGE = [
+    ("--pp.forwrd.1 none", "unrecognized option: --pp.forwrd.1 (did you mean --pp.forward.0?)"),
+    ("--pp.backward.one none", "unrecognized option: --pp.backward.one (did you mean --pp.backward.0?)"),
     ("--data.btach 3", "unrecognized option: --data.btach (did you mean --data.batch?); all options: train.py"),
     (
         "--model.dtype fp8",

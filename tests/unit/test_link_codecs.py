@@ -412,7 +412,7 @@ def test_rows_travel_as_given_unless_they_are_exact_and_chosen(tmp_path: Path) -
     [
         ("--pp.forward.2 none", "pp.forward.2: there is no link 2: the links are 0 to 1"),
         ("--pp.stages 2", "pp.forward.1: there is no link 1: link 0 is the only one"),
-        ("--pp.stages 1", "pp.forward.1: there is no link 1: there are no links"),
+        ("--pp.stages 1", "pp.forward.1: one stage has no links; give --pp.stages 2, or remove it"),
         (
             "--pp.schedule zbv --pp.forward.2 none",
             "pp.forward.2: stages 2 and 3 are both on rank 2 of a pipeline, so nothing is sent between them; remove",

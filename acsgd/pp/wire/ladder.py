@@ -220,8 +220,9 @@ def _given(key: str, text: str, placement: Placement) -> dict[str, tuple[int, st
             "one of both"
         )
     if absent := [number for number in given if number not in boundaries]:
+        if not boundaries:
+            raise ValueError(f"{key}.{absent[0]}: one stage has no links; give --pp.stages 2, or remove it")
         has = "link 0 is the only one" if len(boundaries) == 1 else f"the links are 0 to {len(boundaries) - 1}"
-        has = has if boundaries else "there are no links"
         raise ValueError(f"{key}.{absent[0]}: there is no link {absent[0]}: {has}; link 0 is behind the first stage")
     if inside := [number for number in given if number not in links]:
         rank = placement.rank_of(inside[0])

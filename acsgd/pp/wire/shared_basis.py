@@ -22,7 +22,7 @@ class SharedBasis:
 
     def __init__(self) -> None:
         self.gradients, self.values = basis.Moments(), basis.Moments()
-        """Of the gradients that the sender has received while it used the basis, and of the tensors that it has sent."""
+        """Of the gradients that the sender receives while it uses the basis, and of the tensors that it has sent."""
         self.in_use = False
         """At the sender, whether the codec of its latest message uses a basis."""
         self.sent = 0

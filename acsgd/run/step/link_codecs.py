@@ -77,6 +77,7 @@ class LinkCodecs(StepHook):
         """By replica, the last computing times of each rank per micro-batch, without codecs."""
         self._last: list[Measured | None] = [None for _ in replicas]
         """By replica, what the present choice was made from."""
+        self._has_chosen = False
         times = self._codec_times()
         self._directions = [self._direction(number, times) for number in range(2 * self._links)]
         self.before_step(state)
@@ -108,6 +109,10 @@ class LinkCodecs(StepHook):
         choices = self._choices(state)
         if self._record(state, choices):
             chosen = [self._choose(replica, before) for replica, before in enumerate(choices)]
+            if not self._has_chosen and any(self._last):
+                self._has_chosen = True
+                if chosen == choices:
+                    self._note(self._unchanged(state.progress.step))
             for replica, (before, after) in enumerate(zip(choices, chosen, strict=True)):
                 self._report_changes(state.progress.step, replica, before, after)
             state.progress = replace(state.progress, codecs=tuple(map(self._specs, chosen)))
@@ -279,6 +284,17 @@ class LinkCodecs(StepHook):
                 )
                 fields = {"replica": replica, "link": link, "of": subject, "codec": codec, "mbit_per_s": round(mbit, 2)}
                 self._note(RunEvent("codec", step, text, fields))
+
+    def _unchanged(self, step: int) -> RunEvent:
+        """Return an event that says what was measured, since no change of a codec does."""
+        measured = [pair for each in self._last if each is not None for pair in enumerate(each.directions)]
+        number, slowest = max(measured, key=lambda pair: pair[1].s_per_byte)
+        link, mbit = number % self._links, 8e-6 / slowest.s_per_byte
+        text = (
+            f"pp.compress=auto changes no codec: the slowest link, {link}, has {mbit:.3g} Mbit/s and a delay of "
+            f"{1e3 * slowest.delay_s:.2g} ms"
+        )
+        return RunEvent("links", step, text, {"link": link, "mbit_per_s": round(mbit, 2)})
 
     def _measure(self) -> None:
         """Measure all links of this rank at the same time, as its peers do: links of one host share its rate.
