@@ -41,7 +41,7 @@ from benchmarks.common import netlab
 from benchmarks.pipeline.network_ranks import on_hosts, request_all
 
 DELAY_S = 0.05
-LINKS = ("100", "400", "1000")
+LINKS = ("400", "1000")
 """Rates, Mbit/s; after a slash the share of packets that are lost."""
 PACKETS_MBIT = 200.0
 """Largest rate at which the network of this machine delays single packets."""
