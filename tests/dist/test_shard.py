@@ -215,7 +215,8 @@ def test_a_run_sharded_in_domains_resumes_with_the_state_of_each(
         resumed = resumed_at_half(config, directory, stages=stages)
         resumed = dataclasses.replace(resumed, dp=ReplicaConfig(mode, shard=shard))
         train_each([resumed], replicas, directory, domains)
-        assert losses(resumed)[-3:] == pytest.approx(losses(config)[-3:], rel=1e-5), (shard, stages, replicas)
+        bound = 1e-5 if stages == 1 else 1e-4  # sums over stages round differently, and so do a few weights in bf16
+        assert losses(resumed)[-3:] == pytest.approx(losses(config)[-3:], rel=bound), (shard, stages, replicas)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
