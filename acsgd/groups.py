@@ -392,15 +392,11 @@ def connect(
             run_id, (world, *others) = opened.open(members)
         if congestion is not None:
             opened.connections.use_congestion(congestion)
-        count = sum(rank in each for each in [*lines, *across])
-        by_turn = [others[count * turn : count * (turn + 1)] for turn in range(connections)]
-        own = [
-            replace(first, more=tuple(each.process_group for each in more))
-            for first, *more in zip(*by_turn, strict=True)
-        ]
+        count = connections * sum(rank in each for each in [*lines, *across])
+        own = _in_turn(others[:count], connections)
         by_axis = dict(zip(topology.sizes, own, strict=False))
         of_position = own[-1] if len(own) > len(by_axis) else None
-        of_domain = others[count * connections] if any(rank in each for each in local) else None
+        of_domain = others[count] if any(rank in each for each in local) else None
         position = next((each.index(topology.replica) for each in domains.values() if topology.replica in each), 0)
         two_levels = DomainGroups(domains, of_domain, of_position, position, run_id) if domains else None
         apart = others[-1] if several_hosts else world
@@ -424,6 +420,15 @@ def _agreed(texts: Sequence[str]) -> tuple[Sequence[str], bool]:
     if problem := next(filter(None, problems), None):
         raise ConnectError(problem)
     return names, all(dividing)  # the same groups on all ranks, also where their options differ
+
+
+def _in_turn(groups: Sequence[Group], connections: int) -> list[Group]:
+    """Return groups whose connections carry messages in turn. groups: as many times as there are connections."""
+    count = len(groups) // connections
+    by_turn = [groups[count * turn : count * (turn + 1)] for turn in range(connections)]
+    return [
+        replace(first, more=tuple(each.process_group for each in more)) for first, *more in zip(*by_turn, strict=True)
+    ]
 
 
 def _congestion_problem(congestion: str | None, *, has_mesh: bool) -> str:

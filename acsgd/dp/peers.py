@@ -279,9 +279,8 @@ class Peers:
         self._exchanges += 1
         if self.group.updates is not None and self.is_leader:
             return self._exchange_on_device(self.group.updates, outgoing, longest, meter)
-        since, receiving, sending = time.perf_counter(), {}, []
-        for peer, nbytes in longest.items():
-            receiving[peer] = self._start_receiving(peer, nbytes, since)
+        since, sending = time.perf_counter(), []
+        receiving = {peer: self._start_receiving(peer, nbytes, since) for peer, nbytes in longest.items()}
         headers = {peer: self._header(len(message), message.cpu()) for peer, message in outgoing.items()}
         for peer, message in outgoing.items() if self.is_leader else ():
             with self._errors_of(rank := self._ranks[peer], since):

@@ -11,9 +11,10 @@ and the host proper is in a network behind it.
 
 Without delay the switch is a kernel bridge. With delay it is a process that holds the TUN device of every host and
 forwards each packet a fixed time after its arrival (many kernels are built without netem); `switch_cpu_s` is its CPU
-time. Packets are dropped where too many wait at a limit, and at random if there is a `loss`. It forwards about 0.4
-Gbit/s of packets. With `offload`, hosts hand over TCP segments of up to 64 KB, as to network cards that divide them
-into packets: it forwards some Gbit/s, and all packets of a segment arrive, wait or are lost together.
+time. Packets are dropped where too many wait at a limit, and at random if there is a `loss`. It forwards a few
+hundred Mbit/s of packets. With `offload`, hosts hand over TCP segments of up to 64 KB, as to network cards that divide
+them into packets: it forwards 1 Gbit/s in each direction, and all packets of a segment arrive, wait or are lost
+together.
 
 tcp_slow_start_after_idle is off in every namespace. By default TCP resets the congestion window of a connection that
 has been idle for some round trips, as happens in every step of a pipeline. On your own hosts: sysctl -w

@@ -20,6 +20,7 @@ from acsgd.layers.description import Dim
 from acsgd.pp.wire.coder import TensorSpec, TransferInfo
 from acsgd.pp.wire.link import Link, LinkFactory
 from acsgd.pp.wire.mailbox import Received
+from acsgd.pp.wire.shared_basis import TransformCoder
 from acsgd.streams import Streams
 
 CPU = Streams(torch.device("cpu"))
@@ -218,6 +219,19 @@ def test_received_gradients_decide_which_errors_of_activations_are_small() -> No
     error = (got - x).square().mean((0, 1))
     assert fields == 4
     assert error[3] < 0.1 * error.mean()
+
+
+def test_gradients_are_noted_while_messages_are_in_a_basis(monkeypatch: pytest.MonkeyPatch) -> None:
+    codecs = [FixPoint(8), Transform(1)]
+    factory = LinkFactory(Mock(), Mock(), CPU, [{"hidden": Ends().sender.spec}], codecs, [], Meter(), Meter())
+    coder = factory._activation_coders(0, "sender")["hidden"]
+    assert isinstance(coder, TransformCoder)
+    for codec in (1, 2, 1):
+        coder.encode(draw(2, 40, 8), TransferInfo(0, 0, codec))
+        with monkeypatch.context() as patch:
+            patch.setattr(Moments, "add", add := Mock())
+            coder.add_gradients(draw(2, 40, 8))
+        assert add.call_count == (codec == 2)
 
 
 def test_large_components_have_steps_within_their_range() -> None:

@@ -78,6 +78,7 @@ class LinkCodecs(StepHook):
         self._last: list[Measured | None] = [None for _ in replicas]
         """By replica, what the present choice was made from."""
         self._has_chosen = False
+        """Whether codecs have been chosen by measured links since the start."""
         times = self._codec_times()
         self._directions = [self._direction(number, times) for number in range(2 * self._links)]
         self.before_step(state)
