@@ -48,7 +48,7 @@ SPECS = [
 DOMAINS = {"even": "aabb", "uneven": "aab"}
 """Domain of each replica."""
 CONNECTIONS = 3
-"""Between two even domains."""
+"""Between two uneven domains."""
 STEPS = 5
 RUNS = ["cocktail:random=0.5,topk=0.2,exact_steps=1", "powersgd:rank=2"]
 """Modes of whole runs: with local weights and without."""
@@ -74,7 +74,7 @@ def train_all(
     """Train in each mode on the gradients of the replicas for which this one acts. transports: "ordered" or none."""
     torch.set_num_threads(1)
     topology, file_store = Topology.of(rank, world_size, 1), dist.FileStore(str(store), world_size)
-    count = CONNECTIONS if domains == DOMAINS["even"] else 1
+    count = CONNECTIONS if domains == DOMAINS["uneven"] else 1
     with connect(topology, timeout=TIMEOUT, store=file_store, domain=domains[rank], connections=count) as groups:
         if groups.domains is not None and (leaders := groups.domains.leaders) is not None:
             assert leaders.connections == groups.dp.connections == count
